@@ -1,0 +1,130 @@
+"""Every private torch API that fxshard uses, each with the versions that were seen to have it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+
+def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
+    """Dynamo's wrapper around AOTAutograd for backends. torch 2.11, 2.13."""
+    from torch._dynamo.backends.common import aot_autograd as wrapped
+
+    return wrapped(**kwargs)
+
+
+def min_cut_partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """The decompositions that Inductor's lowerings assume. torch 2.11, 2.13."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
+    """What Inductor does to a graph before it is partitioned (random numbers, attention patterns). torch 2.11, 2.13.
+
+    Not optional under the Inductor lowering: random ops that it has not rewritten have no lowering.
+    """
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    return joint_graph_passes(graph)
+
+
+def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Lower one graph to a boxed callable. torch 2.11, 2.13.
+
+    Inductor appends to the tracing context of whoever calls it and insists that it starts out empty, hence a fresh one.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with tracing(TracingContext(detect_fake_mode(list(example_inputs)))):
+        return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
+
+
+def graph_input_example(placeholder: fx.Node) -> Any:
+    """The real value behind an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
+    argument = placeholder.meta.get("grapharg")
+    return argument.example if argument is not None else None
+
+
+def capture_failures() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises when it cannot capture a function as one graph. torch 2.11, 2.13."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
+
+
+def fused_adamw(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """The kernel behind ``torch.optim.AdamW(fused=True)``, for CPU and CUDA. torch 2.11, 2.13."""
+    torch._fused_adamw_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=lr,  # type: ignore[arg-type]
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
+    """``all_gather_into_tensor``, which torch 2.13 renamed to ``all_gather_single``."""
+    renamed = getattr(dist, "all_gather_single", None)
+    return (renamed or dist.all_gather_into_tensor)(output, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``reduce_scatter_tensor``, which torch 2.13 renamed to ``reduce_scatter_single``."""
+    renamed = getattr(dist, "reduce_scatter_single", None)
+    return (renamed or dist.reduce_scatter_tensor)(output, full, op=op, group=group, async_op=async_op)
+
+
+def uneven_dtensor(
+    local: torch.Tensor, mesh: dist.DeviceMesh, shape: torch.Size, stride: tuple[int, ...], *, sharded: bool
+) -> torch.Tensor:
+    """A DTensor whose ranks may hold any number of rows. Public, but kept here: see docs/design/dtensor.md."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placement = Shard(0) if sharded else Replicate()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+@contextlib.contextmanager
+def no_dispatch_modes() -> Iterator[None]:
+    """Run real tensor code while a fake-tensor mode is active around a compiler. torch 2.11, 2.13."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        yield

@@ -1,0 +1,148 @@
+"""The ``torch.compile`` backend: from a captured graph to programs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard import _compat
+from fxshard.config import Options
+from fxshard.errors import ConfigError
+from fxshard.events import Phase
+from fxshard.inspect.schedule import Schedule
+from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
+from fxshard.passes.pipeline import schedule
+from fxshard.passes.recompute_param_views import recompute_param_views
+from fxshard.passes.split_segments import split_segments
+from fxshard.runtime.program import Program
+from fxshard.sharding import Sharding, sharding_of, unsharded
+
+
+def fxshard_backend(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="fxshard")``. A model that ``fxshard.shard`` took apart runs sharded."""
+    shardings = {id(found[0]): found[0] for found in map(sharding_of, _inputs(graph)) if found is not None}
+    if len(shardings) > 1:
+        raise ConfigError("one graph uses parameters of two sharded models; shard them together or compile them apart")
+    if shardings:
+        (sharding,) = shardings.values()
+        if options:
+            raise ConfigError("this model was sharded with its options; give them to fxshard.shard, not to torch.compile")
+    else:
+        sharding = unsharded(Options.from_dict(options), _device(example_inputs))
+    return Backend(sharding)(graph, example_inputs)
+
+
+class Backend:
+    """Compiles every graph that Dynamo captures for one sharded model, and keeps what it emitted."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self.graphs: dict[str, fx.GraphModule] = {}
+        self.schedules: dict[str, Schedule] = {}
+        self.captures = 0
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.captures += 1
+        capture = Capture(self, [self._ref(value) for value in _inputs(graph)])
+        inductor = self.sharding.options.lowering == "inductor"
+        return _compat.aot_autograd(
+            fw_compiler=capture.compile_forward,
+            bw_compiler=capture.compile_backward,
+            inference_compiler=capture.compile_evaluation,
+            partition_fn=capture.partition,
+            decompositions=_compat.inductor_decompositions() if inductor else None,
+        )(graph, example_inputs)
+
+    def _ref(self, value: object) -> ParamRef | None:
+        found = sharding_of(value)
+        return found[1] if found is not None and found[0] is self.sharding else None
+
+
+class Capture:
+    """One graph on its way through AOTAutograd: tied to parameters, partitioned, scheduled, split, lowered."""
+
+    def __init__(self, backend: Backend, refs: list[ParamRef | None]) -> None:
+        self._backend = backend
+        self._sharding = backend.sharding
+        self._refs = refs
+        self._backward: fx.GraphModule | None = None
+        self._scheduled: dict[Phase, fx.GraphModule] = {}
+        self._arena_bytes = 0
+
+    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self._inductor:
+            joint = _compat.inductor_joint_passes(joint)
+        self._tie(joint)
+        joint = recompute_param_views(joint, self._context(Phase.FORWARD))
+        forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
+        # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
+        self._backward = _copy(backward)
+        self._backward.graph.output_node().meta[GRADS] = tuple(self._refs)
+        return forward, backward
+
+    def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert self._backward is not None
+        self._schedule({Phase.FORWARD: forward, Phase.BACKWARD: self._backward})
+        return self._lower(Phase.FORWARD)
+
+    def compile_backward(self, backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._lower(Phase.BACKWARD)
+
+    def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self._inductor:
+            forward = _compat.inductor_joint_passes(forward)
+        self._tie(forward)
+        self._schedule({Phase.EVAL: forward})
+        return self._lower(Phase.EVAL)
+
+    @property
+    def _inductor(self) -> bool:
+        return self._sharding.options.lowering == "inductor"
+
+    def _tie(self, graph: fx.GraphModule) -> None:
+        """Tie graph inputs to parameters, by position: training and inference graphs name them differently."""
+        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self._refs, strict=False):
+            node.meta[PARAM] = ref
+
+    def _context(self, phase: Phase) -> PassContext:
+        sharding = self._sharding
+        return PassContext(sharding.plans, sharding.options, phase, sharding.group_name)
+
+    def _schedule(self, modules: dict[Phase, fx.GraphModule]) -> None:
+        sharding = self._sharding
+        self._scheduled, memory = schedule(modules, self._context(next(iter(modules))))
+        self._arena_bytes = memory.bytes
+        emitted = Schedule.from_graphs(self._scheduled, sharding.plans, memory, ranks=sharding.ranks, zero=sharding.zero)
+        with _compat.no_dispatch_modes():
+            sharding.agreement.check("the communication schedule", emitted.communication())
+        for phase, module in self._scheduled.items():
+            self._backend.graphs[phase.value] = module
+        self._backend.schedules["train" if Phase.FORWARD in modules else "eval"] = emitted
+
+    def _lower(self, phase: Phase) -> Callable[..., Any]:
+        with _compat.no_dispatch_modes():
+            split = split_segments(self._scheduled[phase], self._context(phase))
+            engine, compiler = self._sharding.engine, self._sharding.compiler
+            return Program(split, phase, engine, self._arena_bytes, compiler).boxed()
+
+
+def _inputs(graph: fx.GraphModule) -> list[Any]:
+    return [_compat.graph_input_example(node) for node in graph.graph.find_nodes(op="placeholder")]
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = copy.deepcopy(module.graph)
+    return fx.GraphModule(module, graph)
+
+
+def _device(example_inputs: Sequence[Any]) -> torch.device:
+    for value in example_inputs:
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            return value.device
+    return torch.device("cpu")

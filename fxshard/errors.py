@@ -1,0 +1,35 @@
+"""Every error fxshard raises on purpose. Each says what was found, where, and what to do."""
+
+from __future__ import annotations
+
+
+class FxshardError(Exception):
+    """Base class of all fxshard errors: ``except fxshard.FxshardError`` catches every one of them."""
+
+
+class ConfigError(FxshardError):
+    """An argument of ``fxshard.compile``, ``shard`` or ``plan`` cannot be used as given."""
+
+
+class LayoutError(FxshardError):
+    """A layout breaks its own rules. This is a bug in whoever built the layout, never in the user's model."""
+
+
+class CaptureError(FxshardError):
+    """``torch.compile`` could not capture the model's forward as fxshard needs it."""
+
+
+class StateError(FxshardError):
+    """The sharded module is not in a state in which this call makes sense."""
+
+
+class PassError(FxshardError):
+    """A graph pass was given a graph it cannot work on, or left one that is wrong."""
+
+
+class PeerError(FxshardError):
+    """Another rank failed; this rank stops too instead of waiting for it in a collective."""
+
+
+class RankDivergenceError(FxshardError):
+    """The ranks planned different communication. Raised on every rank before the first collective."""

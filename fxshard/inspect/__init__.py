@@ -1,0 +1,1 @@
+"""Looking at a schedule: tables, files, command line."""

@@ -1,0 +1,70 @@
+"""Segments to callables: each distinct structure is compiled once, however many layers repeat it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard import _compat
+
+BoxedCallable = Callable[[list[Any]], Any]
+
+
+class SegmentCompiler:
+    """Compiles segments and remembers them by structure: ops, arguments, shapes, strides and dtypes, but no names."""
+
+    def __init__(self, lowering: str) -> None:
+        self.lowering = lowering
+        self.segments = 0
+        self.compilations = 0
+        self._compiled: dict[str, BoxedCallable] = {}
+
+    def __call__(self, segment: fx.GraphModule) -> BoxedCallable:
+        self.segments += 1
+        key = structure(segment)
+        if key not in self._compiled:
+            self.compilations += 1
+            self._compiled[key] = self._lower(segment)
+        return self._compiled[key]
+
+    def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
+        if self.lowering == "eager" or not _computes(segment):
+            forward = segment.forward
+
+            def run(args: list[Any]) -> Any:
+                values = tuple(args)
+                args.clear()
+                return forward(*values)
+
+            return run
+        inputs = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
+        return _compat.inductor_compile(segment, inputs)
+
+
+def structure(segment: fx.GraphModule) -> str:
+    """A digest that is equal for segments that compute the same thing on the same kinds of tensors."""
+    number: dict[fx.Node, int] = {}
+    lines: list[str] = []
+    for node in segment.graph.nodes:
+        number[node] = len(number)
+        args = fx.map_arg((node.args, node.kwargs), lambda arg: f"%{number[arg]}")
+        target = "" if node.op in ("placeholder", "output") else str(node.target)
+        if node.op == "get_attr":  # a constant: equal only to itself
+            target = f"constant {id(getattr(segment, str(node.target)))}"
+        value = _describe(node.meta.get("val")) if node.op == "placeholder" else ""
+        lines.append(f"{node.op} {target} {args} {value}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{value.requires_grad}"
+    return f"{type(value).__name__} {value}"
+
+
+def _computes(segment: fx.GraphModule) -> bool:
+    return any(node.op == "call_function" for node in segment.graph.nodes)

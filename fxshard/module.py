@@ -1,0 +1,240 @@
+"""``ShardedModule``: what ``fxshard.compile`` returns, a module with the names of the one it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.utils._pytree import tree_map_only
+
+from fxshard import _compat
+from fxshard.backend import Backend
+from fxshard.errors import CaptureError, ConfigError, FxshardError, StateError
+from fxshard.inspect.schedule import Schedule
+from fxshard.sharding import Sharding
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters are sharded: same names, same forward, this rank's part of the memory.
+
+    ``parameters()`` gives sharded tensors (``DTensor`` where there is a process group) that any ``torch.optim`` class
+    and ``clip_grad_norm_`` take. ``model.layers[0].weight`` works as before.
+    """
+
+    _inner: nn.Module
+    _compiled: Callable[..., Any] | None
+
+    def __init__(self, inner: nn.Module, sharding: Sharding, backend: Backend) -> None:
+        super().__init__()
+        # Not registered as a submodule: its parameters are hollow and have no place in parameters() or state_dict().
+        object.__setattr__(self, "_inner", inner)
+        object.__setattr__(self, "_compiled", None)
+        self._sharding = sharding
+        self._backend = backend
+        self._optimizer: torch.optim.Optimizer | None = None
+        by_name = {name: p for bucket in sharding.buckets for name, p in zip(bucket.plan.params, bucket.params, strict=True)}
+        by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
+        _mirror(inner, self, by_identity)
+        self.training = inner.training
+
+    def bind(self, compiled: Callable[..., Any]) -> None:
+        """Run ``compiled`` from now on; ``fxshard.compile`` calls this."""
+        object.__setattr__(self, "_compiled", compiled)  # an nn.Module too, and no submodule of ours
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        precision = self._sharding.precision
+        if precision is not None and precision.param is not None and precision.cast_inputs:
+            args, kwargs = _cast((args, kwargs), precision.param)
+        if torch.compiler.is_compiling():  # torch.compile(model, backend="fxshard") traces through here
+            return self._inner(*args, **kwargs)
+        if self._compiled is None:
+            raise StateError(
+                "this model is sharded but not compiled, and its parameters are not in memory: "
+                'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
+            )
+        try:
+            return self._compiled(*args, **kwargs)
+        except _compat.capture_failures() as error:
+            raise self._capture_error(error) from error
+
+    def _capture_error(self, error: BaseException) -> FxshardError:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, FxshardError):
+            cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+        if cause is not None:
+            return cause  # ours, raised inside the backend
+        found = CaptureError(
+            f"torch.compile could not capture {type(self._inner).__name__}.forward as one graph:\n{error}\n"
+            "Move what cannot be traced (printing, .item(), data-dependent Python) out of forward."
+        )
+        if not self._sharding.agreement.settled:
+            self._sharding.agreement.fail(found)
+        return found
+
+    def train(self, mode: bool = True) -> ShardedModule:
+        self._inner.train(mode)
+        return super().train(mode)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer given to ``fxshard.compile``."""
+        if self._optimizer is None:
+            raise StateError(
+                "no optimizer was given: pass optimizer=fxshard.AdamW(...), or use torch.optim with model.parameters()"
+            )
+        return self._optimizer
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Schedule:
+        """The emitted communication schedule; it exists once the model has been called."""
+        schedules = self._backend.schedules
+        if not schedules:
+            raise StateError("there is no schedule yet: it is made when the model is called for the first time")
+        return schedules.get("train") or schedules["eval"]
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The rewritten graphs by phase (``forward``, ``backward``, ``eval``): ``print(model.graphs["forward"].graph)``."""
+        return dict(self._backend.graphs)
+
+    @property
+    def zero(self) -> int:
+        return self._sharding.zero
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
+        full: dict[int, torch.Tensor] = {}
+        for bucket in self._sharding.buckets:
+            flat = bucket.master
+            if bucket.plan.layout.ranks > 1:
+                assert self._sharding.mesh is not None
+                flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.master.dtype, device=bucket.device)
+                _compat.all_gather(flat, bucket.master.contiguous(), self._sharding.mesh.get_group(), async_op=False)
+            for parameter, view in zip(bucket.params, bucket.views(flat), strict=True):
+                full[id(parameter)] = view.detach().cpu().clone()
+        state = super().state_dict(keep_vars=True)
+        return {key: full[id(value)] if id(value) in full else value.detach().cpu().clone() for key, value in state.items()}
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a plain (full) or a sharded state dict. Everything is checked before anything is changed."""
+        if assign:
+            raise ConfigError("load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign")
+        own = super().state_dict(keep_vars=True)
+        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+        problems = [f"missing keys: {missing}"] if missing and strict else []
+        problems += [f"unexpected keys: {unexpected}"] if unexpected and strict else []
+        shared = [key for key in own if key in state_dict]
+        problems += [
+            f"{key} has shape {tuple(state_dict[key].shape)}, the model has {tuple(own[key].shape)}"
+            for key in shared
+            if state_dict[key].shape != own[key].shape
+        ]
+        if problems:
+            raise ConfigError("the state dict does not fit the model, nothing was loaded:\n  " + "\n  ".join(problems))
+        place = {id(p): (bucket, name) for bucket, name, p in self._places()}
+        with torch.no_grad():
+            for key in shared:
+                target, value = own[key], state_dict[key]
+                found = place.get(id(target))
+                if found is None or isinstance(value, dist.tensor.DTensor):
+                    target.copy_(value)
+                else:
+                    found[0].load({found[1]: value})
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def bytes_at_rest(self) -> dict[str, int]:
+        """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state."""
+        from fxshard.runtime.bucket import total_bytes
+
+        sizes = total_bytes(self._sharding.buckets)
+        if self._optimizer is not None:
+            sizes["state"] += _state_bytes(self._optimizer)
+        return sizes
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective."""
+        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm
+
+    def _places(self) -> Iterator[tuple[Any, str, nn.Parameter]]:
+        for bucket in self._sharding.buckets:
+            for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
+                yield bucket, name, parameter
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
+        raise StateError(
+            "a sharded model cannot be moved or cast: move or cast the plain model before fxshard.compile, "
+            "or choose the compute dtype with precision=fxshard.Precision(...)"
+        )
+
+    def _get_name(self) -> str:
+        return f"ShardedModule[{type(self._inner).__name__}]"
+
+
+class _Mirror(nn.Module):
+    """Stands where a submodule of the plain model stood, and holds its sharded parameters."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self._original_name = original._get_name()
+
+    def _get_name(self) -> str:
+        return self._original_name
+
+
+class _MirrorList(_Mirror):
+    """A mirror of something that is indexed by number."""
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self._modules.values())[index]  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+
+def _mirror(source: nn.Module, target: nn.Module, sharded: Mapping[int, nn.Parameter]) -> None:
+    """Give ``target`` the tree of ``source`` with sharded parameters in it; buffers are shared, modules mirrored once."""
+    mirrors: dict[nn.Module, nn.Module] = {source: target}
+    for module in source.modules():
+        mirror = mirrors[module]
+        mirror.training = module.training
+        for name, parameter in module._parameters.items():
+            mirror.register_parameter(name, None if parameter is None else sharded[id(parameter)])
+        for name, buffer in module._buffers.items():
+            mirror.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+        for name, child in module._modules.items():
+            if child is not None and child not in mirrors:
+                indexed = isinstance(child, (nn.ModuleList, nn.Sequential))
+                mirrors[child] = (_MirrorList if indexed else _Mirror)(child)
+            mirror._modules[name] = mirrors[child] if child is not None else None
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    storages: dict[int, int] = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                local = value.to_local() if isinstance(value, dist.tensor.DTensor) else value
+                storage = local.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

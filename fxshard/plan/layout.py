@@ -1,0 +1,172 @@
+"""Where each parameter sits in its bucket, and who owns which rows of it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxshard.errors import LayoutError
+
+ALIGNMENT = 64
+"""Every parameter starts at a multiple of this many elements: 128 bytes in bf16, what vector loads and TMA want."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name and shape of a parameter: all that a layout has to know about it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row; a parameter with no elements still has rows of length one so that division works."""
+        return max(1, math.prod(self.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in the gathered bucket."""
+
+    spec: TensorSpec
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.spec.numel
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The rows of one parameter that one rank holds, and where they lie in that rank's shard."""
+
+    name: str
+    row_start: int
+    row_stop: int
+    offset: int
+    numel: int
+
+    @property
+    def rows(self) -> int:
+        return self.row_stop - self.row_start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order of parameters in one flat buffer that is cut into ``ranks`` equally long shards.
+
+    The gathered bucket is the concatenation of the shards, so a parameter is a plain view of it and a gather copies
+    nothing. Owner, offset and rows of every fragment follow from the slots alone: optimizer, gradient reduction and
+    checkpoint all ask this object and cannot disagree.
+    """
+
+    ranks: int
+    shard_numel: int
+    slots: tuple[Slot, ...]
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    @property
+    def numel(self) -> int:
+        return self.ranks * self.shard_numel
+
+    @property
+    def padding(self) -> int:
+        """Elements of the bucket that belong to no parameter."""
+        return self.numel - sum(slot.spec.numel for slot in self.slots)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(slot.spec.name for slot in self.slots)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    def fragment(self, rank: int, name: str) -> Fragment:
+        """The part of ``name`` on ``rank``; zero rows where the rank holds none of it."""
+        slot = self.slots[self.index[name]]
+        begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        start, stop = max(slot.offset, begin), min(slot.end, end)
+        row = slot.spec.row_numel
+        if stop <= start:
+            at_row = 0 if begin <= slot.offset else slot.spec.rows
+            return Fragment(name, at_row, at_row, min(max(slot.offset - begin, 0), self.shard_numel), 0)
+        return Fragment(
+            name, (start - slot.offset) // row, (stop - slot.offset) // row, start - begin, stop - start
+        )
+
+    def fragments(self, rank: int) -> tuple[Fragment, ...]:
+        return tuple(self.fragment(rank, name) for name in self.names)
+
+    def owner(self, name: str) -> int:
+        """The rank whose shard holds the first element of ``name``; in a whole layout, all of it."""
+        slot = self.slots[self.index[name]]
+        return min(slot.offset // self.shard_numel, self.ranks - 1) if self.shard_numel else 0
+
+    def gaps(self, start: int = 0, stop: int | None = None) -> tuple[tuple[int, int], ...]:
+        """The stretches of [start, stop) that no parameter covers, as (offset, numel)."""
+        stop = self.numel if stop is None else stop
+        found, cursor = [], start
+        for slot in self.slots:
+            if slot.end <= start or slot.offset >= stop:
+                continue
+            if slot.offset > cursor:
+                found.append((cursor, slot.offset - cursor))
+            cursor = max(cursor, slot.end)
+        if cursor < stop:
+            found.append((cursor, stop - cursor))
+        return tuple(found)
+
+    def _check(self) -> None:
+        names = [slot.spec.name for slot in self.slots]
+        doubled = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        if doubled:
+            raise LayoutError(f"placed more than once: {sorted(doubled)}")
+        if self.shard_numel % ALIGNMENT:
+            raise LayoutError(f"shard length {self.shard_numel} is not a multiple of {ALIGNMENT}")
+        cursor = 0
+        boundaries = [rank * self.shard_numel for rank in range(1, self.ranks)]
+        for slot in self.slots:
+            if slot.offset % ALIGNMENT:
+                raise LayoutError(f"{slot.spec.name} starts at {slot.offset}, not a multiple of {ALIGNMENT}")
+            if slot.offset < cursor:
+                raise LayoutError(f"{slot.spec.name} at {slot.offset} overlaps what ends at {cursor}")
+            cursor = slot.end
+            for boundary in boundaries[bisect_right(boundaries, slot.offset) :]:
+                if boundary >= slot.end:
+                    break
+                if self.whole:
+                    raise LayoutError(f"{slot.spec.name} crosses the shard boundary at {boundary} of a whole layout")
+                if (boundary - slot.offset) % slot.spec.row_numel:
+                    raise LayoutError(f"the shard boundary at {boundary} cuts a row of {slot.spec.name} in two")
+        if cursor > self.numel:
+            raise LayoutError(f"the last parameter ends at {cursor}, after the bucket's {self.numel} elements")
+
+
+def require_all_placed(specs: Sequence[TensorSpec], layout: Layout) -> Layout:
+    """Return ``layout`` if it places exactly ``specs``; otherwise say which are missing or foreign."""
+    wanted, placed = {spec.name for spec in specs}, set(layout.names)
+    if len(wanted) != len(specs):
+        raise LayoutError("two parameters of one bucket have the same name")
+    if wanted != placed:
+        raise LayoutError(f"not placed: {sorted(wanted - placed)}; placed without being asked: {sorted(placed - wanted)}")
+    return layout
+
+
+def aligned(numel: int, to: int = ALIGNMENT) -> int:
+    """``numel`` rounded up to a multiple of ``to``."""
+    return -(-numel // to) * to

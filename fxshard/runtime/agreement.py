@@ -1,0 +1,73 @@
+"""Ranks agree before they communicate: a difference or a failure anywhere is an error everywhere, not a hang."""
+
+from __future__ import annotations
+
+import datetime
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from fxshard.errors import PeerError, RankDivergenceError
+
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+class Agreement:
+    """A side channel (gloo, whatever the model runs on) over which ranks compare what they are about to do."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._control: dist.ProcessGroup | None = None
+        self._agreed: set[str] = set()
+        if group is not None and group.size() > 1:
+            members = dist.get_process_group_ranks(group)
+            self._control = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the ranks have agreed on some communication already."""
+        return self._control is None or bool(self._agreed)
+
+    def check(self, topic: str, mine: list[str]) -> None:
+        """Compare a list of lines with every rank's; raise on all of them, naming the first line that differs.
+
+        What was agreed once is not compared again: a rank may recompile alone (another batch size) as long as it
+        communicates as before.
+        """
+        digest = f"{topic}:{hash(tuple(mine))}"
+        if self._control is None or digest in self._agreed:
+            return
+        theirs = self._exchange((None, mine))
+        for rank, (failure, lines) in enumerate(theirs):
+            if failure is not None:
+                raise PeerError(f"rank {rank} failed while the ranks prepared {topic}: {failure}")
+            if lines != mine:
+                raise RankDivergenceError(_first_difference(topic, rank, mine, lines))
+        self._agreed.add(digest)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Tell the other ranks that this one cannot go on, then raise."""
+        if self._control is not None:
+            self._exchange((f"{type(error).__name__}: {error}", []))
+        raise error
+
+    def _exchange(self, mine: tuple[str | None, list[str]]) -> list[tuple[str | None, list[str]]]:
+        control = self._control
+        assert control is not None
+        gathered: list[tuple[str | None, list[str]]] = [(None, [])] * control.size()
+        try:
+            dist.all_gather_object(gathered, mine, group=control)
+        except RuntimeError as error:
+            raise PeerError(
+                f"another rank ended or did not answer while the ranks compared their plans: {error}"
+            ) from error
+        return gathered
+
+
+def _first_difference(topic: str, rank: int, mine: list[str], theirs: list[str]) -> str:
+    for i, (here, there) in enumerate(zip(mine, theirs, strict=False)):
+        if here != there:
+            return f"{topic} differs from rank {rank} at entry {i}:\n  here:    {here}\n  rank {rank}: {there}"
+    longer = "here" if len(mine) > len(theirs) else f"on rank {rank}"
+    extra = (mine if len(mine) > len(theirs) else theirs)[min(len(mine), len(theirs))]
+    return f"{topic} has {len(mine)} entries here and {len(theirs)} on rank {rank}; the first one only {longer}: {extra}"
+

@@ -1,0 +1,160 @@
+"""One bucket in this rank's memory: its shard, its gradient, and the parameters users see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxshard import _compat
+from fxshard.plan.buckets import BucketPlan
+from fxshard.runtime.freshness import watch
+
+
+class Bucket:
+    """Flat memory and the views of it.
+
+    ``master`` is this rank's shard, what the optimizer updates. ``full`` exists only where unsharded parameters are
+    resident; a master of the compute dtype is then a slice of it. ``grad`` is the reduced gradient of the shard.
+    ``grad_full`` exists only where full gradients are kept (ZeRO-1).
+    """
+
+    def __init__(self, plan: BucketPlan, rank: int, device: torch.device, mesh: dist.DeviceMesh | None) -> None:
+        self.plan = plan
+        self.device = device
+        self.mesh = mesh
+        layout = plan.layout
+        self.rank = rank if layout.ranks > 1 else 0
+        begin = self.rank * layout.shard_numel
+        self.full = self._empty(layout.numel, plan.param_dtype) if plan.resident else None
+        if self.full is not None and plan.master_dtype == plan.param_dtype:
+            self.master = self.full[begin : begin + layout.shard_numel]
+        else:
+            self.master = self._empty(layout.shard_numel, plan.master_dtype)
+        self.grad = self._empty(layout.shard_numel, plan.master_dtype) if plan.trainable else None
+        keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
+        self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
+        self.fragments = layout.fragments(self.rank)
+        self.params: list[nn.Parameter] = []
+        self.grads: list[torch.Tensor] = []
+        self._gathered_version = -1
+
+    # -- filling -----------------------------------------------------------------------------------------------------
+
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's rows out of full parameters."""
+        with torch.no_grad():
+            for fragment in self.fragments:
+                if fragment.numel and fragment.name in values:
+                    rows = values[fragment.name]
+                    rows = rows[fragment.row_start : fragment.row_stop] if rows.ndim else rows
+                    self.local(fragment.name).copy_(rows)
+
+    def make_params(self, originals: Mapping[str, nn.Parameter]) -> None:
+        """The parameters users see: sharded over the mesh, plain tensors where there is none."""
+        for fragment in self.fragments:
+            original = originals[fragment.name]
+            parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
+            parameter.__dict__.update(original.__dict__)
+            self.params.append(parameter)
+            if self.plan.resident:
+                watch(parameter, self.master)
+            if self.grad is not None:
+                self.grads.append(self.as_param(self.grad, fragment.name))
+
+    # -- views -------------------------------------------------------------------------------------------------------
+
+    def local(self, name: str) -> torch.Tensor:
+        """This rank's rows of a parameter's master."""
+        return self._rows(self.master, name)
+
+    def as_param(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """A parameter-shaped tensor (a DTensor where there is a mesh) over this rank's rows in a flat shard."""
+        local = self._rows(flat, name)
+        if self.mesh is None:
+            return local
+        shape = torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return _compat.uneven_dtensor(local, self.mesh, shape, stride, sharded=self.plan.layout.ranks > 1)
+
+    def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Every parameter as a view of a gathered (or full gradient) buffer."""
+        return tuple(
+            flat[slot.offset : slot.end].view(slot.spec.shape) for slot in self.plan.layout.slots
+        )
+
+    def own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gathered buffer."""
+        shard = self.plan.layout.shard_numel
+        return flat[self.rank * shard : (self.rank + 1) * shard]
+
+    # -- freshness ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stale(self) -> bool:
+        """Whether the shard changed since it was last gathered.
+
+        Every in-place operation counts up the version that the flat shard shares with its views, and so does every
+        optimizer step (``freshness``). Ranks run the same program, so they agree.
+        """
+        return self.master._version != self._gathered_version
+
+    def gathered(self) -> None:
+        self._gathered_version = self.master._version
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def prepare_accumulation(self) -> bool:
+        """Whether gradients are there already; if so, bring what is there into ``grad``."""
+        if all(parameter.grad is None for parameter in self.params):
+            return False
+        self.adopt_gradients()
+        with torch.no_grad():
+            for parameter, own in zip(self.params, self.grads, strict=True):
+                if parameter.grad is None:
+                    own.zero_()
+        return True
+
+    def adopt_gradients(self) -> None:
+        """Copy gradients that a user put in place of ours into the flat gradient."""
+        with torch.no_grad():
+            for parameter, own in zip(self.params, self.grads, strict=True):
+                if parameter.grad is not None and parameter.grad is not own:
+                    own.copy_(parameter.grad)
+                    parameter.grad = own
+
+    def publish_gradients(self) -> None:
+        for parameter, own in zip(self.params, self.grads, strict=True):
+            parameter.grad = own
+
+    def bytes_at_rest(self) -> dict[str, int]:
+        """What this rank holds for the bucket, counted from the storages that exist."""
+        master = self.master.untyped_storage().nbytes()
+        param = self.full.untyped_storage().nbytes() if self.full is not None else 0
+        mixed = self.plan.master_dtype != self.plan.param_dtype
+        if self.full is None and not mixed:
+            param, master = master, 0
+        elif self.full is not None and not mixed:
+            master = 0
+        grads = [tensor.untyped_storage().nbytes() for tensor in (self.grad, self.grad_full) if tensor is not None]
+        return {"param": param, "grad": sum(grads), "state": master}
+
+    def _rows(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        index = self.plan.layout.index[name]
+        fragment, spec = self.fragments[index], self.plan.layout.slots[index].spec
+        part = flat[fragment.offset : fragment.offset + fragment.numel]
+        return part.view((fragment.rows, *spec.shape[1:])) if spec.shape else part.view(())
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+
+def total_bytes(buckets: Sequence[Bucket]) -> dict[str, int]:
+    """Bytes at rest over all buckets, by what they hold."""
+    sums = {"param": 0, "grad": 0, "state": 0}
+    for bucket in buckets:
+        for what, size in bucket.bytes_at_rest().items():
+            sums[what] += size
+    return sums

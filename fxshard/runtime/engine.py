@@ -1,0 +1,213 @@
+"""The engine: what each schedule event does when it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fxshard import _compat
+from fxshard.config import Options
+from fxshard.errors import StateError
+from fxshard.events import Phase
+from fxshard.plan.memory import SlotRange
+from fxshard.runtime.arena import Arena
+from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.streams import Token, streams_for
+
+
+@dataclass
+class Gathered:
+    """An unsharded bucket, or one on its way."""
+
+    flat: torch.Tensor
+    slot: SlotRange | None
+    token: Token
+    views: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class Reducing:
+    """A full gradient bucket that is filled, then reduced."""
+
+    flat: torch.Tensor
+    slot: SlotRange | None
+    accumulate: bool
+    token: Token | None = None
+
+
+class Engine:
+    """Moves buckets between sharded and unsharded. Called by programs only, in the order of the schedule."""
+
+    def __init__(
+        self, buckets: list[Bucket], group: dist.ProcessGroup | None, device: torch.device, options: Options
+    ) -> None:
+        self.buckets = buckets
+        self.options = options
+        self.arena = Arena(device, planned=options.arena)
+        self._group = group
+        self._ranks = group.size() if group is not None else 1
+        self._averages = group is not None and device.type == "cuda"
+        self._streams = streams_for(device)
+        self._gathered: dict[int, Gathered] = {}
+        self._reducing: dict[int, Reducing] = {}
+        self._start: Token | None = None
+        self._unsettled: list[Token] = []
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def begin(self, phase: Phase) -> None:
+        """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again."""
+        if phase is Phase.BACKWARD:
+            return
+        for index in [index for index, held in self._gathered.items() if held.slot is not None]:
+            self.reshard(index)
+        # The first gather may start when the optimizer's writes to the shards are done: they are on this stream.
+        self._start = self._streams.mark()
+
+    def end(self) -> None:
+        """A program is over: what it reduced is there for whoever comes next."""
+        for token in self._unsettled:
+            token.wait()
+        self._unsettled.clear()
+
+    def abort(self) -> None:
+        """A program failed half-way: forget what it held, so that the next one starts clean."""
+        self._reducing.clear()
+        self._unsettled.clear()
+        for index in [index for index, held in self._gathered.items() if held.slot is not None]:
+            self.reshard(index)
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def unshard(self, index: int, slot: SlotRange | None) -> None:
+        bucket = self.buckets[index]
+        if bucket.plan.resident:
+            if bucket.stale:
+                assert bucket.full is not None
+                self._gathered[index] = self._gather(bucket, bucket.full, None, [])
+            return
+        if index in self._gathered:  # kept since forward
+            return
+        if slot is None:
+            raise StateError(f"no arena slot is planned for {bucket.plan.name!r}: the schedule is incomplete")
+        memory, pending = self.arena.take(slot)
+        self._gathered[index] = self._gather(bucket, memory.view(bucket.plan.param_dtype), slot, pending)
+
+    def wait(self, index: int) -> tuple[torch.Tensor, ...]:
+        bucket = self.buckets[index]
+        held = self._gathered.get(index)
+        if held is None:
+            assert bucket.full is not None, f"{bucket.plan.name} is read but was never gathered"
+            held = self._gathered[index] = Gathered(bucket.full, None, self._streams.mark())
+        if held.views is None:
+            held.token.wait()
+            held.views = bucket.views(held.flat)
+        return held.views
+
+    def reshard(self, index: int) -> None:
+        held = self._gathered.pop(index)
+        if held.slot is not None:
+            self.arena.release(held.slot, self._streams.mark() if held.views is not None else held.token)
+
+    def _gather(self, bucket: Bucket, flat: torch.Tensor, slot: SlotRange | None, after: list[Token]) -> Gathered:
+        own, master = bucket.own_slice(flat), bucket.master
+        in_place = own.data_ptr() == master.data_ptr()
+        alone = bucket.plan.layout.ranks == 1
+        send = master if master.dtype == flat.dtype and not alone else own
+        group = self._group
+
+        def stage() -> None:
+            if send is own and not in_place:
+                own.copy_(master)
+
+        def gather(async_op: bool) -> dist.Work | None:
+            assert group is not None
+            return _compat.all_gather(flat, send, group, async_op=async_op)
+
+        waits = list(after)
+        if self._start is not None:
+            waits.append(self._start)
+        if not self.arena.planned:
+            waits.append(self._streams.mark())
+        token = self._streams.launch("gather", None if alone else gather, before=stage, after=waits)
+        bucket.gathered()
+        if not self.options.overlap:
+            token.wait()
+        return Gathered(flat, slot, token)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def grad(self, index: int, slot: SlotRange | None, zeros: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        bucket = self.buckets[index]
+        accumulate = bucket.prepare_accumulation()
+        flat = self._gradient_target(bucket, slot, accumulate)
+        self._reducing[index] = Reducing(flat, slot, accumulate)
+        views = bucket.views(flat)
+        blank = [flat[start : start + numel] for start, numel in bucket.plan.layout.gaps()]
+        blank += [views[i] for i in zeros]
+        if blank:
+            torch._foreach_zero_(blank)
+        return views
+
+    def reduce(self, index: int) -> None:
+        bucket, state = self.buckets[index], self._reducing[index]
+        flat, target, group = state.flat, bucket.grad, self._group
+        assert target is not None
+        alone = bucket.plan.layout.ranks == 1
+        direct = not state.accumulate and flat.dtype == target.dtype
+        result = flat if alone else target if direct else None
+        operation = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+
+        def prepare() -> None:
+            nonlocal result
+            if result is None:
+                result = torch.empty(target.numel(), dtype=flat.dtype, device=flat.device)
+
+        def combine(async_op: bool) -> dist.Work | None:
+            assert group is not None and result is not None
+            if alone:
+                return dist.all_reduce(flat, op=operation, group=group, async_op=async_op)
+            return _compat.reduce_scatter(result, flat, operation, group, async_op=async_op)
+
+        def settle() -> None:
+            assert result is not None
+            if self._ranks > 1 and not self._averages:
+                result.div_(self._ranks)
+            if result is not target:
+                (target.add_ if state.accumulate else target.copy_)(result)
+
+        state.token = self._streams.launch(
+            "reduce", combine if self._ranks > 1 else None, before=prepare, then=settle, after=[self._streams.mark()]
+        )
+        if not self.options.overlap:
+            state.token.wait()
+
+    def finish(self, index: int) -> None:
+        state = self._reducing.pop(index)
+        assert state.token is not None, f"{self.buckets[index].plan.name} is finished before it is reduced"
+        self._unsettled.append(state.token)
+        if state.slot is not None:
+            self.arena.release(state.slot, state.token)
+        if not self.arena.planned:
+            state.token.wait()  # the memory goes back to an allocator that knows this stream only
+        self.buckets[index].publish_gradients()
+
+    def _gradient_target(self, bucket: Bucket, slot: SlotRange | None, accumulate: bool) -> torch.Tensor:
+        """Where backward writes full gradients: the arena, the place they stay, or scratch beside gradients there."""
+        plan = bucket.plan
+        assert bucket.grad is not None
+        if plan.grad_in_arena:
+            assert slot is not None, f"no arena slot is planned for the gradients of {plan.name}"
+            memory, pending = self.arena.take(slot)
+            for token in pending:
+                token.wait()
+            return memory.view(plan.reduce_dtype)
+        if bucket.grad_full is not None:
+            return bucket.grad_full
+        if not accumulate and plan.reduce_dtype == plan.master_dtype:
+            return bucket.grad
+        return torch.empty(plan.layout.numel, dtype=plan.reduce_dtype, device=bucket.device)
+
+

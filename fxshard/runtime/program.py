@@ -1,0 +1,147 @@
+"""A program: a scheduled, lowered graph as a flat list of instructions over registers.
+
+Running it is a loop over callables. A value is dropped from its register by the instruction that uses it last, and is
+handed to a compiled segment in a list which that segment empties: activations die inside the segment that reads them
+last, not behind it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxshard.events import Event, Kind, Phase, event_of
+from fxshard.lowering import BoxedCallable, SegmentCompiler
+from fxshard.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """Call ``run`` with the values of ``inputs``; put what it returns into ``outputs``; forget ``dead``."""
+
+    run: Callable[[list[Any]], Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...] | None
+    dead: tuple[int, ...]
+    label: str
+
+
+class Program:
+    """One phase of a step, ready to run. It takes its arguments in a list, and empties it."""
+
+    def __init__(self, graph: fx.GraphModule, phase: Phase, engine: Engine, arena_bytes: int, compiler: SegmentCompiler) -> None:
+        self.phase = phase
+        self.runs = 0
+        self._engine = engine
+        self._arena_bytes = arena_bytes
+        self._compile(graph, compiler)
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        engine = self._engine
+        engine.arena.reserve(self._arena_bytes)
+        engine.begin(self.phase)
+        registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
+        args.clear()
+        for i in self._unused_inputs:
+            registers[i] = None
+        try:
+            for instruction in self._instructions:
+                values = [registers[i] for i in instruction.inputs]
+                for i in instruction.dead:
+                    registers[i] = None
+                results = instruction.run(values)
+                if instruction.outputs is not None:
+                    for i, result in zip(instruction.outputs, results, strict=True):
+                        if i is not None:
+                            registers[i] = result
+                    del results
+        except BaseException:
+            engine.abort()
+            raise
+        engine.end()
+        self.runs += 1
+        return tuple(registers[i] if i is not None else None for i in self._returns)
+
+    def boxed(self) -> BoxedCallable:
+        """The program as AOTAutograd wants it: a function that says it takes its arguments in a list."""
+
+        def run(args: list[Any]) -> tuple[Any, ...]:
+            return self(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _compile(self, module: fx.GraphModule, compiler: SegmentCompiler) -> None:
+        graph = module.graph
+        register: dict[fx.Node, int] = {}
+        inputs = graph.find_nodes(op="placeholder")
+        for node in inputs:
+            register[node] = len(register)
+        calls = [node for node in graph.nodes if event_of(node) is not None or node.op == "call_module"]
+        unpacked = {call: _unpacking(call, register) for call in calls}
+        last_use = _last_uses(calls, graph.output_node())
+
+        self._instructions: list[Instruction] = []
+        for call in calls:
+            event = event_of(call)
+            segment = compiler(_segment(module, call)) if event is None else None
+            run = segment if segment is not None else self._bind(call, event)  # type: ignore[arg-type]
+            args = [node for node in call.args if isinstance(node, fx.Node)]
+            self._instructions.append(
+                Instruction(
+                    run=run,
+                    inputs=tuple(register[node] for node in args),
+                    outputs=unpacked[call],
+                    dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
+                    label=str(call.target) if event is None else f"{event.kind} {event.bucket}",
+                )
+            )
+        returned = graph.output_node().args[0]
+        assert isinstance(returned, (tuple, list))
+        self._returns = tuple(register[node] if isinstance(node, fx.Node) else None for node in returned)
+        self._unused_inputs = tuple(register[node] for node in inputs if not node.users)
+        self._registers = len(register)
+
+    def _bind(self, call: fx.Node, event: Event) -> BoxedCallable:
+        """The engine's action for a runtime node."""
+        engine, index, slot = self._engine, event.bucket_index, event.slot
+        zeros = call.kwargs.get("zeros", ())
+        actions: dict[Kind, Callable[[list[Any]], Any]] = {
+            Kind.UNSHARD: lambda _: engine.unshard(index, slot),
+            Kind.WAIT: lambda _: engine.wait(index),
+            Kind.RESHARD: lambda _: engine.reshard(index),
+            Kind.GRAD: lambda _: engine.grad(index, slot, zeros),  # type: ignore[arg-type]
+            Kind.REDUCE: lambda _: engine.reduce(index),
+            Kind.FINISH: lambda _: engine.finish(index),
+        }
+        return actions[event.kind]
+
+
+def _unpacking(call: fx.Node, register: dict[fx.Node, int]) -> tuple[int | None, ...] | None:
+    """A register for each element of the call's result that something uses; None in place of the others."""
+    taken: dict[int, int] = {}
+    for user in call.users:
+        position = user.args[1] if user.target is operator.getitem else None
+        assert isinstance(position, int) and position not in taken, f"{call} must be unpacked once, into {user}"
+        taken[position] = register[user] = len(register)
+    return tuple(taken.get(i) for i in range(len(call.meta["val"]))) if taken else None
+
+
+def _last_uses(calls: list[fx.Node], output: fx.Node) -> dict[fx.Node, fx.Node]:
+    last: dict[fx.Node, fx.Node] = {}
+    for call in calls:
+        for node in call.all_input_nodes:
+            last[node] = call
+    for node in output.all_input_nodes:
+        last[node] = output
+    return last
+
+
+def _segment(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
+    segment = module.get_submodule(str(call.target))
+    assert isinstance(segment, fx.GraphModule)
+    return segment

@@ -1,0 +1,128 @@
+"""Things that happen later: collectives beside compute, on CUDA streams or as gloo work on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Token(Protocol):
+    """Something that was started. Waiting twice is harmless."""
+
+    def wait(self) -> None:
+        """Order what the caller does next behind it: on CUDA the current stream waits, on the CPU the caller."""
+
+
+class CpuToken:
+    """A gloo collective, and what is left to do when it is over."""
+
+    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None) -> None:
+        self._work, self._then = work, then
+
+    def wait(self) -> None:
+        work, then = self._work, self._then
+        self._work = self._then = None
+        if work is not None:
+            work.wait()
+        if then is not None:
+            then()
+
+
+class CudaToken:
+    """A point on a CUDA stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class Streams(Protocol):
+    """Where collectives run."""
+
+    def launch(
+        self,
+        stream: str,
+        collective: Callable[[bool], dist.Work | None] | None,
+        *,
+        before: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        after: list[Token] | None = None,
+    ) -> Token:
+        """Start ``before``, ``collective`` and ``then`` on ``stream``, behind the tokens in ``after``.
+
+        The collective is called with whether it is to return work to wait for (CPU) or run on the stream (CUDA).
+        """
+
+    def mark(self) -> Token:
+        """What the compute stream has been given so far."""
+
+
+class CpuStreams:
+    """The CPU: gloo's own threads are the stream; what comes before and after runs in the caller."""
+
+    def launch(
+        self,
+        stream: str,
+        collective: Callable[[bool], dist.Work | None] | None,
+        *,
+        before: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        after: list[Token] | None = None,
+    ) -> Token:
+        for token in after or ():
+            token.wait()
+        if before is not None:
+            before()
+        return CpuToken(collective(True) if collective is not None else None, then)
+
+    def mark(self) -> Token:
+        return _NOTHING
+
+
+class CudaStreams:
+    """CUDA: one stream for gathers, one for reductions. A launch waits only for the tokens it names."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = {"gather": torch.cuda.Stream(device), "reduce": torch.cuda.Stream(device)}
+
+    def launch(
+        self,
+        stream: str,
+        collective: Callable[[bool], dist.Work | None] | None,
+        *,
+        before: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        after: list[Token] | None = None,
+    ) -> Token:
+        with torch.cuda.stream(self._streams[stream]):
+            for token in after or ():
+                token.wait()
+            if before is not None:
+                before()
+            if collective is not None:
+                collective(False)
+            if then is not None:
+                then()
+            return CudaToken(self._streams[stream].record_event())
+
+    def mark(self) -> Token:
+        return CudaToken(torch.cuda.current_stream().record_event())
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
+def streams_for(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+
+

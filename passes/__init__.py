@@ -1,0 +1,1 @@
+"""The graph passes, one per file. ``pipeline.py`` is the list of what happens, in order."""

@@ -1,0 +1,49 @@
+"""What a pass is told besides its graph, and how parameters are recognised in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxshard.config import Options
+from fxshard.events import Phase
+from fxshard.plan.buckets import BucketPlan
+
+PARAM = "fxshard_param"
+"""Key of ``node.meta`` that ties a graph input to its parameter. Set once on the joint graph, by position."""
+
+GRADS = "fxshard_grads"
+"""Key of the backward output's ``node.meta``: the :class:`ParamRef` (or None) whose gradient each output is."""
+
+
+@dataclass(frozen=True, order=True)
+class ParamRef:
+    """A parameter as (bucket, position in the bucket's layout)."""
+
+    bucket: int
+    position: int
+
+
+@dataclass
+class PassContext:
+    """The frame in which the passes over one captured graph work."""
+
+    buckets: tuple[BucketPlan, ...]
+    options: Options
+    phase: Phase
+    group: str = "none"
+    kept: frozenset[int] = field(default_factory=frozenset)
+    """Buckets that stay unsharded between forward and backward."""
+
+    def bucket(self, ref: ParamRef) -> BucketPlan:
+        return self.buckets[ref.bucket]
+
+
+def param_inputs(graph: fx.Graph) -> dict[fx.Node, ParamRef]:
+    """The placeholders that stand for sharded parameters."""
+    return {
+        node: node.meta[PARAM]
+        for node in graph.find_nodes(op="placeholder")
+        if node.meta.get(PARAM) is not None
+    }

@@ -1,0 +1,58 @@
+"""Where a graph may be cut without costing a fusion: right behind a node that no compiler fuses anything into.
+
+Runtime nodes split the graph into segments that are compiled apart. A cut between two pointwise nodes would force a
+round trip through memory; a cut behind a matrix product costs nothing, because its result goes to memory anyway.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left, bisect_right
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+_GATHERS = {torch.ops.aten.embedding.default, torch.ops.aten.embedding_dense_backward.default}
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Matrix products, convolutions, attention, embeddings: nodes that are kernels of their own."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.overloadpacket in flop_registry or node.target in _GATHERS
+
+
+class CutPoints:
+    """Positions in a graph at which runtime nodes may stand, fixed when the object is made.
+
+    A position is the node *before* which to insert. The first computing node and the output are positions too.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        nodes = list(graph.nodes)
+        self._position = {node: i for i, node in enumerate(nodes)}
+        self._nodes = nodes
+        first = next(i for i, node in enumerate(nodes) if node.op not in ("placeholder", "get_attr"))
+        last = len(nodes) - 1
+        after_heavy = {self._past_outputs(i) for i, node in enumerate(nodes) if is_heavy(node)}
+        self._cuts = sorted({first, last} | after_heavy)
+
+    def at_or_before(self, node: fx.Node) -> fx.Node:
+        """The latest cut from which ``node`` is still ahead."""
+        return self._nodes[self._cuts[bisect_right(self._cuts, self._position[node]) - 1]]
+
+    def after(self, node: fx.Node) -> fx.Node:
+        """The earliest cut that has ``node`` behind it."""
+        position = min(self._position[node] + 1, len(self._nodes) - 1)
+        return self._nodes[self._cuts[bisect_left(self._cuts, position)]]
+
+    def _past_outputs(self, position: int) -> int:
+        """Behind the node and the getitems that unpack it: a tuple never crosses a segment boundary."""
+        position += 1
+        while self._nodes[position].target is operator.getitem and self._nodes[position].op == "call_function":
+            position += 1
+        return position
+
+
+

@@ -1,0 +1,104 @@
+"""Backward: gradients go into one bucket per unit, which is reduced as soon as its last contribution is written.
+
+Requires the gradient outputs tied to parameters. Provides, per trainable bucket, ``grad`` (take a gradient bucket) at
+the last cut before the first contribution, an in-place write per parameter right behind its producer, ``reduce`` at the
+first cut behind the last write, and ``finish``. At most two gradient buckets are alive: the one being filled and the one
+being reduced. The graph returns ``None`` for these parameters.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fxshard.events import Kind, Phase, insert
+from fxshard.passes.context import GRADS, ParamRef, PassContext
+from fxshard.passes.cuts import CutPoints
+
+ALIVE = 2
+"""Full gradient buckets that may exist at once."""
+
+
+def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    graph = module.graph
+    cuts = CutPoints(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    output = graph.output_node()
+    contributions = _contributions(output, context)
+    in_order = sorted(contributions, key=lambda index: max(order[node] for node in contributions[index].values()))
+
+    reduced_at: list[fx.Node] = []  # the cuts before which the buckets so far are reduced
+    for k, index in enumerate(in_order):
+        bucket, writes = context.buckets[index], contributions[index]
+        first = min(writes.values(), key=order.__getitem__)
+        last = max(writes.values(), key=order.__getitem__)
+        take_at = output if first.op == "placeholder" else cuts.at_or_before(first)
+        if k >= ALIVE:
+            # A bucket that fills slowly is taken late, so that the one before the previous is always done by then.
+            take_at = max(take_at, reduced_at[k - ALIVE], key=order.__getitem__)
+            with graph.inserting_before(take_at):
+                _finish(graph, in_order[k - ALIVE], context, why=f"makes room for {bucket.name}")
+        with graph.inserting_before(take_at):
+            views = _take(graph, index, writes, context, why=f"first gradient: {first.name}")
+        for position, gradient in writes.items():
+            late = gradient.op == "placeholder" or order[gradient] < order[take_at]
+            _write(graph, views, position, gradient, behind=views if late else gradient)
+        reduce_at = output if last.op == "placeholder" else cuts.after(last)
+        reduce_at = max(reduce_at, take_at, key=order.__getitem__)
+        with graph.inserting_before(reduce_at):
+            insert(
+                graph, Kind.REDUCE, bucket, phase=Phase.BACKWARD, group=context.group, why=f"complete with {last.name}"
+            )
+        reduced_at.append(reduce_at)
+
+    with graph.inserting_before(output):
+        for index in in_order[-ALIVE:]:
+            _finish(graph, index, context, why="end of backward")
+    output.args = (tuple(None if ref is not None else arg for ref, arg in _outputs(output)),)
+    return module
+
+
+def _outputs(output: fx.Node) -> list[tuple[ParamRef | None, fx.Node | None]]:
+    args = output.args[0]
+    assert isinstance(args, (tuple, list))
+    refs = output.meta.get(GRADS, ())
+    return [(refs[i] if i < len(refs) else None, arg) for i, arg in enumerate(args)]  # type: ignore[misc]
+
+
+def _contributions(output: fx.Node, context: PassContext) -> dict[int, dict[int, fx.Node]]:
+    """{bucket: {position in it: the node that is its gradient}}"""
+    found: dict[int, dict[int, fx.Node]] = {}
+    for ref, gradient in _outputs(output):
+        if ref is not None and gradient is not None and context.bucket(ref).trainable:
+            found.setdefault(ref.bucket, {})[ref.position] = gradient
+    return found
+
+
+def _take(graph: fx.Graph, index: int, writes: dict[int, fx.Node], context: PassContext, why: str) -> fx.Node:
+    bucket = context.buckets[index]
+    untouched = tuple(i for i in range(len(bucket.params)) if i not in writes)
+    args = {"zeros": untouched} if untouched else {}
+    node = insert(graph, Kind.GRAD, bucket, phase=Phase.BACKWARD, group=context.group, why=why, **args)
+    some = next(iter(writes.values())).meta["val"]
+    node.meta["val"] = tuple(
+        some.new_empty(slot.spec.shape, dtype=bucket.reduce_dtype) for slot in bucket.layout.slots
+    )
+    return node
+
+
+def _write(graph: fx.Graph, views: fx.Node, position: int, gradient: fx.Node, behind: fx.Node) -> None:
+    """Copy (and cast) the gradient into its place; the compiler fuses this with what produces it where it can."""
+    while behind.next.op == "call_function" and behind.next.target is operator.getitem:
+        behind = behind.next
+    with graph.inserting_after(behind):
+        view = graph.call_function(operator.getitem, (views, position))
+    view.meta["val"] = views.meta["val"][position]
+    with graph.inserting_after(view):
+        copy = graph.call_function(torch.ops.aten.copy_.default, (view, gradient))
+    copy.meta["val"] = view.meta["val"]
+
+
+def _finish(graph: fx.Graph, index: int, context: PassContext, why: str) -> None:
+    insert(graph, Kind.FINISH, context.buckets[index], phase=Phase.BACKWARD, group=context.group, why=why)

@@ -1,0 +1,55 @@
+"""Step: every gathered bucket and every gradient bucket gets a fixed place in the arena.
+
+Requires the runtime nodes in their final order. Provides ``Event.slot`` on ``unshard`` and ``grad`` nodes, and the
+:class:`MemoryPlan`. Lifetimes are those of the whole step: forward, then backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxshard.events import META, Event, Kind, Phase, events
+from fxshard.passes.context import PassContext
+from fxshard.plan.memory import Buffer, MemoryPlan, plan_slots
+
+_OPENS = {Kind.UNSHARD: "gathered", Kind.GRAD: "gradient"}
+_CLOSES = {Kind.RESHARD: "gathered", Kind.FINISH: "gradient"}
+
+
+def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
+    timeline = [(node, event) for module in modules.values() for node, event in events(module.graph)]
+    buffers = _lifetimes([event for _, event in timeline], context)
+    plan = plan_slots(buffers)
+    # A bucket kept since forward is opened twice (backward gathers again if it was evicted) but is one buffer.
+    current: dict[tuple[str, int], int] = {}
+    for i, (node, event) in enumerate(timeline):
+        what = _OPENS.get(event.kind)
+        if what is None:
+            continue
+        opened = (what, event.bucket_index, i)
+        if opened in plan.slots:
+            current[what, event.bucket_index] = i
+        at = current.get((what, event.bucket_index))
+        if at is not None:
+            node.meta[META] = event.with_slot(plan.slots[what, event.bucket_index, at])
+    return plan
+
+
+def _lifetimes(timeline: list[Event], context: PassContext) -> list[Buffer]:
+    opened: dict[tuple[str, int], tuple[int, int]] = {}
+    buffers: list[Buffer] = []
+    for i, event in enumerate(timeline):
+        bucket = context.buckets[event.bucket_index]
+        if event.kind in _OPENS:
+            what = _OPENS[event.kind]
+            held = bucket.resident if what == "gathered" else not bucket.grad_in_arena
+            if not held:
+                opened.setdefault((what, bucket.index), (i, event.bytes))
+        elif event.kind in _CLOSES and (key := (_CLOSES[event.kind], bucket.index)) in opened:
+            start, size = opened.pop(key)
+            buffers.append(Buffer((*key, start), size, start, i))
+    end = len(timeline)
+    buffers += [Buffer((*key, start), size, start, end) for key, (start, size) in opened.items()]
+    return buffers

@@ -1,0 +1,134 @@
+"""Lowering: cut the scheduled graph at its runtime nodes; each stretch of pure compute becomes a submodule.
+
+Requires the runtime nodes in their final order, which is kept. Provides a graph of runtime nodes, calls of
+``segment_0``, ``segment_1``, … and the plumbing between them. Views and symbolic sizes that a later segment needs are
+recomputed there, so a segment never returns an alias of what it was given.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from fxshard.events import event_of
+from fxshard.passes.aliases import is_view
+from fxshard.passes.context import PassContext
+
+
+def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    _gather_unpacking(module.graph)
+    runs = _runs(module.graph)
+    home = {node: i for i, run in enumerate(runs) for node in run}
+    inputs = [_inputs(run, i, home) for i, run in enumerate(runs)]
+    needed = {node for of_run in inputs for node in of_run} | set(module.graph.output_node().all_input_nodes)
+
+    top = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    segments: dict[str, fx.GraphModule] = {}
+    done: set[int] = set()
+    for node in module.graph.nodes:
+        i = home.get(node)
+        if i is None:
+            env[node] = top.node_copy(node, env.__getitem__)
+        elif i not in done:
+            done.add(i)
+            outputs = [member for member in runs[i] if member in needed]
+            name = f"segment_{len(segments)}"
+            segment = _segment(module, runs[i], inputs[i], outputs, i, home)
+            segments[name] = segment
+            call = top.create_node("call_module", name, tuple(env[arg] for arg in inputs[i]))
+            call.meta["val"] = tuple(output.meta.get("val") for output in outputs)
+            for position, output in enumerate(outputs):
+                env[output] = top.call_function(operator.getitem, (call, position))
+                env[output].meta.update(output.meta)
+    split = fx.GraphModule(segments, top)
+    top.lint()
+    return split
+
+
+def is_runtime(node: fx.Node) -> bool:
+    """A runtime node, or the unpacking of one."""
+    if event_of(node) is not None:
+        return True
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and event_of(source) is not None
+
+
+def _gather_unpacking(graph: fx.Graph) -> None:
+    """Put the views that a runtime node gives right behind it: they must not cut a stretch of compute."""
+    for node in list(graph.nodes):
+        if event_of(node) is None and is_runtime(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            source.append(node)
+
+
+def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
+    runs: list[list[fx.Node]] = []
+    inside = False
+    for node in graph.nodes:
+        computes = node.op not in ("placeholder", "output") and not is_runtime(node)
+        if computes and not inside:
+            runs.append([])
+        if computes:
+            runs[-1].append(node)
+        # A graph input does not end a stretch; only something the runtime does may.
+        inside = computes or (inside and node.op == "placeholder")
+    return runs
+
+
+def _recomputed(node: fx.Node, run: int, home: dict[fx.Node, int]) -> bool:
+    """Whether a later segment computes ``node`` again instead of receiving it."""
+    if home.get(node, run) == run:
+        return False
+    if node.op == "get_attr" or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+        return True
+    return is_view(node)
+
+
+def _inputs(nodes: Iterable[fx.Node], run: int, home: dict[fx.Node, int]) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+    stack = [arg for node in nodes for arg in node.all_input_nodes][::-1]
+    while stack:
+        node = stack.pop()
+        if home.get(node) == run or node in found:
+            continue
+        if _recomputed(node, run, home):
+            stack += reversed(node.all_input_nodes)
+        else:
+            found[node] = None
+    return list(found)
+
+
+def _segment(
+    module: fx.GraphModule,
+    nodes: list[fx.Node],
+    inputs: list[fx.Node],
+    outputs: list[fx.Node],
+    run: int,
+    home: dict[fx.Node, int],
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta.update(node.meta)
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in env:
+            assert _recomputed(node, run, home), f"{node} is neither given to segment {run} nor computed in it"
+            env[node] = graph.node_copy(node, value)
+        return env[node]
+
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            value(arg)
+        env[node] = graph.node_copy(node, value)
+    output = graph.output(tuple(env[node] for node in outputs))
+    # Segments are compiled apart: each must get its inputs in the strides that planning saw.
+    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(module, graph)

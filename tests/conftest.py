@@ -1,0 +1,39 @@
+"""What every test stands on: one thread, a fixed seed, the pool of ranks, and the `shows` and `gpu` markers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.pool import Pool, forget
+
+pytest_plugins = ["tests.shows"]
+
+# The first example of a property may import or compile something: no deadline. The same examples on every run.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
+
+
+def pytest_configure() -> None:
+    """Compute with one thread, as the ranks of the pool do, so that results can be compared bitwise."""
+    torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests where there is no GPU."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Start each test with the same seed and nothing compiled."""
+    forget()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    """`ranks(2, fn, *args)` runs `fn` on two gloo ranks and returns their results; see `tests.pool`."""
+    with Pool() as pool:
+        yield pool
