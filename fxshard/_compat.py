@@ -111,14 +111,23 @@ def reduce_scatter(
     return (renamed or dist.reduce_scatter_tensor)(output, full, op=op, group=group, async_op=async_op)
 
 
-def uneven_dtensor(
-    local: torch.Tensor, mesh: dist.DeviceMesh, shape: torch.Size, stride: tuple[int, ...], *, sharded: bool
-) -> torch.Tensor:
-    """A DTensor whose ranks may hold any number of rows. Public, but kept here: see docs/design/dtensor.md."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+class UnevenDTensor:
+    """Makes DTensors of one global shape whose ranks may hold any number of rows. torch 2.11, 2.13.
 
-    placement = Shard(0) if sharded else Replicate()
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    ``DTensor.from_local`` does the same through an autograd function, ten times slower: gradients are wrapped every
+    step, so the constructor is called with the specification that ``from_local`` made once.
+    """
+
+    def __init__(self, local: torch.Tensor, mesh: dist.DeviceMesh, shape: torch.Size, *, sharded: bool) -> None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        stride = torch.empty(shape, device="meta").stride()
+        placement = Shard(0) if sharded else Replicate()
+        example = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+        self._make, self._spec = DTensor, example._spec
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        return self._make(local, self._spec, requires_grad=False)
 
 
 @contextlib.contextmanager

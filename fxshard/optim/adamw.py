@@ -106,6 +106,11 @@ class ShardedAdamW(torch.optim.Optimizer):
                 )
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for moments in self._moments:
+            moments.bucket.release_gradient()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         with torch.no_grad():

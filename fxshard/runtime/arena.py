@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 
 from fxshard.plan.memory import SlotRange
@@ -20,6 +22,7 @@ class Arena:
         self._planned = planned
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._in_use: list[tuple[SlotRange, Token]] = []
+        self._views: dict[Hashable, tuple[torch.Tensor, ...]] = {}
         self.allocations = 0
 
     @property
@@ -35,6 +38,7 @@ class Arena:
         if self._planned and size > self.bytes:
             self.wait()
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._views.clear()
             self.allocations += 1
 
     def take(self, slot: SlotRange) -> tuple[torch.Tensor, list[Token]]:
@@ -50,6 +54,14 @@ class Arena:
         """The slot is free once ``when`` is over."""
         if self._planned:
             self._in_use.append((slot, when))
+
+    def views(self, key: Hashable, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        """Views of a planned place: made once, since the place does not move."""
+        if not self._planned:
+            return make()
+        if key not in self._views:
+            self._views[key] = make()
+        return self._views[key]
 
     def wait(self) -> None:
         """Order what comes next behind every pending use."""

@@ -17,8 +17,9 @@ class Bucket:
     """Flat memory and the views of it.
 
     ``master`` is this rank's shard, what the optimizer updates. ``full`` exists only where unsharded parameters are
-    resident; a master of the compute dtype is then a slice of it. ``grad`` is the reduced gradient of the shard.
-    ``grad_full`` exists only where full gradients are kept (ZeRO-1).
+    resident; a master of the compute dtype is then a slice of it. ``grad`` is the reduced gradient of the shard: it
+    exists from the backward that needs it until forward finds that nobody holds its gradients any more, so that it
+    shares memory with activations. ``grad_full`` exists only where full gradients are kept (ZeRO-1).
     """
 
     def __init__(self, plan: BucketPlan, rank: int, device: torch.device, mesh: dist.DeviceMesh | None) -> None:
@@ -33,12 +34,14 @@ class Bucket:
             self.master = self.full[begin : begin + layout.shard_numel]
         else:
             self.master = self._empty(layout.shard_numel, plan.master_dtype)
-        self.grad = self._empty(layout.shard_numel, plan.master_dtype) if plan.trainable else None
+        self.grad: torch.Tensor | None = None
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
         self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
         self.fragments = layout.fragments(self.rank)
+        self.gaps = layout.gaps()
         self.params: list[nn.Parameter] = []
         self.grads: list[torch.Tensor] = []
+        self._wrappers: dict[str, _compat.UnevenDTensor] = {}
         self._gathered_version = -1
 
     # -- filling -----------------------------------------------------------------------------------------------------
@@ -61,8 +64,6 @@ class Bucket:
             self.params.append(parameter)
             if self.plan.resident:
                 watch(parameter, self.master)
-            if self.grad is not None:
-                self.grads.append(self.as_param(self.grad, fragment.name))
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -75,9 +76,11 @@ class Bucket:
         local = self._rows(flat, name)
         if self.mesh is None:
             return local
-        shape = torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        return _compat.uneven_dtensor(local, self.mesh, shape, stride, sharded=self.plan.layout.ranks > 1)
+        if name not in self._wrappers:
+            shape = torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
+            sharded = self.plan.layout.ranks > 1
+            self._wrappers[name] = _compat.UnevenDTensor(local, self.mesh, shape, sharded=sharded)
+        return self._wrappers[name](local)
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Every parameter as a view of a gathered (or full gradient) buffer."""
@@ -106,10 +109,23 @@ class Bucket:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
+    def hold_gradient(self) -> torch.Tensor:
+        """The gradient of the shard, made when it is first needed."""
+        if self.grad is None:
+            self.grad = torch.empty_like(self.master)
+            self.grads = [self.as_param(self.grad, name) for name in self.plan.params]
+        return self.grad
+
+    def release_gradient(self) -> None:
+        """Give the gradient's memory back if every parameter let go of it (``zero_grad``)."""
+        if self.grad is not None and all(parameter.grad is None for parameter in self.params):
+            self.grad, self.grads = None, []
+
     def prepare_accumulation(self) -> bool:
         """Whether gradients are there already; if so, bring what is there into ``grad``."""
         if all(parameter.grad is None for parameter in self.params):
             return False
+        self.hold_gradient()
         self.adopt_gradients()
         with torch.no_grad():
             for parameter, own in zip(self.params, self.grads, strict=True):
@@ -119,8 +135,10 @@ class Bucket:
 
     def adopt_gradients(self) -> None:
         """Copy gradients that a user put in place of ours into the flat gradient."""
+        if any(parameter.grad is not None for parameter in self.params):
+            self.hold_gradient()
         with torch.no_grad():
-            for parameter, own in zip(self.params, self.grads, strict=True):
+            for parameter, own in zip(self.params, self.grads, strict=False):
                 if parameter.grad is not None and parameter.grad is not own:
                     own.copy_(parameter.grad)
                     parameter.grad = own

@@ -61,6 +61,8 @@ class Engine:
         """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again."""
         if phase is Phase.BACKWARD:
             return
+        for bucket in self.buckets:
+            bucket.release_gradient()
         for index in [index for index, held in self._gathered.items() if held.slot is not None]:
             self.reshard(index)
         # The first gather may start when the optimizer's writes to the shards are done: they are on this stream.
@@ -100,10 +102,12 @@ class Engine:
         held = self._gathered.get(index)
         if held is None:
             assert bucket.full is not None, f"{bucket.plan.name} is read but was never gathered"
-            held = self._gathered[index] = Gathered(bucket.full, None, self._streams.mark())
+            held = Gathered(bucket.full, None, self._streams.mark(), bucket.views(bucket.full))
+            self._gathered[index] = held
         if held.views is None:
             held.token.wait()
-            held.views = bucket.views(held.flat)
+            key = ("gathered", index, held.slot)
+            held.views = self.arena.views(key, lambda: bucket.views(held.flat))
         return held.views
 
     def reshard(self, index: int) -> None:
@@ -144,17 +148,16 @@ class Engine:
         accumulate = bucket.prepare_accumulation()
         flat = self._gradient_target(bucket, slot, accumulate)
         self._reducing[index] = Reducing(flat, slot, accumulate)
-        views = bucket.views(flat)
-        blank = [flat[start : start + numel] for start, numel in bucket.plan.layout.gaps()]
-        blank += [views[i] for i in zeros]
-        if blank:
-            torch._foreach_zero_(blank)
+        views = self.arena.views(("gradient", index, slot), lambda: bucket.views(flat)) if slot else bucket.views(flat)
+        for start, numel in bucket.gaps:
+            flat[start : start + numel].zero_()
+        for i in zeros:
+            views[i].zero_()
         return views
 
     def reduce(self, index: int) -> None:
         bucket, state = self.buckets[index], self._reducing[index]
-        flat, target, group = state.flat, bucket.grad, self._group
-        assert target is not None
+        flat, target, group = state.flat, bucket.hold_gradient(), self._group
         alone = bucket.plan.layout.ranks == 1
         direct = not state.accumulate and flat.dtype == target.dtype
         result = flat if alone else target if direct else None
@@ -197,7 +200,6 @@ class Engine:
     def _gradient_target(self, bucket: Bucket, slot: SlotRange | None, accumulate: bool) -> torch.Tensor:
         """Where backward writes full gradients: the arena, the place they stay, or scratch beside gradients there."""
         plan = bucket.plan
-        assert bucket.grad is not None
         if plan.grad_in_arena:
             assert slot is not None, f"no arena slot is planned for the gradients of {plan.name}"
             memory, pending = self.arena.take(slot)
@@ -207,7 +209,7 @@ class Engine:
         if bucket.grad_full is not None:
             return bucket.grad_full
         if not accumulate and plan.reduce_dtype == plan.master_dtype:
-            return bucket.grad
+            return bucket.hold_gradient()
         return torch.empty(plan.layout.numel, dtype=plan.reduce_dtype, device=bucket.device)
 
 

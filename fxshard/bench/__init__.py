@@ -1,0 +1,1 @@
+"""Measurements against peers, in one run. ``python -m fxshard.bench.train --help``"""

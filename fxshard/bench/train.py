@@ -1,0 +1,203 @@
+"""Time training steps of fxshard and its peers on the same model, in turns, in one run.
+
+    torchrun --standalone --nproc-per-node 2 -m fxshard.bench.train --device cpu --size toy
+    torchrun --standalone --nproc-per-node 1 -m fxshard.bench.train --device cuda --size 1b
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from fxshard.models import Llama, LlamaConfig
+
+SIZES = {
+    "toy": (LlamaConfig(vocab=1000, dim=256, layers=8, heads=4, hidden=704), 4, 128),
+    "1b": (LlamaConfig(), 4, 4096),
+}
+Step = Callable[[], torch.Tensor]
+
+
+@dataclass
+class Result:
+    """What was measured of one contender."""
+
+    name: str
+    step_ms: float
+    first_step_s: float
+    peak_gib: float
+    loss: float
+    host_ms: float
+
+
+def fsdp2(model: nn.Module, precision: fxshard.Precision | None, compiled: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(precision.param, precision.reduce) if precision is not None else MixedPrecisionPolicy()
+    layers = model.get_submodule("layers")
+    for layer in layers.children():
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def ours(model: nn.Module, precision: fxshard.Precision | None, zero: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=fxshard.AdamW(lr=1e-4))
+    return sharded, sharded.optimizer
+
+
+def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The whole model under ``torch.compile`` in the compute dtype, nothing sharded, no masters: a lower bound."""
+    if precision is not None and precision.param is not None:
+        model = model.to(precision.param)
+    return torch.compile(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # type: ignore[return-value]
+
+
+CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "fxshard": lambda model, precision: ours(model, precision, 3),
+    "fxshard-zero2": lambda model, precision: ours(model, precision, 2),
+    "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
+    "fxshard-zero0": lambda model, precision: ours(model, precision, 0),
+    "fsdp2": lambda model, precision: fsdp2(model, precision, compiled=False),
+    "fsdp2-compile": lambda model, precision: fsdp2(model, precision, compiled=True),
+    "compile": unsharded,
+}
+
+
+class Contender:
+    """A model under training, and the times of its steps."""
+
+    def __init__(self, name: str, config: LlamaConfig, batch: int, length: int, device: torch.device, bf16: bool) -> None:
+        self.name = name
+        self.device = device
+        before = self._allocated()
+        torch.manual_seed(0)
+        with device:
+            plain = Llama(config)
+        precision = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32) if bf16 else None
+        self.model, self.optimizer = CONTENDERS[name](plain, precision)
+        del plain
+        torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+        self.tokens = torch.randint(0, config.vocab, (batch, length), device=device)
+        self.targets = torch.randint(0, config.vocab, (batch, length), device=device)
+        self.first_step_s = self._timed(1)
+        for _ in range(3):
+            self.loss = self.step()
+        self.rounds: list[float] = []
+        self.host: list[float] = []
+        self._settle()
+        self.resident = self._allocated() - before
+        self.peak = 0
+
+    def step(self) -> torch.Tensor:
+        loss = self.model(self.tokens, self.targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def measure(self, steps: int, others_resident: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.rounds.append(self._timed(steps) / steps)
+        if self.device.type == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others_resident)
+
+    def result(self) -> Result:
+        return Result(
+            self.name,
+            statistics.median(self.rounds) * 1e3,
+            self.first_step_s,
+            self.peak / 2**30,
+            float(self.loss),
+            statistics.median(self.host) * 1e3,
+        )
+
+    def _timed(self, steps: int) -> float:
+        self._settle()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.loss = self.step()
+        launched = time.perf_counter() - start
+        self._settle()
+        if hasattr(self, "host"):
+            self.host.append(launched / steps)
+        return time.perf_counter() - start
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _allocated(self) -> int:
+        gc.collect()
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--contenders", default="fsdp2,fsdp2-compile,fxshard", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--size", choices=SIZES, default="toy")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--batch", type=int, help="sequences per rank")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--steps", type=int, default=5, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+
+    cuda = arguments.device == "cuda"
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": device} if cuda else {}))
+    if not cuda:
+        torch.set_num_threads(1)
+    config, batch, length = SIZES[arguments.size]
+    if arguments.layers:
+        config = LlamaConfig(**{**asdict(config), "layers": arguments.layers})
+    contenders = [
+        Contender(name, config, arguments.batch or batch, length, device, bf16=cuda)
+        for name in arguments.contenders.split(",")
+    ]
+    for _ in range(arguments.rounds):
+        for contender in contenders:
+            others = sum(other.resident for other in contenders if other is not contender)
+            contender.measure(arguments.steps, others)
+    if dist.get_rank() == 0:
+        report([contender.result() for contender in contenders], arguments.json)
+    dist.destroy_process_group()
+
+
+def report(results: list[Result], path: Path | None) -> None:
+    base = next((r for r in results if r.name == "fsdp2-compile"), results[0])
+    print(f"{'contender':<16}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'host ms':>9}{'loss':>9}   base: {base.name}")
+    for r in results:
+        print(
+            f"{r.name:<16}{r.step_ms:>10.1f}{r.step_ms / base.step_ms:>8.3f}{r.first_step_s:>9.1f}{r.peak_gib:>10.2f}"
+            f"{r.host_ms:>9.1f}{r.loss:>9.4f}",
+            flush=True,
+        )
+    if path is not None:
+        path.write_text(json.dumps([asdict(r) for r in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()
