@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard.backend import Backend
+from fxshard.backend import backend_of
 from fxshard.config import AdamW, Options, Precision
 from fxshard.errors import ConfigError, StateError
 from fxshard.module import ShardedModule
@@ -49,9 +49,18 @@ def compile(  # noqa: A001 - the name is the interface
     parameters between rows, ``"whole"`` gives each parameter to one rank. ``prefetch``, ``overlap``, ``arena``: see
     :class:`fxshard.config.Options`. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s.
     """
-    options = Options(lowering=lowering, prefetch=prefetch, overlap=overlap, arena=arena)
     sharded = shard(
-        model, zero=zero, mesh=mesh, units=units, optimizer=optimizer, precision=precision, layout=layout, options=options
+        model,
+        zero=zero,
+        mesh=mesh,
+        units=units,
+        optimizer=optimizer,
+        precision=precision,
+        layout=layout,
+        lowering=lowering,
+        prefetch=prefetch,
+        overlap=overlap,
+        arena=arena,
     )
     sharded.bind(torch.compile(sharded._inner, backend=sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
     return sharded
@@ -66,7 +75,10 @@ def shard(
     optimizer: AdamW | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "rows",
-    options: Options | None = None,
+    lowering: str = "inductor",
+    prefetch: int = 1,
+    overlap: bool = True,
+    arena: bool = True,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -79,11 +91,11 @@ def shard(
         raise StateError("this model is compiled or sharded already; compile the plain module, once")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected an nn.Module, got {type(model).__name__}")
-    options = options or Options()
+    options = Options(lowering=lowering, prefetch=prefetch, overlap=overlap, arena=arena)
     sharding = take_apart(
         model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options
     )
-    sharded = ShardedModule(model, sharding, Backend(sharding))
+    sharded = ShardedModule(model, sharding, backend_of(sharding))
     if optimizer is not None:
         sharded._optimizer = _optimizer(optimizer, sharding)
     return sharded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -13,11 +14,13 @@ from fxshard import _compat
 from fxshard.config import Options
 from fxshard.errors import ConfigError
 from fxshard.events import Phase
+from fxshard.inspect.record import record
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.pipeline import schedule
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.split_segments import split_segments
+from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.program import Program
 from fxshard.sharding import Sharding, sharding_of, unsharded
 
@@ -33,9 +36,8 @@ def fxshard_backend(
         (sharding,) = shardings.values()
         if options:
             raise ConfigError("this model was sharded with its options; give them to fxshard.shard, not to torch.compile")
-    else:
-        sharding = unsharded(Options.from_dict(options), _device(example_inputs))
-    return Backend(sharding)(graph, example_inputs)
+        return backend_of(sharding)(graph, example_inputs)
+    return Backend(unsharded(Options.from_dict(options), _device(example_inputs)))(graph, example_inputs)
 
 
 class Backend:
@@ -74,6 +76,7 @@ class Capture:
         self._backward: fx.GraphModule | None = None
         self._scheduled: dict[Phase, fx.GraphModule] = {}
         self._arena_bytes = 0
+        self._agree: Callable[[], None] | None = None
 
     def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._inductor:
@@ -118,9 +121,9 @@ class Capture:
         sharding = self._sharding
         self._scheduled, memory = schedule(modules, self._context(next(iter(modules))))
         self._arena_bytes = memory.bytes
-        emitted = Schedule.from_graphs(self._scheduled, sharding.plans, memory, ranks=sharding.ranks, zero=sharding.zero)
-        with _compat.no_dispatch_modes():
-            sharding.agreement.check("the communication schedule", emitted.communication())
+        emitted = record(self._scheduled, sharding.plans, memory, ranks=sharding.ranks, zero=sharding.zero)
+        # Compared before the first run, not here: collectives under a compiler's dispatch modes can deadlock.
+        self._agree = lambda: sharding.agreement.check(COMMUNICATION, emitted.communication())
         for phase, module in self._scheduled.items():
             self._backend.graphs[phase.value] = module
         self._backend.schedules["train" if Phase.FORWARD in modules else "eval"] = emitted
@@ -129,7 +132,18 @@ class Capture:
         with _compat.no_dispatch_modes():
             split = split_segments(self._scheduled[phase], self._context(phase))
             engine, compiler = self._sharding.engine, self._sharding.compiler
-            return Program(split, phase, engine, self._arena_bytes, compiler).boxed()
+            agree = None if phase is Phase.BACKWARD else self._agree
+            return Program(split, phase, engine, self._arena_bytes, compiler, agree).boxed()
+
+
+_BACKENDS: WeakKeyDictionary[Sharding, Backend] = WeakKeyDictionary()
+
+
+def backend_of(sharding: Sharding) -> Backend:
+    """The one backend of a sharded model, however ``torch.compile`` is reached: it has the schedule and the graphs."""
+    if sharding not in _BACKENDS:
+        _BACKENDS[sharding] = Backend(sharding)
+    return _BACKENDS[sharding]
 
 
 def _inputs(graph: fx.GraphModule) -> list[Any]:

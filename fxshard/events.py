@@ -22,8 +22,10 @@ META = "fxshard"
 
 
 class Kind(StrEnum):
-    """What a runtime node does."""
+    """What an event does. All but ``COMPUTE`` and ``UPDATE`` are runtime nodes of a graph."""
 
+    COMPUTE = "compute"
+    UPDATE = "update"
     UNSHARD = "unshard"
     WAIT = "wait"
     RESHARD = "reshard"
@@ -37,12 +39,18 @@ class Phase(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
     EVAL = "eval"
 
 
 @dataclass(frozen=True)
 class Event:
-    """Why a runtime node exists: what it moves, for whom, where, and the reason it stands where it stands."""
+    """One entry of a schedule: what it does, for whom, where, and the reason it stands where it stands.
+
+    A runtime event belongs to one bucket. A ``COMPUTE`` event is the stretch of nodes between two runtime events: it
+    has no bucket, but says which buckets' parameters it ``reads``, which gradient buckets it ``writes``, and what it
+    costs. An ``UPDATE`` is the optimizer's work on one bucket.
+    """
 
     kind: Kind
     phase: Phase
@@ -55,6 +63,15 @@ class Event:
     stream: str
     why: str
     slot: SlotRange | None = None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    flops: int = 0
+    traffic: int = 0
+    """Bytes that a compute or update event reads from and writes to device memory."""
+    held: int = 0
+    """Bytes of activations alive behind a compute event."""
+    waits_for: tuple[int, ...] = ()
+    """Positions of the events that must be over before this one may start."""
 
     def with_slot(self, slot: SlotRange) -> Event:
         return replace(self, slot=slot)

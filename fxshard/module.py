@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxshard import _compat
 from fxshard.backend import Backend
 from fxshard.errors import CaptureError, ConfigError, FxshardError, StateError
 from fxshard.inspect.schedule import Schedule
+from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.sharding import Sharding
 
 
@@ -58,9 +59,16 @@ class ShardedModule(nn.Module):
                 'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
             )
         try:
-            return self._compiled(*args, **kwargs)
+            result = self._compiled(*args, **kwargs)
         except _compat.capture_failures() as error:
             raise self._capture_error(error) from error
+        except RuntimeError as error:
+            if "storage of size 0" in str(error):
+                raise StateError(_RETURNS_PARAMETER) from error
+            raise
+        if any(_is_hollow(leaf) for leaf in tree_leaves(result)):
+            raise StateError(_RETURNS_PARAMETER)
+        return result
 
     def _capture_error(self, error: BaseException) -> FxshardError:
         cause: BaseException | None = error
@@ -72,7 +80,7 @@ class ShardedModule(nn.Module):
             f"torch.compile could not capture {type(self._inner).__name__}.forward as one graph:\n{error}\n"
             "Move what cannot be traced (printing, .item(), data-dependent Python) out of forward."
         )
-        if not self._sharding.agreement.settled:
+        if not self._sharding.agreement.settled(COMMUNICATION):
             self._sharding.agreement.fail(found)
         return found
 
@@ -223,6 +231,16 @@ def _mirror(source: nn.Module, target: nn.Module, sharded: Mapping[int, nn.Param
                 indexed = isinstance(child, (nn.ModuleList, nn.Sequential))
                 mirrors[child] = (_MirrorList if indexed else _Mirror)(child)
             mirror._modules[name] = mirrors[child] if child is not None else None
+
+
+_RETURNS_PARAMETER = (
+    "the model returned one of its parameters, or a view of one, but between calls parameters are not in memory; "
+    "return a copy that is computed inside forward, for example weight.clone()"
+)
+
+
+def _is_hollow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().nbytes()
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -19,7 +19,7 @@ from fxshard.passes.context import ParamRef
 from fxshard.plan.buckets import LAYOUTS, BucketPlan, LayoutKind, plan_buckets
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
-from fxshard.runtime.agreement import Agreement
+from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
 
@@ -27,7 +27,7 @@ _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Hollow parameter → (its sharding, its place). This is how the backend recognises a parameter among graph inputs."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Sharding:
     """Everything that belongs to one sharded model on this rank."""
 
@@ -71,6 +71,10 @@ def take_apart(
 ) -> Sharding:
     """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets."""
     mesh = _resolve_mesh(model, mesh)
+    if mesh is not None and mesh.ndim != 1:
+        raise ConfigError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the one-dimensional data-parallel mesh"
+        )
     group = mesh.get_group() if mesh is not None else None
     agreement = Agreement(group)
     ranks = mesh.size() if mesh is not None else 1
@@ -79,7 +83,7 @@ def take_apart(
         plans = plan_buckets(model, find_units(model, units), zero=zero, ranks=ranks, precision=precision, layout=layout)
     except FxshardError as error:
         agreement.fail(error)
-    agreement.check("the parameter plan", [_line(plan) for plan in plans])
+    agreement.check(PARAMETERS, [_line(plan) for plan in plans])
 
     rank = mesh.get_local_rank() if mesh is not None else 0
     originals = dict(model.named_parameters())
@@ -159,8 +163,6 @@ def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str)
         raise ConfigError(f"zero={zero!r}: expected 0, 1, 2 or 3")
     if layout not in LAYOUTS:
         raise ConfigError(f"layout={layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
-    if mesh is not None and mesh.ndim != 1:
-        raise ConfigError(f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the one-dimensional data-parallel mesh")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")

@@ -9,7 +9,12 @@ import torch
 from torch import fx
 
 # Their schemas promise a fresh tensor, their kernels return a view.
-_HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default}
+_HIDDEN_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+    torch.ops.aten.unsafe_chunk.default,
+}
 
 
 def is_view(node: fx.Node) -> bool:

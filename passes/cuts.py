@@ -13,14 +13,23 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-_GATHERS = {torch.ops.aten.embedding.default, torch.ops.aten.embedding_dense_backward.default}
+_KERNELS = {
+    "embedding",
+    "embedding_dense_backward",
+    "_unsafe_masked_index_put_accumulate",
+    "_grouped_mm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
+"""Kernels of their own for which torch has no flop formula."""
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Matrix products, convolutions, attention, embeddings: nodes that are kernels of their own."""
+    """Matrix products, convolutions, attention, embeddings, our own ops: nodes that are kernels of their own."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return node.target.overloadpacket in flop_registry or node.target in _GATHERS
+    own = node.target.namespace == "fxshard"
+    return own or node.target.overloadpacket in flop_registry or node.target._opname in _KERNELS
 
 
 class CutPoints:

@@ -16,6 +16,7 @@ from torch import fx
 from fxshard.events import Kind, Phase, insert
 from fxshard.passes.context import GRADS, ParamRef, PassContext
 from fxshard.passes.cuts import CutPoints
+from fxshard.plan.buckets import BucketPlan
 
 ALIVE = 2
 """Full gradient buckets that may exist at once."""
@@ -41,16 +42,15 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
             with graph.inserting_before(take_at):
                 _finish(graph, in_order[k - ALIVE], context, why=f"makes room for {bucket.name}")
         with graph.inserting_before(take_at):
-            views = _take(graph, index, writes, context, why=f"first gradient: {first.name}")
+            views = _take(graph, index, writes, context, why=f"first gradient: {_param(bucket, writes, first)}")
         for position, gradient in writes.items():
             late = gradient.op == "placeholder" or order[gradient] < order[take_at]
             _write(graph, views, position, gradient, behind=views if late else gradient)
         reduce_at = output if last.op == "placeholder" else cuts.after(last)
         reduce_at = max(reduce_at, take_at, key=order.__getitem__)
         with graph.inserting_before(reduce_at):
-            insert(
-                graph, Kind.REDUCE, bucket, phase=Phase.BACKWARD, group=context.group, why=f"complete with {last.name}"
-            )
+            why = f"complete with {_param(bucket, writes, last)}"
+            insert(graph, Kind.REDUCE, bucket, phase=Phase.BACKWARD, group=context.group, why=why)
         reduced_at.append(reduce_at)
 
     with graph.inserting_before(output):
@@ -58,6 +58,10 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
             _finish(graph, index, context, why="end of backward")
     output.args = (tuple(None if ref is not None else arg for ref, arg in _outputs(output)),)
     return module
+
+
+def _param(bucket: BucketPlan, writes: dict[int, fx.Node], gradient: fx.Node) -> str:
+    return bucket.params[next(position for position, node in writes.items() if node is gradient)]
 
 
 def _outputs(output: fx.Node) -> list[tuple[ParamRef | None, fx.Node | None]]:

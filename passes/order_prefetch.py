@@ -26,26 +26,24 @@ def order_prefetch(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
     if depth == 0 or not sequence:
         return module
 
-    beginning = by_kind[Kind.UNSHARD][sequence[0]]
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     for k, index in enumerate(sequence):
         launch, needed = by_kind[Kind.UNSHARD][index], by_kind[Kind.WAIT][index]
-        after = None
-        if k >= depth:
-            ahead = by_kind[Kind.WAIT][sequence[k - depth]]
-            released = [
-                by_kind[Kind.RESHARD][earlier]
-                for earlier in sequence[: k - depth]
-                if earlier in by_kind[Kind.RESHARD] and order[by_kind[Kind.RESHARD][earlier]] < order[needed]
-            ]
-            after = max([ahead, *released], key=order.__getitem__)
-        if after is not None:
-            _move(after, launch, why=f"{depth} ahead: starts with {_bucket(after)}")
-        elif k > 0:
-            beginning.append(launch)
-            beginning = launch
+        if k < depth:
+            if launch is first:
+                first = first.next
+            else:
+                first.prepend(launch)
             launch.meta[META] = replace(launch.meta[META], why="at the start")
-        else:
-            launch.meta[META] = replace(launch.meta[META], why="at the start")
+            continue
+        ahead = by_kind[Kind.WAIT][sequence[k - depth]]
+        released = [
+            by_kind[Kind.RESHARD][earlier]
+            for earlier in sequence[: k - depth]
+            if earlier in by_kind[Kind.RESHARD] and order[by_kind[Kind.RESHARD][earlier]] < order[needed]
+        ]
+        after = max([ahead, *released], key=order.__getitem__)
+        _move(after, launch, why=f"{depth} ahead: starts with {_bucket(after)}")
     return module
 
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxshard.events import Kind, Phase, events
-from fxshard.passes.context import PassContext
+from fxshard.events import Phase
+from fxshard.passes.context import PassContext, param_inputs
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory
+from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
 
 Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
@@ -21,7 +22,7 @@ Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
 SCHEDULING: dict[Phase, tuple[Pass, ...]] = {
     Phase.FORWARD: (insert_unshard, insert_reshard, order_prefetch),
     Phase.EVAL: (insert_unshard, insert_reshard, order_prefetch),
-    Phase.BACKWARD: (insert_unshard, insert_reshard, insert_reduce_scatter, order_prefetch),
+    Phase.BACKWARD: (insert_unshard, insert_reshard, insert_reduce_scatter, write_gradients, order_prefetch),
 }
 
 
@@ -42,8 +43,6 @@ def schedule(
 
 def _kept_for_backward(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> frozenset[int]:
     """The bucket that forward uses last and backward first: releasing it would only gather it again at once."""
-    from fxshard.passes.context import param_inputs
-
     if Phase.BACKWARD not in modules:
         return frozenset()
 
@@ -59,7 +58,3 @@ def _kept_for_backward(modules: Mapping[Phase, fx.GraphModule], context: PassCon
     forward, backward = first_uses(Phase.FORWARD), first_uses(Phase.BACKWARD)
     return frozenset(forward[-1:]) & frozenset(backward[:1])
 
-
-def bucket_order(module: fx.GraphModule) -> list[str]:
-    """Buckets in the order in which a scheduled graph reduces them."""
-    return [event.bucket for _, event in events(module.graph) if event.kind is Kind.REDUCE]

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxshard.events import META, Event, Kind, Phase, events
 from fxshard.passes.context import PassContext
-from fxshard.plan.memory import Buffer, MemoryPlan, plan_slots
+from fxshard.plan.memory import Buffer, MemoryPlan, SlotRange, plan_slots
 
 _OPENS = {Kind.UNSHARD: "gathered", Kind.GRAD: "gradient"}
 _CLOSES = {Kind.RESHARD: "gathered", Kind.FINISH: "gradient"}
@@ -22,18 +22,16 @@ def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -
     timeline = [(node, event) for module in modules.values() for node, event in events(module.graph)]
     buffers = _lifetimes([event for _, event in timeline], context)
     plan = plan_slots(buffers)
-    # A bucket kept since forward is opened twice (backward gathers again if it was evicted) but is one buffer.
-    current: dict[tuple[str, int], int] = {}
+    gathered: dict[int, SlotRange] = {}
     for i, (node, event) in enumerate(timeline):
-        what = _OPENS.get(event.kind)
-        if what is None:
-            continue
-        opened = (what, event.bucket_index, i)
-        if opened in plan.slots:
-            current[what, event.bucket_index] = i
-        at = current.get((what, event.bucket_index))
-        if at is not None:
-            node.meta[META] = event.with_slot(plan.slots[what, event.bucket_index, at])
+        index = event.bucket_index
+        if event.kind in _OPENS and (slot := plan.slots.get((_OPENS[event.kind], index, i))) is not None:
+            node.meta[META] = event.with_slot(slot)
+            if event.kind is Kind.UNSHARD:
+                gathered[index] = slot
+        elif event.kind is Kind.WAIT and index in gathered:
+            # Backward gathers what forward kept again if another program took its place in between.
+            node.meta[META] = event.with_slot(gathered[index])
     return plan
 
 

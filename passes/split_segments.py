@@ -58,11 +58,13 @@ def is_runtime(node: fx.Node) -> bool:
 
 
 def _gather_unpacking(graph: fx.Graph) -> None:
-    """Put the views that a runtime node gives right behind it: they must not cut a stretch of compute."""
-    for node in list(graph.nodes):
-        if event_of(node) is None and is_runtime(node):
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
+    """Put every unpacking right behind what it unpacks.
+
+    The views that a runtime node gives must not cut a stretch of compute, and a tuple must not cross into another one.
+    """
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        source = node.args[0]
+        if isinstance(source, fx.Node):
             source.append(node)
 
 

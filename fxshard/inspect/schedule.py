@@ -1,52 +1,63 @@
-"""The emitted schedule: every runtime event of a step, in order, as data."""
+"""The emitted schedule: every event of a step, in order, as data."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
-from torch import fx
 
-from fxshard.events import Event, Kind, Phase, events
+from fxshard.events import Event, Kind, Phase
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.memory import MemoryPlan
 
-_COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE)
+COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the ranks do in one step. ``print(schedule)`` shows it as a table."""
+    """What the ranks do in one step: forward, backward and optimizer, or one evaluation.
+
+    ``events`` are in program order. The arena is one allocation of ``arena_bytes``; events that take memory in it say
+    where (``Event.slot``). ``resident_bytes`` is what a rank holds all the time: shards, gradients, optimizer state.
+
+    >>> print(model.schedule)
+    """
 
     events: tuple[Event, ...]
     buckets: tuple[BucketPlan, ...]
     arena_bytes: int
+    resident_bytes: int
     ranks: int
     zero: int
+    budget: int | None = None
 
-    @classmethod
-    def from_graphs(
-        cls,
-        graphs: Mapping[Phase, fx.GraphModule],
-        buckets: Sequence[BucketPlan],
-        memory: MemoryPlan,
-        *,
-        ranks: int,
-        zero: int,
-    ) -> Schedule:
-        found = [event for module in graphs.values() for _, event in events(module.graph)]
-        return cls(tuple(found), tuple(buckets), memory.bytes, ranks, zero)
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def of(self, *kinds: Kind, phase: Phase | None = None) -> Iterator[tuple[int, Event]]:
+        """(position, event) of the events of some kinds."""
+        for i, event in enumerate(self.events):
+            if event.kind in kinds and (phase is None or event.phase is phase):
+                yield i, event
+
+    @property
+    def comm_bytes(self) -> int:
+        """Bytes that one rank's collectives move per step, counted as the size of the unsharded buffers."""
+        return sum(event.bytes for _, event in self.of(*COMMUNICATES))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that one rank holds in shards and arena. Activations are not part of it."""
+        return self.resident_bytes + self.arena_bytes
 
     def communication(self) -> list[str]:
         """The collectives in launch order, one line each: what all ranks must have in common."""
         return [
-            f"{event.phase} {event.kind} {event.bucket} {event.bytes} {event.dtype}"
-            for event in self.events
-            if event.kind in _COMMUNICATES
+            f"{event.phase} {event.kind} {event.bucket} {event.bytes} {event.dtype} in {event.group}"
+            for _, event in self.of(*COMMUNICATES)
         ]
 
     @property
@@ -55,23 +66,30 @@ class Schedule:
         return hashlib.sha256("\n".join(self.communication()).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        table = Table(title=f"ZeRO-{self.zero} on {self.ranks} rank(s), arena {_size(self.arena_bytes)}, {self.digest}")
-        for column in ("#", "phase", "event", "bucket", "bytes", "dtype", "arena", "why"):
-            table.add_column(column, justify="right" if column in ("#", "bytes") else "left")
-        for i, event in enumerate(self.events):
-            at = f"{_size(event.slot.offset)} +{_size(event.slot.bytes)}" if event.slot is not None else ""
-            size = _size(event.bytes) if event.kind in _COMMUNICATES else ""
-            dtype = str(event.dtype).removeprefix("torch.") if size else ""
-            table.add_row(str(i), event.phase, event.kind, event.bucket, size, dtype, at, event.why)
-        text = io.StringIO()
-        Console(file=text, width=140).print(table)
-        return text.getvalue()
+        return _table(self.events, f"ZeRO-{self.zero} on {self.ranks} rank(s), arena {size(self.arena_bytes)}, {self.digest}")
 
 
-def _size(count: int) -> str:
+def _table(events: Sequence[Event], title: str) -> str:
+    table = Table(title=title)
+    for column in ("#", "phase", "event", "bucket", "bytes", "dtype", "arena", "why"):
+        table.add_column(column, justify="right" if column in ("#", "bytes") else "left")
+    for i, event in enumerate(events):
+        if event.kind is Kind.COMPUTE:
+            continue
+        at = f"{size(event.slot.offset)} +{size(event.slot.bytes)}" if event.slot is not None else ""
+        moved = size(event.bytes) if event.kind in COMMUNICATES else ""
+        dtype = str(event.dtype).removeprefix("torch.") if moved else ""
+        table.add_row(str(i), event.phase, event.kind, event.bucket, moved, dtype, at, event.why)
+    text = io.StringIO()
+    Console(file=text, width=140).print(table)
+    return text.getvalue()
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them."""
     value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    raise AssertionError("unreachable")
+    return f"{value:.2f} GiB"

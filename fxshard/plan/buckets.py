@@ -61,11 +61,13 @@ class BucketPlan:
         """Bytes one rank holds for this bucket between steps (two state tensors: AdamW)."""
         return bytes_at_rest(
             self.placement,
-            numel=self.layout.numel,
+            ranks=self.layout.ranks,
             shard_numel=self.layout.shard_numel,
-            param_size=self.param_dtype.itemsize,
-            master_size=self.master_dtype.itemsize,
-            state_tensors=state_tensors if self.trainable else 0,
+            param=self.param_dtype,
+            master=self.master_dtype,
+            reduce=self.reduce_dtype,
+            trainable=self.trainable,
+            state_tensors=state_tensors,
         )
 
 

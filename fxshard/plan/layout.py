@@ -103,8 +103,11 @@ class Layout:
         start, stop = max(slot.offset, begin), min(slot.end, end)
         row = slot.spec.row_numel
         if stop <= start:
+            offset = min(max(slot.offset - begin, 0), self.shard_numel)
+            if slot.spec.numel == 0 and rank == self.owner(name):  # (3, 0) has rows to hold, though no elements
+                return Fragment(name, 0, slot.spec.rows, offset, 0)
             at_row = 0 if begin <= slot.offset else slot.spec.rows
-            return Fragment(name, at_row, at_row, min(max(slot.offset - begin, 0), self.shard_numel), 0)
+            return Fragment(name, at_row, at_row, offset, 0)
         return Fragment(
             name, (start - slot.offset) // row, (stop - slot.offset) // row, start - begin, stop - start
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -32,19 +34,28 @@ class BytesPerRank:
 
 
 def bytes_at_rest(
-    placement: Placement, *, numel: int, shard_numel: int, param_size: int, master_size: int, state_tensors: int
+    placement: Placement,
+    *,
+    ranks: int,
+    shard_numel: int,
+    param: torch.dtype,
+    master: torch.dtype,
+    reduce: torch.dtype,
+    trainable: bool,
+    state_tensors: int,
 ) -> BytesPerRank:
-    """The table of the ZeRO stage for one bucket: what a rank holds between two steps.
+    """The table of the ZeRO stage for one bucket: what a rank holds between two steps, gradients not yet dropped.
 
     ``state`` counts the optimizer's tensors and, where parameters compute in another dtype, the masters. A master that
-    has the compute dtype is the parameter itself, so it costs nothing beside a replicated one.
+    has the compute dtype is the parameter itself, so it costs nothing beside a replicated one. What has a single rank
+    is never taken apart, whatever the placement says.
     """
-    mixed = param_size != master_size
-    local = shard_numel if placement.state else numel
-    masters = local * master_size
-    param = 0 if placement.param and mixed else masters if placement.param else numel * param_size
-    grad = shard_numel * master_size if placement.state else 0
-    if not placement.grad:
-        grad += numel * master_size
-    state = local * master_size * state_tensors + (masters if mixed else 0)
-    return BytesPerRank(param, grad, state)
+    numel, mixed = ranks * shard_numel, param != master
+    masters = shard_numel * master.itemsize
+    replicated = not placement.param or ranks == 1
+    keeps_full_grad = not placement.grad and ranks > 1
+    return BytesPerRank(
+        param=numel * param.itemsize if replicated else 0 if mixed else masters,
+        grad=(masters + (numel * reduce.itemsize if keeps_full_grad else 0)) if trainable else 0,
+        state=(masters if mixed else 0) + (masters * state_tensors if trainable else 0),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from fxshard.plan.layout import ALIGNMENT, Layout, Slot, TensorSpec, aligned, require_all_placed
@@ -35,9 +36,22 @@ def _candidates(specs: Sequence[TensorSpec], ranks: int) -> Iterator[int]:
     common = math.lcm(ALIGNMENT, *long_rows)
     # Several multiples: the smallest may just fail because the shifts at boundaries add up to more than the slack.
     tried = {aligned(least, step) + i * step for step in steps | {common} for i in range(4)}
-    # A length at which even the whole bucket fits in one shard, so no boundary is ever crossed.
-    always = sum(aligned(spec.numel) for spec in specs)
+    always = _uncut(specs, ranks)
     return iter(sorted(length for length in tried | {always} if length <= always))
+
+
+def _uncut(specs: Sequence[TensorSpec], ranks: int) -> int:
+    """The least shard length at which the parameters fit one after another without any of them being cut."""
+    sizes = [aligned(spec.numel) for spec in specs]
+
+    def fits(length: int) -> bool:
+        shards, used = 1, 0
+        for size in sizes:
+            shards, used = (shards, used + size) if used + size <= length else (shards + 1, size)
+        return shards <= ranks
+
+    lengths = range(max(sizes, default=0), sum(sizes) + 1, ALIGNMENT)
+    return lengths[bisect_left(lengths, True, key=fits)]
 
 
 def _place(specs: Sequence[TensorSpec], shard_numel: int, ranks: int) -> list[int] | None:

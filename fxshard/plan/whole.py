@@ -12,32 +12,17 @@ def whole_layout(specs: Sequence[TensorSpec], ranks: int) -> Layout:
     """Give every parameter to one rank, with shards as short as equal sizes and greedy packing make them.
 
     Parameters of the same size are dealt out first, one to each rank: identical blocks over a rank count that divides
-    them leave no padding. What remains is packed largest first onto the emptiest rank, so a large parameter without
-    peers is surrounded by smaller ones instead of by padding.
+    them leave no padding. What remains is packed largest first onto the emptiest rank. Where a large parameter without
+    peers would stick out at the end, everything is packed largest first: it is surrounded by smaller ones instead of by
+    padding.
 
     >>> layout = whole_layout([TensorSpec(f"w{i}", (64, 64)) for i in range(4)], ranks=2)
     >>> layout.padding, [layout.owner(name) for name in layout.names]
     (0, [0, 0, 1, 1])
     """
-    by_size: dict[int, list[TensorSpec]] = defaultdict(list)
-    for spec in specs:
-        by_size[aligned(spec.numel)].append(spec)
-
-    owned: list[list[TensorSpec]] = [[] for _ in range(ranks)]
-    left: list[TensorSpec] = []
-    for same in by_size.values():
-        full_rounds = len(same) // ranks * ranks
-        for i, spec in enumerate(same[:full_rounds]):
-            owned[i % ranks].append(spec)
-        left += same[full_rounds:]
-
-    load = [sum(aligned(spec.numel) for spec in specs_of_rank) for specs_of_rank in owned]
-    for spec in sorted(left, key=lambda spec: -spec.numel):  # stable: equal sizes keep the given order
-        rank = min(range(ranks), key=lambda rank: (load[rank], rank))
-        owned[rank].append(spec)
-        load[rank] += aligned(spec.numel)
-
-    shard_numel = max(load, default=0)
+    packings = (_packed(specs, ranks, deal=True), _packed(specs, ranks, deal=False))
+    owned = min(packings, key=_longest)  # the first where both are equally long
+    shard_numel = _longest(owned)
     order = {spec.name: i for i, spec in enumerate(specs)}
     slots: list[Slot] = []
     for rank, specs_of_rank in enumerate(owned):
@@ -46,3 +31,33 @@ def whole_layout(specs: Sequence[TensorSpec], ranks: int) -> Layout:
             slots.append(Slot(spec, cursor))
             cursor += aligned(spec.numel)
     return require_all_placed(specs, Layout(ranks, shard_numel, tuple(slots), whole=True))
+
+
+def _packed(specs: Sequence[TensorSpec], ranks: int, *, deal: bool) -> list[list[TensorSpec]]:
+    """What each rank owns, packed largest first; with ``deal``, as many of each size as fill all ranks go first."""
+    by_size: dict[int, list[TensorSpec]] = defaultdict(list)
+    for spec in specs:
+        by_size[aligned(spec.numel)].append(spec)
+
+    owned: list[list[TensorSpec]] = [[] for _ in range(ranks)]
+    left: list[TensorSpec] = []
+    for same in by_size.values():
+        full_rounds = len(same) // ranks * ranks if deal else 0
+        for i, spec in enumerate(same[:full_rounds]):
+            owned[i % ranks].append(spec)
+        left += same[full_rounds:]
+
+    load = [_length(specs_of_rank) for specs_of_rank in owned]
+    for spec in sorted(left, key=lambda spec: -spec.numel):  # stable: equal sizes keep the given order
+        rank = min(range(ranks), key=lambda rank: (load[rank], rank))
+        owned[rank].append(spec)
+        load[rank] += aligned(spec.numel)
+    return owned
+
+
+def _length(specs: Sequence[TensorSpec]) -> int:
+    return sum(aligned(spec.numel) for spec in specs)
+
+
+def _longest(owned: Sequence[Sequence[TensorSpec]]) -> int:
+    return max(map(_length, owned), default=0)

@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 from fxshard.errors import PeerError, RankDivergenceError
 
+PARAMETERS, COMMUNICATION = "the parameter plan", "the communication schedule"
+"""What ranks compare: how parameters are cut, and which collectives a step makes."""
+
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -17,15 +20,14 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._control: dist.ProcessGroup | None = None
-        self._agreed: set[str] = set()
+        self._agreed: dict[str, set[int]] = {}
         if group is not None and group.size() > 1:
             members = dist.get_process_group_ranks(group)
             self._control = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
 
-    @property
-    def settled(self) -> bool:
-        """Whether the ranks have agreed on some communication already."""
-        return self._control is None or bool(self._agreed)
+    def settled(self, topic: str) -> bool:
+        """Whether the ranks have agreed on ``topic`` before: only until then do they wait for each other there."""
+        return self._control is None or topic in self._agreed
 
     def check(self, topic: str, mine: list[str]) -> None:
         """Compare a list of lines with every rank's; raise on all of them, naming the first line that differs.
@@ -33,8 +35,8 @@ class Agreement:
         What was agreed once is not compared again: a rank may recompile alone (another batch size) as long as it
         communicates as before.
         """
-        digest = f"{topic}:{hash(tuple(mine))}"
-        if self._control is None or digest in self._agreed:
+        key = hash(tuple(mine))
+        if self._control is None or key in self._agreed.get(topic, ()):
             return
         theirs = self._exchange((None, mine))
         for rank, (failure, lines) in enumerate(theirs):
@@ -42,7 +44,7 @@ class Agreement:
                 raise PeerError(f"rank {rank} failed while the ranks prepared {topic}: {failure}")
             if lines != mine:
                 raise RankDivergenceError(_first_difference(topic, rank, mine, lines))
-        self._agreed.add(digest)
+        self._agreed.setdefault(topic, set()).add(key)
 
     def fail(self, error: Exception) -> NoReturn:
         """Tell the other ranks that this one cannot go on, then raise."""

@@ -102,10 +102,14 @@ class Bucket:
         Every in-place operation counts up the version that the flat shard shares with its views, and so does every
         optimizer step (``freshness``). Ranks run the same program, so they agree.
         """
-        return self.master._version != self._gathered_version
+        return self._version() != self._gathered_version
 
     def gathered(self) -> None:
-        self._gathered_version = self.master._version
+        self._gathered_version = self._version()
+
+    def _version(self) -> int:
+        # A DTensor counts operations on itself, not on the rows it wraps: both counters are needed.
+        return self.master._version + sum(parameter._version for parameter in self.params)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -90,22 +90,24 @@ class Engine:
                 assert bucket.full is not None
                 self._gathered[index] = self._gather(bucket, bucket.full, None, [])
             return
-        if index in self._gathered:  # kept since forward
-            return
         if slot is None:
             raise StateError(f"no arena slot is planned for {bucket.plan.name!r}: the schedule is incomplete")
         memory, pending = self.arena.take(slot)
         self._gathered[index] = self._gather(bucket, memory.view(bucket.plan.param_dtype), slot, pending)
 
-    def wait(self, index: int) -> tuple[torch.Tensor, ...]:
+    def wait(self, index: int, slot: SlotRange | None = None) -> tuple[torch.Tensor, ...]:
         bucket = self.buckets[index]
-        held = self._gathered.get(index)
-        if held is None:
-            assert bucket.full is not None, f"{bucket.plan.name} is read but was never gathered"
-            held = Gathered(bucket.full, None, self._streams.mark(), bucket.views(bucket.full))
-            self._gathered[index] = held
+        if index not in self._gathered:
+            if bucket.full is not None:
+                views = bucket.views(bucket.full)
+                self._gathered[index] = Gathered(bucket.full, None, self._streams.mark(), views)
+            else:  # kept since forward, but another program needed the place in between
+                self.unshard(index, slot)
+        held = self._gathered[index]
         if held.views is None:
             held.token.wait()
+            # Only now: gloo copies into the buffer from a thread of its own, and a copy counts as a change.
+            bucket.gathered()
             key = ("gathered", index, held.slot)
             held.views = self.arena.views(key, lambda: bucket.views(held.flat))
         return held.views
@@ -136,7 +138,6 @@ class Engine:
         if not self.arena.planned:
             waits.append(self._streams.mark())
         token = self._streams.launch("gather", None if alone else gather, before=stage, after=waits)
-        bucket.gathered()
         if not self.options.overlap:
             token.wait()
         return Gathered(flat, slot, token)

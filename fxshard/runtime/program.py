@@ -33,15 +33,27 @@ class Instruction:
 class Program:
     """One phase of a step, ready to run. It takes its arguments in a list, and empties it."""
 
-    def __init__(self, graph: fx.GraphModule, phase: Phase, engine: Engine, arena_bytes: int, compiler: SegmentCompiler) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        phase: Phase,
+        engine: Engine,
+        arena_bytes: int,
+        compiler: SegmentCompiler,
+        before_first_run: Callable[[], None] | None = None,
+    ) -> None:
         self.phase = phase
         self.runs = 0
+        self._before_first_run = before_first_run
         self._engine = engine
         self._arena_bytes = arena_bytes
         self._compile(graph, compiler)
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         engine = self._engine
+        if self._before_first_run is not None:
+            self._before_first_run()
+            self._before_first_run = None
         engine.arena.reserve(self._arena_bytes)
         engine.begin(self.phase)
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
@@ -55,9 +67,9 @@ class Program:
                     registers[i] = None
                 results = instruction.run(values)
                 if instruction.outputs is not None:
-                    for i, result in zip(instruction.outputs, results, strict=True):
-                        if i is not None:
-                            registers[i] = result
+                    for register, result in zip(instruction.outputs, results, strict=True):
+                        if register is not None:
+                            registers[register] = result
                     del results
         except BaseException:
             engine.abort()
@@ -112,7 +124,7 @@ class Program:
         zeros = call.kwargs.get("zeros", ())
         actions: dict[Kind, Callable[[list[Any]], Any]] = {
             Kind.UNSHARD: lambda _: engine.unshard(index, slot),
-            Kind.WAIT: lambda _: engine.wait(index),
+            Kind.WAIT: lambda _: engine.wait(index, slot),
             Kind.RESHARD: lambda _: engine.reshard(index),
             Kind.GRAD: lambda _: engine.grad(index, slot, zeros),  # type: ignore[arg-type]
             Kind.REDUCE: lambda _: engine.reduce(index),

@@ -1,0 +1,191 @@
+"""From scheduled graphs to the events of a :class:`Schedule`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fxshard.events import Event, Kind, Phase, event_of
+from fxshard.inspect.schedule import Schedule
+from fxshard.ops import mm_into
+from fxshard.passes.aliases import is_view
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.cost import node_flops, node_traffic
+from fxshard.plan.memory import MemoryPlan
+
+OPTIMIZER_TRAFFIC = 7
+"""AdamW reads master, gradient and two moments, and writes three of them: seven passes over a shard."""
+
+
+def record(
+    graphs: Mapping[Phase, fx.GraphModule],
+    buckets: Sequence[BucketPlan],
+    memory: MemoryPlan,
+    *,
+    ranks: int,
+    zero: int,
+    budget: int | None = None,
+) -> Schedule:
+    """The schedule of a step (or an evaluation) from its graphs, with the stretches of compute between the events."""
+    found: list[Event] = []
+    for phase, module in graphs.items():
+        found += _events_of(module.graph, phase)
+    if Phase.BACKWARD in graphs:
+        found += _updates(found, buckets)
+    resident = sum(sum((rest.param, rest.grad, rest.state)) for rest in (bucket.at_rest() for bucket in buckets))
+    events = tuple(_with_dependencies(found))
+    return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
+
+
+def _events_of(graph: fx.Graph, phase: Phase) -> list[Event]:
+    events: list[Event] = []
+    stretch: list[fx.Node] = []
+    live = _activation_bytes(graph)
+
+    def close() -> None:
+        if stretch:
+            events.append(_compute(stretch, phase, live[stretch[-1]]))
+            stretch.clear()
+
+    for node in graph.nodes:
+        event = event_of(node)
+        if event is not None:
+            close()
+            events.append(event)
+        elif node.op == "call_function" and not _unpacks(node):
+            stretch.append(node)
+    close()
+    return events
+
+
+def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
+    reads, writes = set(), set()
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            source = _bucket_behind(arg)
+            if source is not None:
+                written = node.target in (torch.ops.aten.copy_.default, mm_into) and source.kind is Kind.GRAD
+                (writes if written else reads).add(source.bucket_index)
+    return Event(
+        kind=Kind.COMPUTE,
+        phase=phase,
+        bucket="",
+        bucket_index=-1,
+        params=(),
+        bytes=0,
+        dtype=torch.float32,
+        group="",
+        stream="compute",
+        why=f"{nodes[0].name} … {nodes[-1].name}" if len(nodes) > 1 else nodes[0].name,
+        reads=tuple(sorted(reads)),
+        writes=tuple(sorted(writes)),
+        flops=sum(node_flops(node) for node in nodes),
+        traffic=sum(node_traffic(node) for node in nodes),
+        held=held,
+    )
+
+
+def _bucket_behind(node: fx.Node) -> Event | None:
+    """The wait or grad event whose memory a node is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    if _unpacks(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return event_of(source)
+    return None
+
+
+def _unpacks(node: fx.Node) -> bool:
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and event_of(source) is not None
+
+
+def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Bytes of values computed and still needed, behind each node. Parameters and gradients live in buckets."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for arg in node.all_input_nodes:
+            last[arg] = node
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last.items():
+        dies.setdefault(user, []).append(node)
+
+    def owned(node: fx.Node) -> int:
+        if node.op == "output" or _unpacks(node) or is_view(node) or event_of(node) is not None:
+            return 0
+        if node.op == "placeholder" and node.meta.get("fxshard_param") is not None:
+            return 0
+        value = node.meta.get("val")
+        return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) and not value.is_meta else 0
+
+    alive, after = 0, {}
+    for node in graph.nodes:
+        alive += int(owned(node))
+        alive -= sum(int(owned(dead)) for dead in dies.get(node, ()))
+        after[node] = alive
+    return after
+
+
+def _updates(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
+    """The optimizer's work: buckets in the order in which their gradients arrive."""
+    updates = []
+    for event in [event for event in events if event.kind is Kind.REDUCE]:
+        bucket = buckets[event.bucket_index]
+        shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
+        updates.append(
+            replace(
+                event,
+                kind=Kind.UPDATE,
+                phase=Phase.OPTIMIZER,
+                bytes=shard,
+                dtype=bucket.master_dtype,
+                stream="compute",
+                why="gradient is reduced",
+                traffic=OPTIMIZER_TRAFFIC * shard,
+                slot=None,
+            )
+        )
+    return updates
+
+
+def _with_dependencies(events: list[Event]) -> list[Event]:
+    """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
+    latest: dict[tuple[Kind, int], int] = {}
+    last_write: dict[int, int] = {}
+    places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
+    linked: list[Event] = []
+    for i, event in enumerate(events):
+        index, needs = event.bucket_index, set()
+        if event.kind is Kind.WAIT:
+            needs.add(latest.get((Kind.UNSHARD, index)))
+        elif event.kind is Kind.COMPUTE:
+            needs |= {latest.get((Kind.WAIT, bucket)) for bucket in event.reads}
+            needs |= {latest.get((Kind.GRAD, bucket)) for bucket in event.writes}
+            last_write.update(dict.fromkeys(event.writes, i))
+        elif event.kind is Kind.RESHARD:
+            needs.add(i - 1 if i else None)
+        elif event.kind is Kind.REDUCE:
+            needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
+        elif event.kind in (Kind.FINISH, Kind.UPDATE):
+            needs.add(latest.get((Kind.REDUCE, index)))
+        if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
+            needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
+        if event.kind in (Kind.RESHARD, Kind.FINISH):
+            opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
+            if opened is not None and events[opened].slot is not None:
+                freed = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
+                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
+                places.append((freed, events[opened]))
+        latest[event.kind, index] = i
+        linked.append(replace(event, waits_for=tuple(sorted(need for need in needs if need is not None))))
+    return linked
+
+
+def _overlap(a: Event, b: Event) -> bool:
+    assert a.slot is not None and b.slot is not None
+    return a.slot.offset < b.slot.end and b.slot.offset < a.slot.end

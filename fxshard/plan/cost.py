@@ -1,0 +1,49 @@
+"""What a node costs: floating-point operations and bytes of device memory traffic."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fxshard.ops import mm_into
+
+
+def node_flops(node: fx.Node) -> int:
+    """Operations of a node by torch's own formulas; 0 for what has none (it is bound by memory traffic)."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    if node.target is mm_into:
+        a, b = (_value(arg) for arg in node.args[:2])
+        return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
+    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def node_traffic(node: fx.Node) -> int:
+    """Bytes a kernel of its own reads and writes, from shapes; pointwise nodes that would be fused count their output."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return 0
+    written = _bytes(node.meta.get("val"))
+    if node_flops(node) == 0:
+        return written
+    return written + sum(_bytes(arg.meta.get("val")) for arg in node.all_input_nodes)
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(math.prod(int(size) for size in value.shape)) * value.dtype.itemsize
+    if isinstance(value, (tuple, list)):
+        return sum(_bytes(item) for item in value)
+    return 0

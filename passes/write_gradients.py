@@ -1,0 +1,55 @@
+"""Backward: matrix products that are gradients are written straight into the gradient bucket.
+
+Requires ``insert_reduce_scatter``. Replaces a matrix product whose only use is the copy into its place in the bucket by
+one that writes there. Where the bucket has a wider dtype this also saves the rounding in between (CUDA only: the CPU has
+no product with another output dtype). Everything else keeps its copy, which the compiler fuses with what it can.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fxshard.events import event_of
+from fxshard.ops import mm_into
+from fxshard.passes.context import PassContext
+
+_COPY = torch.ops.aten.copy_.default
+_MM = torch.ops.aten.mm.default
+
+
+def write_gradients(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    graph = module.graph
+    for copy in graph.find_nodes(op="call_function", target=_COPY):
+        place, gradient = copy.args[0], copy.args[1]
+        if not (_in_bucket(place) and isinstance(gradient, fx.Node) and gradient.target is _MM):
+            continue
+        if len(gradient.users) > 1 or not _right_behind(gradient, copy) or not _writable(place, gradient):
+            continue
+        with graph.inserting_before(copy):
+            graph.call_function(mm_into, (*gradient.args, place))
+        graph.erase_node(copy)
+        graph.erase_node(gradient)
+    return module
+
+
+def _in_bucket(place: object) -> bool:
+    if not isinstance(place, fx.Node) or place.target is not operator.getitem:
+        return False
+    source = place.args[0]
+    return isinstance(source, fx.Node) and event_of(source) is not None
+
+
+def _right_behind(gradient: fx.Node, copy: fx.Node) -> bool:
+    """A product is not moved: what it reads would live longer."""
+    node = gradient.next
+    while node.target is operator.getitem:
+        node = node.next
+    return node is copy
+
+
+def _writable(place: fx.Node, gradient: fx.Node) -> bool:
+    out, product = place.meta["val"], gradient.meta["val"]
+    return out.shape == product.shape and (out.dtype == product.dtype or product.device.type == "cuda")

@@ -1,0 +1,285 @@
+"""Wrong use is refused before any collective, on every rank, with what was found and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from tests.pool import Pool, RankError
+from tests.toy import Mlp
+from tests.training import llama, this_ranks_batch
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum() > 0 else x  # depends on data: no single graph
+
+
+class LeaksWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.linear.weight.t()
+
+
+def build(model: nn.Module, **options: Any) -> fxshard.ShardedModule:
+    return fxshard.compile(model, lowering="eager", **options)
+
+
+@pytest.mark.parametrize("zero", [-1, 4, "3", None, True])
+def test_unknown_zero(zero: Any) -> None:
+    with pytest.raises(fxshard.ConfigError, match="expected 0, 1, 2 or 3"):
+        build(Mlp(), zero=zero)
+
+
+def test_model_without_parameters() -> None:
+    with pytest.raises(fxshard.ConfigError, match="no parameters"):
+        build(nn.ReLU())
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(fxshard.ConfigError, match=r"nn\.Module"):
+        build(lambda x: x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (["nothing.*"], "matches no module"),
+        (["layers.*", "layers.0"], "overlaps"),
+        (["layers.*", "layers.0.mlp"], "overlaps"),
+    ],
+)
+def test_wrong_unit_patterns(units: list[str], message: str) -> None:
+    with pytest.raises(fxshard.ConfigError, match=message):
+        build(llama(), units=units)
+
+
+def test_mixed_devices_and_meta() -> None:
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(fxshard.ConfigError, match="2 devices"):
+        build(mixed)
+    with pytest.raises(fxshard.ConfigError, match="meta"):
+        build(nn.Linear(4, 4, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [({"lowering": "llvm"}, "lowering"), ({"prefetch": -1}, "prefetch"), ({"layout": "x"}, "layout")]
+)
+def test_unknown_options(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(fxshard.ConfigError, match=message):
+        fxshard.compile(Mlp(), **option)
+
+
+@pytest.mark.shows("S16")
+def test_compiling_twice_or_with_gradients_in_flight() -> None:
+    plain = Mlp()
+    model = build(plain)
+    with pytest.raises(fxshard.StateError, match="already"):
+        build(model)
+    with pytest.raises(fxshard.StateError, match="already"):
+        build(plain)
+    other = Mlp()
+    other(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(fxshard.StateError, match="gradient in flight"):
+        build(other)
+
+
+def test_untraceable_forward() -> None:
+    model = build(Untraceable())
+    with pytest.raises(fxshard.CaptureError, match="Untraceable.forward"):
+        model(torch.ones(2, 4))
+
+
+def test_sharded_but_not_compiled() -> None:
+    with pytest.raises(fxshard.StateError, match="not compiled"):
+        fxshard.shard(Mlp())(torch.ones(2, 7))
+
+
+def test_no_optimizer_no_schedule_no_moving() -> None:
+    model = build(Mlp())
+    with pytest.raises(fxshard.StateError, match="optimizer"):
+        _ = model.optimizer
+    with pytest.raises(fxshard.StateError, match="schedule"):
+        _ = model.schedule
+    with pytest.raises(fxshard.StateError, match="cast"):
+        model.half()
+
+
+def test_wrong_state_dict_changes_nothing() -> None:
+    model = build(Mlp())
+    before = model.full_state_dict()
+    wrong = {name: value + 1 for name, value in before.items()}
+    name = next(iter(wrong))
+    wrong[name] = torch.zeros(3, 3)
+    with pytest.raises(fxshard.ConfigError, match=f"{name} has shape"):
+        model.load_state_dict(wrong)
+    del wrong[name]
+    with pytest.raises(fxshard.ConfigError, match="missing keys"):
+        model.load_state_dict(wrong)
+    assert all(torch.equal(value, before[key]) for key, value in model.full_state_dict().items())
+
+
+def leak() -> None:
+    build(LeaksWeight(), zero=3)(torch.ones(2, 4))
+
+
+def one_rank_has_another_zero() -> None:
+    build(llama(), zero=3 if dist.get_rank() else 7)
+
+
+def one_rank_has_another_model() -> None:
+    build(Mlp(7, 13, 5) if dist.get_rank() else Mlp(7, 12, 5), zero=3)
+
+
+def one_rank_cannot_trace() -> None:
+    class Sometimes(Untraceable):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if dist.get_rank() == 1 else self.linear(x)
+
+    build(Sometimes())(torch.ones(2, 4))
+
+
+def one_rank_skips_a_layer() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.used = 3 - dist.get_rank()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers[: self.used]:
+                x = layer(x)
+            return x.sum()
+
+    build(Skips(), zero=3)(torch.ones(2, 8)).backward()
+
+
+def too_large_a_mesh() -> None:
+    class Mesh:
+        ndim, device_type, mesh_dim_names = 1, "cpu", ("shard",)
+
+        def size(self) -> int:
+            return 8
+
+        def get_group(self) -> Any:
+            return dist.group.WORLD
+
+    build(llama(), mesh=Mesh())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("case", "types"),
+    [
+        (one_rank_has_another_zero, {0: "ConfigError", 1: "PeerError"}),
+        (one_rank_has_another_model, {0: "RankDivergenceError", 1: "RankDivergenceError"}),
+        (one_rank_cannot_trace, {0: "PeerError", 1: "CaptureError"}),
+        (one_rank_skips_a_layer, {0: "RankDivergenceError", 1: "RankDivergenceError"}),
+        (too_large_a_mesh, {0: "ConfigError", 1: "ConfigError"}),
+        (leak, {0: "PassError", 1: "PassError"}),
+    ],
+)
+def test_no_rank_hangs_because_another_raised(ranks: Pool, case: Any, types: dict[int, str]) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, case, timeout=60)
+    assert caught.value.types == types
+
+
+def unused_parameter() -> tuple[list[bool], list[float]]:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.used = nn.Linear(8, 8)
+            self.unused = nn.Linear(8, 8)
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.frozen(self.used(x)) * self.scale).square().sum()
+
+    found, scales = [], []
+    for zero in range(4):
+        model = build(Partly(), zero=zero, optimizer=fxshard.AdamW())
+        model(torch.ones(2, 8)).backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        unused = grads["unused.weight"]
+        found += [unused is not None and not unused.to_local().any(), grads["frozen.weight"] is None]
+        found.append(bool(grads["scale"].to_local() != 0))
+        frozen_buckets = [b for b in model._sharding.buckets if not b.plan.trainable]
+        found.append(bool(frozen_buckets) and all(b.grad is None and b.grad_full is None for b in frozen_buckets))
+        model.optimizer.step()
+        scales.append(float(model.full_state_dict()["scale"]))
+    return found, scales
+
+
+@pytest.mark.shows("S7")
+def test_missing_gradients_are_zeros_and_frozen_ones_have_no_buffer(ranks: Pool) -> None:
+    for found, scales in ranks(2, unused_parameter):
+        assert all(found)
+        assert len(set(scales)) == 1 and scales[0] != 2.0
+
+
+def few_parameters(layout: str) -> list[float]:
+    """Two parameters on four ranks: some shards are empty."""
+    torch.manual_seed(0)
+    model = build(nn.Sequential(nn.Linear(6, 3)), zero=3, layout=layout, optimizer=fxshard.AdamW(lr=1e-1))
+    losses = []
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        model.clip_grad_norm_(10.0)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.shows("S8", "L9")
+@pytest.mark.parametrize("layout", ["rows", "whole"])
+def test_a_rank_with_an_empty_shard_takes_part(ranks: Pool, layout: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 3))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-1, fused=True)
+    expected = []
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        loss = plain(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    for world in (3, 4):
+        for losses in ranks(world, few_parameters, layout):
+            assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def divergence_message() -> str:
+    try:
+        one_rank_skips_a_layer()
+    except fxshard.RankDivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_divergence_names_the_first_difference(ranks: Pool) -> None:
+    for message in ranks(2, divergence_message):
+        assert "layers.2" in message and "rank" in message
+
+
+def test_batches_differ_between_ranks(ranks: Pool) -> None:
+    """The tests' own data: a comparison of equal batches would prove little."""
+    first, second = ranks(2, this_ranks_batch, 0)
+    assert not torch.equal(first[0], second[0])

@@ -1,0 +1,189 @@
+"""``ShardedModule`` as users know modules: names, optimizers, clipping, state, attributes, modes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from tests.pool import Pool
+from tests.toy import Mlp, batch
+from tests.training import VOCAB, Run, full_gradients, llama, plain_run, this_ranks_batch, train
+
+
+def compiled(make: Any = llama, **options: Any) -> fxshard.ShardedModule:
+    options.setdefault("lowering", "eager")
+    return fxshard.compile(make(), **options)
+
+
+def with_torch_optimizers(zero: int) -> dict[str, tuple[Run, Run]]:
+    """Any ``torch.optim`` class over ``model.parameters()``, against the same class on the plain model."""
+    choices: dict[str, Any] = {
+        "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
+        "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
+        "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    }
+    runs = {}
+    for name, make_optimizer in choices.items():
+        model = compiled(zero=zero)
+        mine = train(model, make_optimizer(model.parameters()), steps=3)
+        plain = llama()
+        optimizer = make_optimizer(plain.parameters())
+        for step in range(3):
+            parts = [batch(step, dist.get_world_size(), rank, VOCAB) for rank in range(dist.get_world_size())]
+            plain(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs[name] = (mine, Run(mine.losses, {}, plain.state_dict()))
+    return runs
+
+
+def clipped() -> list[tuple[float, float, float]]:
+    """(norm by torch's function, norm by ours, norm on the plain model), gradients checked against the plain ones."""
+    world = dist.get_world_size()
+    found = []
+    for zero in (0, 1, 3):
+        plain = llama()
+        parts = [batch(0, world, rank, VOCAB) for rank in range(world)]
+        plain(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+        norms = []
+        for clip in (
+            lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1),
+            lambda m: m.clip_grad_norm_(0.1),
+        ):
+            model = compiled(zero=zero)
+            model(*this_ranks_batch(0)).backward()
+            norm = clip(model)
+            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            mine = full_gradients(model)
+        expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-5, atol=1e-7)
+        found.append((norms[0], norms[1], expected))
+    return found
+
+
+def state_round_trip(layout: Any) -> bool:
+    model = compiled(zero=3, layout=layout, optimizer=fxshard.AdamW())
+    train(model, model.optimizer, 2)
+    full, moments = model.full_state_dict(), copy.deepcopy(model.optimizer.state_dict())
+    other = compiled(zero=3, layout=layout, optimizer=fxshard.AdamW())
+    other.load_state_dict(full)
+    other.optimizer.load_state_dict(moments)
+    third = compiled(zero=1, layout=layout)
+    third.load_state_dict(model.state_dict())
+    plain = llama()
+    plain.load_state_dict(full)
+    after = [train(m, m.optimizer, 1).params for m in (model, other)]
+    same = all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+    return same and all(torch.equal(third.full_state_dict()[name], full[name]) for name in full)
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        for i, layer in enumerate(self.layers):
+            layer.weight.tag = f"layer {i}"  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def attributes() -> tuple[list[str], list[str], list[int]]:
+    model = compiled(Marked)
+    shapes = [model.layers[0].weight.to_local().shape[0], model.layers[-1].weight.shape[0]]
+    return [layer.weight.tag for layer in model.layers], [name for name, _ in model.named_parameters()], shapes
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_any_torch_optimizer_works(ranks: Pool, zero: int) -> None:
+    for runs in ranks(2, with_torch_optimizers, zero):
+        for name, (mine, reference) in runs.items():
+            assert mine.distance(reference) < 2e-6, name
+
+
+def test_gradient_norms_count_every_element_once(ranks: Pool) -> None:
+    for found in ranks(3, clipped):
+        for by_torch, by_us, expected in found:
+            assert by_torch == pytest.approx(expected, rel=1e-5)
+            assert by_us == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["rows", "whole"])
+def test_state_goes_out_and_back(ranks: Pool, layout: str) -> None:
+    assert ranks(2, state_round_trip, layout) == [True, True]
+
+
+@pytest.mark.shows("S15")
+def test_names_and_attributes_survive(ranks: Pool) -> None:
+    for tags, names, (local_rows, rows) in ranks(2, attributes):
+        assert tags == ["layer 0", "layer 1", "layer 2"]
+        assert names == [name for name, _ in Marked().named_parameters()]
+        assert local_rows <= rows == 8
+
+
+def test_fused_adamw_equals_torch_bitwise() -> None:
+    """Alone, the flat update must give the bits of torch's fused AdamW, parameter by parameter, with two groups."""
+
+    def decays(name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) > 1
+
+    torch.manual_seed(0)
+    plain = Mlp()
+    reference = copy.deepcopy(plain)
+    model = fxshard.compile(
+        plain, optimizer=fxshard.AdamW(lr=1e-2, weight_decay=0.1, decay=decays), lowering="eager"
+    )
+    groups = [
+        {"params": [p for n, p in reference.named_parameters() if decays(n, tuple(p.shape)) == flag], "weight_decay": wd}
+        for flag, wd in ((True, 0.1), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 1, 0.5)
+    reference_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(4):
+        x = torch.randn(3, 7, generator=torch.Generator().manual_seed(step))
+        for m, o, s in ((model, model.optimizer, scheduler), (reference, optimizer, reference_scheduler)):
+            m(x).square().sum().backward()
+            o.step()
+            o.zero_grad()
+            s.step()
+    full = model.full_state_dict()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=0, atol=1e-7, msg=name)
+
+
+def test_train_and_eval_reach_the_model() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(self.linear(x))
+
+    plain = Noisy()
+    expected = plain.eval()(torch.ones(2, 4)).detach()
+    plain.train()
+    model = fxshard.compile(plain, lowering="eager")
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(2, 4)), expected)
+    model.train()
+    assert not torch.equal(model(torch.ones(2, 4)).detach(), expected)
+    assert set(model.graphs) == {"forward", "backward", "eval"}
+    assert "unshard" in str(model.graphs["forward"].graph)
+
+
+def test_plain_run_is_deterministic() -> None:
+    """The reference itself: two runs give the same bits, otherwise no bitwise comparison means anything."""
+    assert plain_run(2).same(plain_run(2))

@@ -1,0 +1,96 @@
+"""ZeRO 0–3 compute what one process computes, whatever is turned on or off."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pool import Pool
+from tests.training import Run, fsdp2_run, llama, plain_run, sharded_run
+
+
+def stages() -> dict[int, Run]:
+    return {zero: sharded_run(zero=zero) for zero in range(4)}
+
+
+def peer_and_stage() -> tuple[Run, Run]:
+    return fsdp2_run(), sharded_run(zero=3)
+
+
+def variants(zero: int) -> dict[str, Run]:
+    return {
+        "default": sharded_run(zero=zero, steps=3),
+        "no prefetch": sharded_run(zero=zero, steps=3, prefetch=0),
+        "deep prefetch": sharded_run(zero=zero, steps=3, prefetch=3),
+        "no overlap": sharded_run(zero=zero, steps=3, overlap=False),
+        "no arena": sharded_run(zero=zero, steps=3, arena=False),
+    }
+
+
+def inductor_and_eager() -> tuple[Run, Run]:
+    return sharded_run(zero=3, lowering="inductor", steps=3), sharded_run(zero=3, steps=3)
+
+
+def tied_stages() -> dict[int, Run]:
+    return {zero: sharded_run(lambda: llama(tied=True), zero=zero) for zero in (0, 3)}
+
+
+@pytest.mark.shows("S2")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_stages_equal_one_process_on_the_global_batch(ranks: Pool, world: int) -> None:
+    reference = plain_run(world)
+    for runs in ranks(world, stages):
+        for zero, run in runs.items():
+            assert run.distance(reference) < 1e-6, f"ZeRO-{zero}"
+            assert run.losses == pytest.approx(reference.losses, rel=1e-6)
+
+
+@pytest.mark.shows("S2")
+def test_stages_are_bitwise_equal_where_the_reduction_order_is(ranks: Pool) -> None:
+    """With two ranks a sum has one order, so all-reduce and reduce-scatter must give the same bits."""
+    for runs in ranks(2, stages):
+        assert all(runs[zero].same(runs[0]) for zero in (1, 2, 3))
+
+
+@pytest.mark.shows("S2")
+def test_equals_fsdp2_bitwise(ranks: Pool) -> None:
+    for peer, run in ranks(2, peer_and_stage):
+        assert run.same(peer)
+
+
+@pytest.mark.shows("S3")
+@pytest.mark.parametrize("zero", [1, 3])
+def test_scheduling_options_change_nothing(ranks: Pool, zero: int) -> None:
+    for runs in ranks(2, variants, zero):
+        for name, run in runs.items():
+            assert run.same(runs["default"]), name
+
+
+def test_inductor_segments_equal_eager_ones(ranks: Pool) -> None:
+    for lowered, eager in ranks(2, inductor_and_eager, timeout=170):
+        assert lowered.distance(eager) < 1e-5
+
+
+@pytest.mark.shows("L5")
+def test_tied_embedding_is_stored_and_updated_once(ranks: Pool) -> None:
+    reference = plain_run(2, lambda: llama(tied=True))
+    for runs in ranks(2, tied_stages):
+        for run in runs.values():
+            assert run.distance(reference) < 1e-6
+            assert set(run.params) == set(reference.params)  # both names are in the state dict
+            assert "head.weight" not in run.grads  # but there is one gradient
+
+
+def test_alone_without_a_process_group() -> None:
+    import fxshard
+    from tests.training import VOCAB
+    from tests.toy import batch
+
+    reference = plain_run(1)
+    for zero in range(4):
+        model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3), lowering="eager")
+        for step in range(5):
+            loss = model(*batch(step, 1, 0, VOCAB))
+            loss.backward()
+            assert float(loss.detach()) == pytest.approx(reference.losses[step], rel=1e-6)
+            model.optimizer.step()
+            model.optimizer.zero_grad()

@@ -1,0 +1,133 @@
+"""Training runs that tests compare: fxshard on this rank, FSDP2 on this rank, plain PyTorch on the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from tests.toy import Llama, batch
+
+VOCAB = 96
+Make = Callable[[], nn.Module]
+
+
+@dataclass
+class Run:
+    """What a run left behind: losses (mean over ranks), gradients of the last step, final parameters."""
+
+    losses: list[float]
+    grads: dict[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
+
+    def same(self, other: Run) -> bool:
+        """Bitwise equality of everything."""
+        return (
+            self.losses == other.losses
+            and all(torch.equal(self.params[name], other.params[name]) for name in other.params)
+            and all(torch.equal(self.grads[name], other.grads[name]) for name in other.grads)
+        )
+
+    def distance(self, other: Run) -> float:
+        """The largest relative difference of a loss, a gradient or a parameter."""
+        losses = [abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True)]
+        tensors = [
+            float((mine[name].double() - theirs[name].double()).norm() / theirs[name].double().norm().clamp_min(1e-12))
+            for mine, theirs in ((self.grads, other.grads), (self.params, other.params))
+            for name in theirs
+        ]
+        return max(losses + tensors)
+
+
+def llama(tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Llama(vocab=VOCAB, dim=32, layers=3, heads=4, hidden=88, tied=tied)
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    value = loss.detach().clone().double()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return float(value)
+
+
+def this_ranks_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch(step, dist.get_world_size(), dist.get_rank(), VOCAB)
+
+
+def full_gradients(model: fxshard.ShardedModule) -> dict[str, torch.Tensor]:
+    """Gradients of a sharded model as whole tensors, put together from what each rank's DTensors say of themselves."""
+    full = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        local = parameter.grad.to_local() if dist.is_initialized() else parameter.grad
+        if not dist.is_initialized() or parameter.grad.placements[0].is_replicate():
+            full[name] = local.clone()
+            continue
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, local.clone())
+        full[name] = torch.cat(parts)
+    return full
+
+
+def sharded_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3, **options: Any) -> Run:
+    """Train with fxshard on this rank's part of the batches."""
+    options.setdefault("lowering", "eager")
+    model = fxshard.compile(make(), optimizer=fxshard.AdamW(lr=lr), **options)
+    return train(model, model.optimizer, steps)
+
+
+def train(model: fxshard.ShardedModule, optimizer: torch.optim.Optimizer, steps: int) -> Run:
+    losses, grads = [], {}
+    for step in range(steps):
+        loss = model(*this_ranks_batch(step))
+        loss.backward()
+        losses.append(mean_over_ranks(loss))
+        if step == steps - 1:
+            grads = full_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, grads, model.full_state_dict())
+
+
+def plain_run(ranks: int, make: Make = llama, *, steps: int = 5, lr: float = 1e-3, fused: bool = True) -> Run:
+    """Train the plain module in one process on the global batch."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=fused)
+    losses, grads = [], {}
+    for step in range(steps):
+        parts = [batch(step, ranks, rank, VOCAB) for rank in range(ranks)]
+        loss = model(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, grads, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+def fsdp2_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3) -> Run:
+    """Train with FSDP2 on this rank's part of the batches."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    losses, grads = [], {}
+    for step in range(steps):
+        loss = model(*this_ranks_batch(step))
+        loss.backward()
+        losses.append(mean_over_ranks(loss))
+        grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, grads, {name: value.full_tensor() for name, value in model.state_dict().items()})
