@@ -125,9 +125,14 @@ class UnevenDTensor:
         placement = Shard(0) if sharded else Replicate()
         example = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
         self._make, self._spec = DTensor, example._spec
+        self._blank = local.new_empty(0)
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        return self._make(local, self._spec, requires_grad=False)
+        # A DTensor takes over its local tensor's storage offset, and with one other than 0 it can be neither copied nor
+        # saved. Rows lie anywhere in their shard, so it is made around an empty tensor first.
+        wrapped = self._make(self._blank, self._spec, requires_grad=False)
+        wrapped._local_tensor = local
+        return wrapped
 
 
 @contextlib.contextmanager

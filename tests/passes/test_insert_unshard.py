@@ -73,7 +73,7 @@ def test_every_inserted_node_carries_its_record() -> None:
     assert records[0].params == ("b0.0", "b0.1")
     assert records[0].bytes == BUCKETS[0].layout.numel * 4
     assert (records[0].stream, records[1].stream) == ("gather", "compute")
-    assert "mm" in records[1].why
+    assert records[1].why == "first use: b0.1"
 
 
 def test_views_have_the_shapes_of_the_parameters() -> None:

@@ -1,0 +1,96 @@
+"""A simulated step as a Chrome trace: open it in ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from fxshard.events import Event, Kind
+from fxshard.inspect.schedule import Schedule, size
+
+if TYPE_CHECKING:
+    from fxshard.inspect.simulate import Simulation
+
+STREAMS = ("compute", "gather", "reduce")
+"""Tracks from top to bottom; a stream that is not listed comes below."""
+
+
+def to_chrome_trace(schedule: Schedule, simulation: Simulation) -> str:
+    """One track per stream, an arrow where one stream waits for another, and memory as a counter. Times in µs.
+
+    >>> Path("step.json").write_text(to_chrome_trace(schedule, simulate(schedule, hardware("h200"))))
+    """
+    tracks = stream_order(span.stream for span in simulation.spans)
+    events: list[dict[str, Any]] = [
+        _named("process_name", 0, f"ZeRO-{schedule.zero}, one of {schedule.ranks} ranks (simulated)")
+    ]
+    for tid, stream in enumerate(tracks):
+        events.append(_named("thread_name", tid, stream))
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    drawn = {}
+    for span in simulation.spans:
+        event, tid = schedule.events[span.index], tracks.index(span.stream)
+        drawn.setdefault(span.index, span)
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": tid,
+                "ts": span.start * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+                "name": title(schedule, event),
+                "cat": f"{event.phase.value},{event.kind.value}",
+                "args": details(schedule, span.index),
+            }
+        )
+    for span in simulation.spans:
+        for cause in schedule.events[span.index].waits_for:
+            before = drawn.get(cause)
+            if before is None or before.stream == span.stream:
+                continue
+            arrow = {"pid": 0, "cat": "waits", "name": "waits for", "id": f"{cause}-{span.index}"}
+            events.append({**arrow, "ph": "s", "tid": tracks.index(before.stream), "ts": before.start * 1e6})
+            events.append({**arrow, "ph": "f", "bp": "e", "tid": tracks.index(span.stream), "ts": span.start * 1e6})
+    for seconds, held in simulation.memory:
+        events.append({"ph": "C", "pid": 0, "name": "memory", "ts": seconds * 1e6, "args": {"bytes": held}})
+    about = {"digest": schedule.digest, "zero": schedule.zero, "ranks": schedule.ranks, "peak": schedule.peak_bytes}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+
+
+def stream_order(streams: Any) -> list[str]:
+    """Each stream once, the usual ones first."""
+    found = dict.fromkeys(streams)
+    return [stream for stream in STREAMS if stream in found] + [stream for stream in found if stream not in STREAMS]
+
+
+def title(schedule: Schedule, event: Event) -> str:
+    """What to write on an event: its kind and bucket, or for compute the buckets it works on."""
+    if event.kind is not Kind.COMPUTE:
+        return f"{event.kind.value} {event.bucket}"
+    touched = [schedule.buckets[index].name for index in sorted({*event.reads, *event.writes}, reverse=True)]
+    return f"{event.phase.value} {' '.join(touched)}".strip()
+
+
+def details(schedule: Schedule, position: int) -> dict[str, Any]:
+    """What to show of an event that someone clicks on."""
+    event = schedule.events[position]
+    shown: dict[str, Any] = {"event": position, "phase": event.phase.value, "kind": event.kind.value, "why": event.why}
+    if event.kind is Kind.COMPUTE:
+        shown |= {"flop": event.flops, "traffic": size(event.traffic), "activations": size(event.held)}
+    else:
+        shown |= {
+            "bucket": event.bucket,
+            "bytes": event.bytes,
+            "size": size(event.bytes),
+            "dtype": str(event.dtype).removeprefix("torch."),
+            "group": event.group,
+        }
+    if event.slot is not None:
+        shown["slot"] = f"{event.slot.offset} … {event.slot.end}"
+    if event.waits_for:
+        shown["waits for"] = ", ".join(f"#{i}" for i in event.waits_for)
+    return shown
+
+
+def _named(what: str, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": tid, "name": what, "args": {"name": name}}

@@ -1,0 +1,89 @@
+"""What a collective costs: α–β estimates, latency per step plus bytes over bandwidth.
+
+``size`` is always that of the full buffer: what a gather makes, what a reduction starts from. ``n`` ranks lie on
+``N`` nodes, ``g`` of them on each. With β the bandwidth per device in one direction:
+
+    bytes       max( size · (n − 1)/n / β_intra ,  size · (N − 1)/N / (g · β_inter) )
+    latency     ⌈log2 g⌉ · α_intra + min(N − 1, 4 · ⌈log2 N⌉) · α_inter
+
+Every device receives all but its own part over its NVLink. A node receives all but its own part too, once, over the
+cards of its ``g`` devices together: rings enter and leave a node over different cards, and pass data on inside. So it
+is NVLink or the sum of a node's cards that bounds a collective, whichever is slower.
+
+A ring of nodes takes ``N − 1`` steps; NCCL turns to trees and PAT where rings get long, so the steps stop growing
+linearly. The cap of ``4 · ⌈log2 N⌉`` (from 17 nodes on) is a choice between both, not a measurement.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+from typing import Literal
+
+from fxshard.plan.hardware import Hardware
+
+
+def all_gather_seconds(size: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:
+    """Seconds to gather a buffer of ``size`` bytes from ``ranks`` shards. ``stride``: see :func:`_split`."""
+    if ranks == 1:
+        return 0.0
+    nodes, per_node = _split(ranks, hardware, stride)
+    inside = size * (ranks - 1) / ranks / hardware.intra_bandwidth if per_node > 1 else 0.0
+    outside = size * (nodes - 1) / nodes / (per_node * hardware.inter_bandwidth)
+    return max(inside, outside) + _latency(nodes, per_node, hardware)
+
+
+def reduce_scatter_seconds(size: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:
+    """A gather backwards: the same bytes over the same links."""
+    return all_gather_seconds(size, ranks, hardware, stride=stride)
+
+
+def all_reduce_seconds(size: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:
+    """A reduce-scatter and an all-gather. Switches that add up on the way (NVLS) are faster; not counted on."""
+    return 2 * all_gather_seconds(size, ranks, hardware, stride=stride)
+
+
+def all_to_all_seconds(size: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:
+    """Each rank sends an equal part of its own buffer of ``size`` bytes to every rank.
+
+    Nothing is shared on the way: what leaves the node goes over the device's own card,
+    ``max( size · (g − 1)/n / β_intra , size · (n − g)/n / β_inter )``, and the network is entered once.
+    """
+    if ranks == 1:
+        return 0.0
+    nodes, per_node = _split(ranks, hardware, stride)
+    inside = size * (per_node - 1) / ranks / hardware.intra_bandwidth
+    outside = size * max(0, ranks - per_node) / ranks / hardware.inter_bandwidth
+    latency = hardware.intra_latency if nodes == 1 else hardware.inter_latency
+    return max(inside, outside) + latency
+
+
+def collective_seconds(
+    kind: Literal["gather", "reduce"], size: float, ranks: int, hardware: Hardware, all_reduce: bool = False
+) -> float:
+    """A gather, or a reduction that leaves each rank its shard (with ``all_reduce``: the full buffer)."""
+    if kind == "gather":
+        return all_gather_seconds(size, ranks, hardware)
+    return (all_reduce_seconds if all_reduce else reduce_scatter_seconds)(size, ranks, hardware)
+
+
+def replicated_reduce_seconds(size: float, shards: int, ranks: int, hardware: Hardware) -> float:
+    """Reduce gradients of which there are ``ranks / shards`` replicas: scatter over shards, then sum over replicas.
+
+    One formula for all placements: a reduce-scatter where there is one replica, an all-reduce where there is one shard,
+    both for HSDP.
+    """
+    replicas = max(1, ranks // shards)
+    scatter = reduce_scatter_seconds(size, shards, hardware)
+    return scatter + all_reduce_seconds(size / shards, replicas, hardware, stride=shards)
+
+
+def _split(ranks: int, hardware: Hardware, stride: int) -> tuple[int, int]:
+    """(nodes, ranks of the group on each) of a group whose neighbours are ``stride`` ranks apart."""
+    per_node = min(ranks, max(1, hardware.ranks_per_node // stride))
+    return ceil(ranks / per_node), per_node
+
+
+def _latency(nodes: int, per_node: int, hardware: Hardware) -> float:
+    inside = ceil(log2(per_node))
+    outside = min(nodes - 1, 4 * ceil(log2(nodes)))
+    return inside * hardware.intra_latency + outside * hardware.inter_latency
