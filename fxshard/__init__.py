@@ -8,6 +8,7 @@ from fxshard._version import __version__
 from fxshard.api import compile, shard
 from fxshard.config import AdamW, Precision
 from fxshard.errors import (
+    BudgetError,
     CaptureError,
     ConfigError,
     FxshardError,
@@ -17,11 +18,17 @@ from fxshard.errors import (
     RankDivergenceError,
     StateError,
 )
+from fxshard.inspect.files import ScheduleFileError
 from fxshard.inspect.schedule import Schedule
+from fxshard.inspect.verify import ScheduleError
 from fxshard.module import ShardedModule
+
+# Last: ``fxshard.plan`` is the function; the package of the same name is reached by ``from fxshard.plan.x import y``.
+from fxshard.planning import plan
 
 __all__ = [
     "AdamW",
+    "BudgetError",
     "CaptureError",
     "ConfigError",
     "FxshardError",
@@ -31,9 +38,12 @@ __all__ = [
     "Precision",
     "RankDivergenceError",
     "Schedule",
+    "ScheduleError",
+    "ScheduleFileError",
     "ShardedModule",
     "StateError",
     "__version__",
     "compile",
+    "plan",
     "shard",
 ]

@@ -7,11 +7,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.backend import backend_of
-from fxshard.config import AdamW, Options, Precision
+from fxshard.config import AdamW, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
 from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
 from fxshard.plan.buckets import LayoutKind
+from fxshard.plan.hardware import Hardware
 from fxshard.plan.units import UnitPatterns
 from fxshard.sharding import Sharding, take_apart
 
@@ -26,9 +27,13 @@ def compile(  # noqa: A001 - the name is the interface
     precision: Precision | None = None,
     layout: LayoutKind = "rows",
     lowering: str = "inductor",
-    prefetch: int = 1,
+    memory_budget: int | str | None = None,
+    hardware: str | Hardware | None = None,
+    prefetch: int | None = None,
+    keep_resident: bool = True,
     overlap: bool = True,
     arena: bool = True,
+    verify: bool = True,
     fullgraph: bool = True,
     dynamic: bool | None = None,
 ) -> ShardedModule:
@@ -46,8 +51,8 @@ def compile(  # noqa: A001 - the name is the interface
 
     ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
     of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
-    parameters between rows, ``"whole"`` gives each parameter to one rank. ``prefetch``, ``overlap``, ``arena``: see
-    :class:`fxshard.config.Options`. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s.
+    parameters between rows, ``"whole"`` gives each parameter to one rank. ``memory_budget``: bytes, or ``"60GiB"``, that
+    shards and arena may take on a rank. The other options are those of :class:`fxshard.config.Options`. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s.
     """
     sharded = shard(
         model,
@@ -58,9 +63,13 @@ def compile(  # noqa: A001 - the name is the interface
         precision=precision,
         layout=layout,
         lowering=lowering,
+        memory_budget=memory_budget,
+        hardware=hardware,
         prefetch=prefetch,
+        keep_resident=keep_resident,
         overlap=overlap,
         arena=arena,
+        verify=verify,
     )
     sharded.bind(torch.compile(sharded._inner, backend=sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
     return sharded
@@ -76,9 +85,13 @@ def shard(
     precision: Precision | None = None,
     layout: LayoutKind = "rows",
     lowering: str = "inductor",
-    prefetch: int = 1,
+    memory_budget: int | str | None = None,
+    hardware: str | Hardware | None = None,
+    prefetch: int | None = None,
+    keep_resident: bool = True,
     overlap: bool = True,
     arena: bool = True,
+    verify: bool = True,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -91,7 +104,16 @@ def shard(
         raise StateError("this model is compiled or sharded already; compile the plain module, once")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected an nn.Module, got {type(model).__name__}")
-    options = Options(lowering=lowering, prefetch=prefetch, overlap=overlap, arena=arena)
+    options = Options(
+        lowering=lowering,
+        prefetch=prefetch,
+        keep_resident=keep_resident,
+        overlap=overlap,
+        arena=arena,
+        memory_budget=parse_bytes(memory_budget),
+        hardware=hardware,
+        verify=verify,
+    )
     sharding = take_apart(
         model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options
     )

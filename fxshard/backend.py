@@ -14,7 +14,7 @@ from fxshard import _compat
 from fxshard.config import Options
 from fxshard.errors import ConfigError
 from fxshard.events import Phase
-from fxshard.inspect.record import record
+from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.pipeline import schedule
@@ -40,11 +40,18 @@ def fxshard_backend(
     return Backend(unsharded(Options.from_dict(options), _device(example_inputs)))(graph, example_inputs)
 
 
-class Backend:
-    """Compiles every graph that Dynamo captures for one sharded model, and keeps what it emitted."""
+Lower = Callable[[fx.GraphModule], Callable[..., Any]]
 
-    def __init__(self, sharding: Sharding) -> None:
+
+class Backend:
+    """Compiles every graph that Dynamo captures for one sharded model, and keeps what it emitted.
+
+    ``lower`` turns a scheduled graph into what runs; planning replaces it, since nothing is to run.
+    """
+
+    def __init__(self, sharding: Sharding, lower: Lower | None = None) -> None:
         self.sharding = sharding
+        self.lower = lower
         self.graphs: dict[str, fx.GraphModule] = {}
         self.schedules: dict[str, Schedule] = {}
         self.captures = 0
@@ -115,13 +122,30 @@ class Capture:
 
     def _context(self, phase: Phase) -> PassContext:
         sharding = self._sharding
-        return PassContext(sharding.plans, sharding.options, phase, sharding.group_name)
+        return PassContext(
+            sharding.plans,
+            sharding.options,
+            phase,
+            sharding.group_name,
+            ranks=sharding.ranks,
+            hardware=sharding.hardware,
+        )
 
     def _schedule(self, modules: dict[Phase, fx.GraphModule]) -> None:
         sharding = self._sharding
-        self._scheduled, memory = schedule(modules, self._context(next(iter(modules))))
+        resident = resident_bytes(sharding.plans)
+        self._scheduled, memory = schedule(modules, self._context(next(iter(modules))), resident)
         self._arena_bytes = memory.bytes
-        emitted = record(self._scheduled, sharding.plans, memory, ranks=sharding.ranks, zero=sharding.zero)
+        emitted = record(
+            self._scheduled,
+            sharding.plans,
+            memory,
+            ranks=sharding.ranks,
+            zero=sharding.zero,
+            budget=sharding.options.memory_budget,
+        )
+        if sharding.options.verify:
+            emitted.verify()
         # Compared before the first run, not here: collectives under a compiler's dispatch modes can deadlock.
         self._agree = lambda: sharding.agreement.check(COMMUNICATION, emitted.communication())
         for phase, module in self._scheduled.items():
@@ -129,6 +153,8 @@ class Capture:
         self._backend.schedules["train" if Phase.FORWARD in modules else "eval"] = emitted
 
     def _lower(self, phase: Phase) -> Callable[..., Any]:
+        if self._backend.lower is not None:
+            return self._backend.lower(self._scheduled[phase])
         with _compat.no_dispatch_modes():
             split = split_segments(self._scheduled[phase], self._context(phase))
             engine, compiler = self._sharding.engine, self._sharding.compiler

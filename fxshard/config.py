@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from fxshard.errors import ConfigError
+from fxshard.plan.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -62,26 +64,50 @@ class AdamW:
 
 LOWERINGS = ("inductor", "eager")
 
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(budget: int | str | None) -> int | None:
+    """``60GiB``, ``"1.5 GB"`` or a number of bytes."""
+    if budget is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?b?)\s*", str(budget).lower())
+    try:
+        assert match is not None
+        size = int(float(match[1]) * _UNITS[match[2] if match[2] != "b" else ""])
+    except (AssertionError, KeyError, ValueError):
+        raise ConfigError(f'memory_budget={budget!r}: expected bytes, or a string such as "60GiB" or "1.5GB"') from None
+    if size <= 0:
+        raise ConfigError(f"memory_budget={budget!r}: expected more than nothing")
+    return size
+
 
 @dataclass(frozen=True)
 class Options:
     """How the captured graphs are scheduled and lowered.
 
-    ``prefetch``: how many gathers run ahead of the one in use; 0 gathers when needed. ``overlap``: collectives run
-    beside compute; off, each one is waited for where it starts. ``arena``: buffers have planned places in one
-    allocation; off, each is allocated when needed. None of them changes a result.
+    ``prefetch``: how many gathers run ahead of the one in use, 0 gathers when needed; None lets the cost model decide
+    when each one must start. ``keep_resident``: buckets stay unsharded between forward and backward where there is room.
+    ``overlap``: collectives run beside compute; off, each one is waited for where it starts. ``arena``: buffers have
+    planned places in one allocation; off, each is allocated when needed. None of them changes a result.
+    ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose durations
+    the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
     """
 
     lowering: str = "inductor"
-    prefetch: int = 1
+    prefetch: int | None = None
+    keep_resident: bool = True
     overlap: bool = True
     arena: bool = True
+    memory_budget: int | None = None
+    hardware: str | Hardware | None = None
+    verify: bool = True
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
             raise ConfigError(f"lowering={self.lowering!r}: expected one of {', '.join(map(repr, LOWERINGS))}")
-        if not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ConfigError(f"prefetch={self.prefetch!r}: expected the number of gathers to run ahead, 0 or more")
+        if self.prefetch is not None and (not isinstance(self.prefetch, int) or self.prefetch < 0):
+            raise ConfigError(f"prefetch={self.prefetch!r}: expected the number of gathers to run ahead, 0 or more, or None")
 
     @classmethod
     def from_dict(cls, options: dict[str, Any] | None) -> Options:

@@ -33,3 +33,16 @@ class PeerError(FxshardError):
 
 class RankDivergenceError(FxshardError):
     """The ranks planned different communication. Raised on every rank before the first collective."""
+
+
+class BudgetError(ConfigError):
+    """No schedule fits the memory budget; ``smallest`` is the least that does."""
+
+    def __init__(self, budget: int, smallest: int) -> None:
+        super().__init__(
+            f"memory_budget={budget} bytes ({budget / 2**30:.3f} GiB) is too small: shards, gradients, optimizer state and "
+            f"the buckets in use need at least {smallest} bytes ({smallest / 2**30:.3f} GiB) on each rank; raise the "
+            "budget, shard over more ranks, or make units smaller"
+        )
+        self.budget = budget
+        self.smallest = smallest

@@ -17,6 +17,7 @@ from fxshard.errors import ConfigError, FxshardError, StateError
 from fxshard.lowering import SegmentCompiler
 from fxshard.passes.context import ParamRef
 from fxshard.plan.buckets import LAYOUTS, BucketPlan, LayoutKind, plan_buckets
+from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
 from fxshard.runtime.agreement import PARAMETERS, Agreement
@@ -43,14 +44,18 @@ class Sharding:
     group_name: str
     hollow: dict[str, nn.Parameter] = field(default_factory=dict)
 
-    @property
-    def ranks(self) -> int:
-        return self.mesh.size() if self.mesh is not None else 1
+    ranks: int = 1
+    hardware: Hardware | None = None
 
 
 def sharding_of(value: object) -> tuple[Sharding, ParamRef] | None:
     """The sharding that a graph input belongs to, if it is a sharded parameter."""
     return _SHARDED.get(value) if isinstance(value, torch.Tensor) else None
+
+
+def register(hollow: nn.Parameter, sharding: Sharding, ref: ParamRef) -> None:
+    """From now on a graph input that is ``hollow`` stands for this place in this sharding."""
+    _SHARDED[hollow] = (sharding, ref)
 
 
 def unsharded(options: Options, device: torch.device) -> Sharding:
@@ -80,6 +85,7 @@ def take_apart(
     ranks = mesh.size() if mesh is not None else 1
     try:
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
+        machine(options, device)
         plans = plan_buckets(model, find_units(model, units), zero=zero, ranks=ranks, precision=precision, layout=layout)
     except FxshardError as error:
         agreement.fail(error)
@@ -111,10 +117,22 @@ def take_apart(
         zero,
         group_name=f"{mesh.device_type}×{ranks}" if mesh is not None else "none",
         hollow=originals,
+        ranks=ranks,
+        hardware=machine(options, device),
     )
     for name, ref in sharding_refs.items():
-        _SHARDED[originals[name]] = (sharding, ref)
+        register(originals[name], sharding, ref)
     return sharding
+
+
+def machine(options: Options, device: torch.device) -> Hardware:
+    """The machine that durations are estimated for: the one asked for, or the one the model is on."""
+    if options.hardware is not None:
+        return hardware(options.hardware)
+    if device.type != "cuda":
+        return hardware("cpu")
+    name = torch.cuda.get_device_name(device).lower()
+    return hardware(next((known for known in ("gb200", "b200", "h200", "h100", "a100") if known in name), "h100"))
 
 
 def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:

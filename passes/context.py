@@ -9,6 +9,7 @@ from torch import fx
 from fxshard.config import Options
 from fxshard.events import Phase
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.hardware import Hardware
 
 PARAM = "fxshard_param"
 """Key of ``node.meta`` that ties a graph input to its parameter. Set once on the joint graph, by position."""
@@ -33,6 +34,13 @@ class PassContext:
     options: Options
     phase: Phase
     group: str = "none"
+    ranks: int = 1
+    hardware: Hardware | None = None
+    """The machine whose durations the schedule is made for."""
+    ahead: int = 2
+    """How many gathers may run ahead of the one in use, where durations decide how many do."""
+    arena_budget: int | None = None
+    """Bytes the arena may have; None means as few as the step needs."""
     kept: frozenset[int] = field(default_factory=frozenset)
     """Buckets that stay unsharded between forward and backward."""
 

@@ -20,7 +20,7 @@ _CLOSES = {Kind.RESHARD: "gathered", Kind.FINISH: "gradient"}
 
 def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
     timeline = [(node, event) for module in modules.values() for node, event in events(module.graph)]
-    buffers = _lifetimes([event for _, event in timeline], context)
+    buffers = lifetimes([event for _, event in timeline], context)
     plan = plan_slots(buffers)
     gathered: dict[int, SlotRange] = {}
     for i, (node, event) in enumerate(timeline):
@@ -35,7 +35,8 @@ def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -
     return plan
 
 
-def _lifetimes(timeline: list[Event], context: PassContext) -> list[Buffer]:
+def lifetimes(timeline: list[Event], context: PassContext) -> list[Buffer]:
+    """What is in the arena from which event to which."""
     opened: dict[tuple[str, int], tuple[int, int]] = {}
     buffers: list[Buffer] = []
     for i, event in enumerate(timeline):

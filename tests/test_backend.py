@@ -12,11 +12,11 @@ import fxshard
 from fxshard.lowering import SegmentCompiler
 from tests.pool import Pool
 from tests.toy import Llama, Mlp
-from tests.training import Run, llama, sharded_run, this_ranks_batch, train
+from tests.training import EPS, Run, llama, sharded_run, this_ranks_batch, train
 
 
 def through_torch_compile() -> tuple[Run, Run]:
-    sharded = fxshard.shard(llama(), zero=3, optimizer=fxshard.AdamW(lr=1e-3), lowering="eager")
+    sharded = fxshard.shard(llama(), zero=3, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
     step = torch.compile(sharded, backend="fxshard")
     losses = []
     for i in range(3):

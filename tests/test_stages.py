@@ -82,12 +82,12 @@ def test_tied_embedding_is_stored_and_updated_once(ranks: Pool) -> None:
 
 def test_alone_without_a_process_group() -> None:
     import fxshard
-    from tests.training import VOCAB
+    from tests.training import EPS, VOCAB
     from tests.toy import batch
 
     reference = plain_run(1)
     for zero in range(4):
-        model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3), lowering="eager")
+        model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
         for step in range(5):
             loss = model(*batch(step, 1, 0, VOCAB))
             loss.backward()

@@ -14,6 +14,8 @@ import fxshard
 from tests.toy import Llama, batch
 
 VOCAB = 96
+EPS = 1e-4
+"""AdamW divides by |gradient| + eps: with the default, rounding noise in a vanishing gradient moves a parameter by lr."""
 Make = Callable[[], nn.Module]
 
 
@@ -80,7 +82,7 @@ def full_gradients(model: fxshard.ShardedModule) -> dict[str, torch.Tensor]:
 def sharded_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3, **options: Any) -> Run:
     """Train with fxshard on this rank's part of the batches."""
     options.setdefault("lowering", "eager")
-    model = fxshard.compile(make(), optimizer=fxshard.AdamW(lr=lr), **options)
+    model = fxshard.compile(make(), optimizer=fxshard.AdamW(lr=lr, eps=EPS), **options)
     return train(model, model.optimizer, steps)
 
 
@@ -100,7 +102,7 @@ def train(model: fxshard.ShardedModule, optimizer: torch.optim.Optimizer, steps:
 def plain_run(ranks: int, make: Make = llama, *, steps: int = 5, lr: float = 1e-3, fused: bool = True) -> Run:
     """Train the plain module in one process on the global batch."""
     model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=fused)
     losses, grads = [], {}
     for step in range(steps):
         parts = [batch(step, ranks, rank, VOCAB) for rank in range(ranks)]
@@ -121,7 +123,7 @@ def fsdp2_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3) -> Run:
     for layer in model.get_submodule("layers").children():
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=True)
     losses, grads = [], {}
     for step in range(steps):
         loss = model(*this_ranks_batch(step))

@@ -114,7 +114,7 @@ def diff(a: Schedule, b: Schedule) -> ScheduleDiff:
 def _keyed(schedule: Schedule) -> dict[Key, int]:
     """Position of each runtime event; the last part of the key tells apart events that happen several times."""
     seen: Counter[tuple[Phase, Kind, str]] = Counter()
-    keyed = {}
+    keyed: dict[Key, int] = {}
     for i, event in enumerate(schedule.events):
         if event.kind is not Kind.COMPUTE:
             what = (event.phase, event.kind, event.bucket)

@@ -48,8 +48,8 @@ def from_json(text: str) -> Schedule:
     if document["format"] != FORMAT:
         writer = document.get("fxshard", "unknown")
         raise ScheduleFileError(
-            f"written in format {document['format']!r} by fxshard {writer}; fxshard {__version__} reads format {FORMAT}: "
-            "plan the schedule again, or read it with the fxshard that wrote it"
+            f"written in format {document['format']!r} by fxshard {writer}; "
+            f"fxshard {__version__} reads format {FORMAT}: plan again, or read it with the fxshard that wrote it"
         )
     found = _digest(document["schedule"])
     if found != document["digest"]:

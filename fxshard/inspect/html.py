@@ -61,7 +61,9 @@ def _figures(schedule: Schedule, simulation: Simulation | None) -> Iterator[tupl
         yield "exposed communication", duration(exposed), f"{exposed / step:.1%} of the step" if step else ""
         busy = f"{simulation.compute_seconds / step:.1%} of the step" if step else ""
         yield "compute", duration(simulation.compute_seconds), busy
-        yield "communication", duration(simulation.communication_seconds), "beside compute where it can be"
+        communication = simulation.communication_seconds
+        hidden = f"{max(0.0, 1 - exposed / communication):.1%} hidden by compute" if communication else ""
+        yield "communication", duration(communication), hidden
         yield "peak memory, simulated", size(simulation.peak_bytes), _budget(schedule)
     held = f"{size(schedule.resident_bytes)} at rest + {size(schedule.arena_bytes)} arena"
     yield "shards and arena", size(schedule.peak_bytes), held
@@ -87,6 +89,7 @@ def _timeline(schedule: Schedule, simulation: Simulation | None) -> dict[str, An
         "spans": [(event, streams.index(stream), start, stop) for event, stream, start, stop in drawn],
         "memory": memory,
         "end": max(ends, default=0),
+        "step": simulation.step_seconds if simulation is not None else len(schedule.events),
     }
 
 

@@ -36,9 +36,14 @@ def record(
         found += _events_of(module.graph, phase)
     if Phase.BACKWARD in graphs:
         found += _updates(found, buckets)
-    resident = sum(sum((rest.param, rest.grad, rest.state)) for rest in (bucket.at_rest() for bucket in buckets))
+    resident = resident_bytes(buckets)
     events = tuple(_with_dependencies(found))
     return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
+
+
+def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
+    """What a rank holds all the time: shards, gradients, optimizer state."""
+    return sum(rest.param + rest.grad + rest.state for rest in (bucket.at_rest() for bucket in buckets))
 
 
 def _events_of(graph: fx.Graph, phase: Phase) -> list[Event]:
@@ -63,7 +68,8 @@ def _events_of(graph: fx.Graph, phase: Phase) -> list[Event]:
 
 
 def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
-    reads, writes = set(), set()
+    reads: set[int] = set()
+    writes: set[int] = set()
     for node in nodes:
         for arg in node.all_input_nodes:
             source = _bucket_behind(arg)
@@ -77,7 +83,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
         bucket_index=-1,
         params=(),
         bytes=0,
-        dtype=torch.float32,
+        dtype=_dtype(nodes),
         group="",
         stream="compute",
         why=f"{nodes[0].name} … {nodes[-1].name}" if len(nodes) > 1 else nodes[0].name,
@@ -87,6 +93,15 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
         traffic=sum(node_traffic(node) for node in nodes),
         held=held,
     )
+
+
+def _dtype(nodes: list[fx.Node]) -> torch.dtype:
+    """What a stretch mostly computes in: the dtype of its first matrix product, else of its first result."""
+    values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    products = [
+        node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and node_flops(node)
+    ]
+    return (products or values or [torch.empty(0)])[0].dtype
 
 
 def _bucket_behind(node: fx.Node) -> Event | None:
@@ -121,7 +136,7 @@ def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
         if node.op == "placeholder" and node.meta.get("fxshard_param") is not None:
             return 0
         value = node.meta.get("val")
-        return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) and not value.is_meta else 0
+        return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
     alive, after = 0, {}
     for node in graph.nodes:
@@ -157,6 +172,7 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
     """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
     latest: dict[tuple[Kind, int], int] = {}
     last_write: dict[int, int] = {}
+    last_read: dict[int, int] = {}
     places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
     linked: list[Event] = []
     for i, event in enumerate(events):
@@ -167,8 +183,9 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
             needs |= {latest.get((Kind.WAIT, bucket)) for bucket in event.reads}
             needs |= {latest.get((Kind.GRAD, bucket)) for bucket in event.writes}
             last_write.update(dict.fromkeys(event.writes, i))
+            last_read.update(dict.fromkeys(event.reads, i))
         elif event.kind is Kind.RESHARD:
-            needs.add(i - 1 if i else None)
+            needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
         elif event.kind is Kind.REDUCE:
             needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
         elif event.kind in (Kind.FINISH, Kind.UPDATE):

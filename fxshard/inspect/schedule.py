@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fxshard.events import Event, Kind, Phase
 from fxshard.plan.buckets import BucketPlan
+
+if TYPE_CHECKING:
+    from fxshard.inspect.diff import ScheduleDiff
+    from fxshard.inspect.simulate import Simulation
+    from fxshard.plan.hardware import Hardware
 
 COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE)
 
@@ -65,24 +68,58 @@ class Schedule:
         """Equal on all ranks, or the ranks refuse to start."""
         return hashlib.sha256("\n".join(self.communication()).encode()).hexdigest()[:16]
 
+    def verify(self) -> None:
+        """Prove that the schedule is safe to run; raises :class:`fxshard.ScheduleError` naming rule and event."""
+        from fxshard.inspect.verify import verify
+
+        verify(self)
+
+    def simulate(self, hardware: str | Hardware = "h200", **options: Any) -> Simulation:
+        """A timeline of one step on a machine: step time, exposed communication, memory over time."""
+        from fxshard.inspect.simulate import simulate
+
+        return simulate(self, hardware, **options)
+
+    def diff(self, other: Schedule) -> ScheduleDiff:
+        """What changes from this schedule to another; ``print`` it."""
+        from fxshard.inspect.diff import diff
+
+        return diff(self, other)
+
+    def to_json(self) -> str:
+        """The whole schedule as text that :meth:`from_json` reads back."""
+        from fxshard.inspect.files import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        from fxshard.inspect.files import from_json
+
+        return from_json(text)
+
+    def to_chrome_trace(self, path: str | Path | None = None, hardware: str | Hardware = "h200") -> str:
+        """A simulated step for Perfetto or chrome://tracing; written to ``path`` if one is given."""
+        from fxshard.inspect.trace import to_chrome_trace
+
+        return _written(to_chrome_trace(self, self.simulate(hardware)), path)
+
+    def to_html(self, path: str | Path | None = None, hardware: str | Hardware = "h200") -> str:
+        """One self-contained page: streams, memory, buckets; written to ``path`` if one is given."""
+        from fxshard.inspect.html import to_html
+
+        return _written(to_html(self, self.simulate(hardware)), path)
+
     def __str__(self) -> str:
-        return _table(self.events, f"ZeRO-{self.zero} on {self.ranks} rank(s), arena {size(self.arena_bytes)}, {self.digest}")
+        from fxshard.inspect.table import render
+
+        return render(self)
 
 
-def _table(events: Sequence[Event], title: str) -> str:
-    table = Table(title=title)
-    for column in ("#", "phase", "event", "bucket", "bytes", "dtype", "arena", "why"):
-        table.add_column(column, justify="right" if column in ("#", "bytes") else "left")
-    for i, event in enumerate(events):
-        if event.kind is Kind.COMPUTE:
-            continue
-        at = f"{size(event.slot.offset)} +{size(event.slot.bytes)}" if event.slot is not None else ""
-        moved = size(event.bytes) if event.kind in COMMUNICATES else ""
-        dtype = str(event.dtype).removeprefix("torch.") if moved else ""
-        table.add_row(str(i), event.phase, event.kind, event.bucket, moved, dtype, at, event.why)
-    text = io.StringIO()
-    Console(file=text, width=140).print(table)
-    return text.getvalue()
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text)
+    return text
 
 
 def size(count: float) -> str:

@@ -18,6 +18,7 @@ from fxshard.events import Event, Kind
 from fxshard.inspect.schedule import COMMUNICATES, Schedule, size
 
 WIDEST = 140
+WIDE = 100
 LONGEST_PERIOD = 64
 """Events per layer beyond which repetition is not looked for."""
 LEAST_REPEATS = 3
@@ -38,21 +39,30 @@ def render(schedule: Schedule, width: int | None = None, *, colour: bool = False
     text = io.StringIO()
     columns = min(width or _terminal_width(), WIDEST)
     console = Console(file=text, width=columns, force_terminal=colour, color_system="standard" if colour else None)
-    console.print(table(schedule))
+    console.print(table(schedule, columns))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
-def table(schedule: Schedule) -> Group:
-    """What :func:`render` prints, for a ``rich`` console of one's own."""
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name, right in (("#", True), ("phase", False), ("", False), ("event", False)):
-        grid.add_column(name, justify="right" if right else "left", no_wrap=True)
-    grid.add_column("bucket", overflow="fold")
-    for name, right in (("size", True), ("dtype", False), ("arena at", False)):
-        grid.add_column(name, justify="right" if right else "left", no_wrap=True)
-    grid.add_column("why", overflow="fold")
+def table(schedule: Schedule, width: int = WIDEST) -> Group:
+    """What :func:`render` prints, for a ``rich`` console of one's own. A narrow one leaves out dtype and arena."""
+    wide = width >= WIDE
+    folds = list(folded(_rows(schedule)))
+    labels = [
+        between(*(fold.rows[k].label for k in (j, j - fold.period))) for fold in folds for j in range(fold.period)
+    ]
+    longest = max(map(len, labels), default=0)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    grid.add_column("#", justify="right", no_wrap=True)
+    for name in ("phase", "", "event"):
+        grid.add_column(name, no_wrap=True)
+    grid.add_column("bucket", overflow="fold", min_width=min(longest, 30), max_width=44)
+    grid.add_column("size", justify="right", no_wrap=True)
+    if wide:
+        grid.add_column("dtype", no_wrap=True)
+        grid.add_column("arena at", no_wrap=True)
+    grid.add_column("why", overflow="fold" if wide else "ellipsis", no_wrap=not wide)
     shown = ""
-    for fold in folded(_rows(schedule)):
+    for fold in folds:
         for j in range(fold.period):
             rows = fold.rows[j :: fold.period]
             first, last = rows[0], rows[-1]
@@ -67,8 +77,7 @@ def table(schedule: Schedule) -> Group:
                 event.kind.value,
                 Text(between(first.label, last.label)),
                 first.amount,
-                first.dtype,
-                _places(rows),
+                *((first.dtype, _places(rows)) if wide else ()),
                 Text(first.event.why if event.kind is Kind.COMPUTE else between(first.event.why, last.event.why)),
                 style=STYLES.get(event.kind, ""),
             )
@@ -101,7 +110,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Fold:
-    """``len(rows) / period`` repetitions of a stretch of ``period`` rows, each one layer further than the one before."""
+    """``len(rows) / period`` repetitions of a stretch of ``period`` rows, each one layer further than the last."""
 
     rows: Sequence[Row]
     period: int
@@ -191,7 +200,8 @@ def _brace(fold: Fold, j: int) -> str:
 
 def _places(rows: Sequence[Row]) -> str:
     """Where in the arena the events take memory; two or three layers' worth of places take turns."""
-    offsets = sorted({row.event.slot.offset for row in rows if row.event.slot is not None})
+    takes = (Kind.UNSHARD, Kind.GRAD)
+    offsets = sorted({row.event.slot.offset for row in rows if row.event.slot is not None and row.event.kind in takes})
     if len(offsets) > 2:
         return f"{len(offsets)} places"
     return ", ".join(size(offset) for offset in offsets)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fxshard.events import Event, Kind
 from fxshard.inspect.schedule import Schedule, size
 
 if TYPE_CHECKING:
-    from fxshard.inspect.simulate import Simulation
+    from fxshard.inspect.simulate import Simulation, Span
 
 STREAMS = ("compute", "gather", "reduce")
 """Tracks from top to bottom; a stream that is not listed comes below."""
@@ -27,7 +28,7 @@ def to_chrome_trace(schedule: Schedule, simulation: Simulation) -> str:
     for tid, stream in enumerate(tracks):
         events.append(_named("thread_name", tid, stream))
         events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    drawn = {}
+    drawn: dict[int, Span] = {}
     for span in simulation.spans:
         event, tid = schedule.events[span.index], tracks.index(span.stream)
         drawn.setdefault(span.index, span)
@@ -57,7 +58,7 @@ def to_chrome_trace(schedule: Schedule, simulation: Simulation) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 
 
-def stream_order(streams: Any) -> list[str]:
+def stream_order(streams: Iterable[str]) -> list[str]:
     """Each stream once, the usual ones first."""
     found = dict.fromkeys(streams)
     return [stream for stream in STREAMS if stream in found] + [stream for stream in found if stream not in STREAMS]

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from fxshard.errors import FxshardError
 from fxshard.events import Event, Kind, Phase
-from fxshard.inspect.schedule import Schedule
+from fxshard.inspect.schedule import COMMUNICATES, Schedule
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.memory import SlotRange
 
@@ -382,16 +382,29 @@ WAITS_FOR_LATEST: dict[Kind, str] = {
 
 
 def _takes_what_is_free(step: Step, rule: Callable[[Step], None]) -> None:
-    free: dict[SlotRange, set[int]] = {}  # {bytes: the events of which one must be over before they are taken again}
+    free: dict[SlotRange, int] = {}  # {bytes: the event that gave them back}
     for i, slot, taken in step.lives():
-        event = step.event(i)
         if not taken:
-            free[slot] = {i, *event.waits_for} if event.kind is Kind.FINISH else {i}
+            free[slot] = i
             continue
         for other in [other for other in free if other.offset < slot.end and slot.offset < other.end]:
             freed = free.pop(other)
-            if freed.isdisjoint(event.waits_for):
-                step.broken(rule, i, f"takes arena bytes, but does not wait for event {max(freed)} to free them")
+            if not _waits_until_free(step, i, freed):
+                step.broken(rule, i, f"takes arena bytes, but does not wait for event {freed} to free them")
+
+
+def _waits_until_free(step: Step, i: int, freed: int) -> bool:
+    """Whether event ``i`` starts behind the release at ``freed``, which may be implied: streams are in order."""
+    event, release = step.event(i), step.event(freed)
+    if release.kind is Kind.RESHARD:
+        needs = [need for need in event.waits_for if step.event(need).kind not in COMMUNICATES]
+        return event.kind not in COMMUNICATES or max(needs, default=-1) >= freed
+    reduced = max((need for need in release.waits_for if step.event(need).kind is Kind.REDUCE), default=freed)
+    for need in event.waits_for:
+        reductions = (need,) if step.event(need).kind is Kind.REDUCE else step.event(need).waits_for
+        if any(step.event(at).kind is Kind.REDUCE and at >= reduced for at in reductions):
+            return True
+    return False
 
 
 RULES: tuple[Callable[[Step], None], ...] = (

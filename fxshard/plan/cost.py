@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,31 @@ def node_flops(node: fx.Node) -> int:
     if node.target is mm_into:
         a, b = (_value(arg) for arg in node.args[:2])
         return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
+    attention = _CPU_ATTENTION.get(node.target._opname)
+    if attention is not None:
+        query, key = (_value(node.args[i]) for i in attention.operands)
+        batch, heads, length, width = (int(size) for size in query.shape)
+        return attention.products * 2 * batch * heads * length * int(key.shape[-2]) * width
     formula = flop_registry.get(node.target.overloadpacket)
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
     return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Where query and key stand among the arguments, and how many matrix products of their size there are."""
+
+    operands: tuple[int, int]
+    products: int
+
+
+# torch has formulas for the CUDA kernels only.
+_CPU_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": _Attention((0, 1), 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _Attention((1, 2), 5),
+}
 
 
 def node_traffic(node: fx.Node) -> int:

@@ -13,21 +13,21 @@ import torch
 from fxshard.errors import ConfigError
 
 NCCL_INTRA = 0.8
-"""Share of the NVLink rate that large NCCL collectives reach: nccl-tests give a bus bandwidth of about 230 of 300 GB/s on
-A100 and about 360 of 450 GB/s on H100 nodes of eight."""
+"""Share of the NVLink rate that large NCCL collectives reach. NCCL's own model caps the A100 at 235 of 300 GB/s
+(src/graph/tuning.cc); for the H100, 370 of 450 GB/s are reported (NVIDIA/nccl issue 1374)."""
 
 NCCL_INTER = 0.9
-"""Share of the network cards' rate that large NCCL collectives reach between nodes. Assumed, not measured by us."""
+"""Share of the network cards' rate that large collectives reach between nodes: 340 of 400 GB/s are reported for an
+all-reduce over 32 nodes with H100, less for an all-gather of 2 GB (NVIDIA/nccl issue 1218). Not measured by us."""
 
-INTRA_LATENCY = 3e-6
-"""One step of a collective inside a node. NCCL's tuning tables have 0.6 µs (LL) to 3.4 µs (Simple) for a hop over NVLink;
-collectives of many MiB use Simple."""
+INTRA_LATENCY = 3.4e-6
+"""A step inside a node: NVLink, ring, protocol Simple in NCCL's tuning table (src/graph/tuning.cc)."""
 
-INTER_LATENCY = 14e-6
-"""One step between nodes. NCCL's tuning tables: 14 µs for a hop over the network with Simple."""
+INTER_LATENCY = 9.6e-6
+"""A step between nodes: network, ring, protocol Simple in the same table."""
 
 LAUNCH = 3e-6
-"""What a stretch of compute costs beyond its work: start and drain of a kernel, with a host that runs ahead. Assumed."""
+"""What a stretch of compute costs beyond its work: a kernel's start and drain, with a host that runs ahead. Assumed."""
 
 GEMM = 0.79
 """Share of the dense peak that large GEMMs reach: measured on the H200, 767–790 TFLOP/s in bf16 of 990 (facts/muon.md).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def drawn(
 ) -> Schedule:
     """A Llama's step under ZeRO-3: gathers `ahead` layers ahead, two places in the arena for each use."""
     units = ["embed", *(f"{unit}.{i}" for i in range(layers)), "head"]
-    block = dict.fromkeys(WEIGHTS, (dim, dim))
+    block: dict[str, tuple[int, ...]] = dict.fromkeys(WEIGHTS, (dim, dim))
     buckets: list[BucketPlan] = []
     for name in reversed(units):
         buckets.append(bucket(len(buckets), name, block if name.startswith(unit) else {"w": (4 * dim, dim)}, ranks))
@@ -113,14 +113,20 @@ def drawn(
 
 
 def _linked(events: list[Event]) -> tuple[Event, ...]:
-    from dataclasses import replace
-
+    """Say what waits for what: for the collective, for the gradient to be written, for the place to be free."""
     cause = {Kind.WAIT: Kind.UNSHARD, Kind.FINISH: Kind.REDUCE, Kind.UPDATE: Kind.REDUCE, Kind.REDUCE: Kind.GRAD}
+    frees = {Kind.UNSHARD: Kind.RESHARD, Kind.GRAD: Kind.REDUCE}
     latest: dict[tuple[Kind, str], int] = {}
+    user: dict[int, str] = {}  # of the place at this offset
     linked = []
     for i, event in enumerate(events):
-        need = latest.get((cause.get(event.kind, Kind.COMPUTE), event.bucket))
-        linked.append(replace(event, waits_for=() if need is None else (need,)))
+        needs = {latest.get((cause.get(event.kind, Kind.COMPUTE), event.bucket))}
+        if event.slot is not None:
+            needs.add(latest.get((frees[event.kind], user.get(event.slot.offset, ""))))
+            user[event.slot.offset] = event.bucket
+        if event.kind in (Kind.REDUCE, Kind.RESHARD):
+            needs.add(next(k for k in range(i - 1, -1, -1) if events[k].kind is Kind.COMPUTE))
+        linked.append(replace(event, waits_for=tuple(sorted(need for need in needs if need is not None))))
         latest[event.kind, event.bucket] = i
     return tuple(linked)
 
@@ -142,11 +148,12 @@ def timed(schedule: Schedule, flops: float = 400e12, bandwidth: float = 100e9) -
             long = event.bytes / 1e13
         ready = max([free["compute"], *(stop[need] for need in event.waits_for)])
         start = max(free[event.stream], ready)
+        began = free["compute"] if event.kind is Kind.WAIT else start  # compute stands still until the gather is done
         if event.stream == "compute":
             exposed += start - free["compute"]
         free[event.stream] = start + long
         stop.append(start + long)
-        spans.append(Span(i, event.stream, start, start + long))
+        spans.append(Span(i, event.stream, began, start + long))
         if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
             slots[event.stream, event.bucket] = event.slot.bytes
             held += event.slot.bytes
@@ -154,9 +161,14 @@ def timed(schedule: Schedule, flops: float = 400e12, bandwidth: float = 100e9) -
         if event.kind in (Kind.RESHARD, Kind.FINISH):
             held -= slots.pop(("gather" if event.kind is Kind.RESHARD else "compute", event.bucket), 0)
             memory.append((start, held))
-    busy = {stream: sum(s.stop - s.start for s in spans if s.stream == stream) for stream in free}
+    busy = {
+        stream: sum(
+            s.stop - s.start for s in spans if s.stream == stream and schedule.events[s.index].kind is not Kind.WAIT
+        )
+        for stream in free
+    }
     communication = busy["gather"] + busy["reduce"]
     return Simulation(
-        max(stop), busy["compute"], communication, exposed, max(busy["compute"], communication),
+        max(stop), busy["compute"], communication, exposed, max(busy.values()),
         max(held for _, held in memory), tuple(spans), tuple(sorted(memory)),
     )  # fmt: skip

@@ -1,0 +1,408 @@
+"""The ``fxshard`` command: ``inspect``, ``demo`` and ``bench``.
+
+Nothing here imports torch before it is needed: ``fxshard --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fxshard.inspect.schedule import Schedule
+    from fxshard.inspect.simulate import Simulation
+
+Report = Callable[[str], None]
+
+EXAMPLES = """examples:
+  fxshard inspect llama-70b --world-size 1024 --html schedule.html
+  fxshard inspect my_model.py:build --world-size 8 --zero 2 --hardware h100 --budget 60GiB
+  fxshard inspect moe-16b --world-size 64 --json > schedule.json
+  fxshard bench train --nproc-per-node 2 --device cpu --size toy
+"""
+BENCHES = {"train": "fxshard.bench.train"}
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done as asked; the message says what can."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and give its exit code: 0, 1 where it failed, 2 where it was called wrongly."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command is not _bench:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.rest = rest
+    try:
+        code: int = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        print(f"fxshard: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="fxshard", description="A compiler for sharded training.", epilog=EXAMPLES, formatter_class=raw
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which fxshard and torch these are")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    look = commands.add_parser(
+        "inspect",
+        help="plan a model's training step for any number of ranks and show the schedule",
+        description="Plan a training step without process group, GPU or weights, and show the schedule.",
+        epilog=EXAMPLES,
+        formatter_class=raw,
+    )
+    look.add_argument(
+        "target",
+        metavar="MODEL",
+        help="llama-8b, llama-70b, moe-16b, or MODULE:FACTORY (or FILE.py:FACTORY), a function that returns "
+        "(module, example_inputs); the module may be on the meta device",
+    )
+    look.add_argument("--world-size", type=_positive, default=8, metavar="N", help="ranks (default: 8)")
+    look.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default: 3)")
+    look.add_argument("--hardware", default="h200", help="device and network to plan for (default: h200)")
+    look.add_argument("--budget", metavar="SIZE", help='what a rank may hold, as "60GiB"')
+    look.add_argument(
+        "--precision",
+        choices=("bf16", "model"),
+        default="bf16",
+        help="bf16 compute and fp32 reduction (default), or the dtypes the model has",
+    )
+    look.add_argument("--layers", type=_positive, metavar="N", help="another number of layers than the model's own")
+    look.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
+    look.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    look.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the schedule as JSON; without FILE, instead of the table",
+    )
+    look.set_defaults(command=_inspect)
+
+    demo = commands.add_parser("demo", help="plan a small model for 8 ranks and print the schedule")
+    demo.set_defaults(command=_demo)
+
+    bench = commands.add_parser(
+        "bench",
+        help="time fxshard beside its peers",
+        description="Start a benchmark on several processes. Everything else is passed on to it: "
+        "see python -m fxshard.bench.train --help.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("name", choices=BENCHES)
+    bench.add_argument("--nproc-per-node", type=_positive, default=1, metavar="N", help="processes (default: 1)")
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import torch
+
+        from fxshard._version import __version__
+
+        print(f"fxshard {__version__} (torch {torch.__version__}, Python {sys.version.split()[0]})")
+        parser.exit()
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+# -- inspect -----------------------------------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    written = [Path(out) for out in (arguments.html, arguments.trace, arguments.json) if out not in (None, "-")]
+    for path in written:  # before planning for a minute
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
+    with _progress(4) as report:
+        report("importing torch")
+        from fxshard.plan.hardware import hardware
+
+        machine = _or_usage_error(lambda: hardware(arguments.hardware))
+        report(f"building {arguments.target}")
+        try:
+            model, inputs = load(arguments.target, arguments.layers)
+        except UsageError:
+            raise
+        except Exception as error:
+            print(f"fxshard: {arguments.target} failed:\n{shortened(error)}", end="", file=sys.stderr)
+            return 1
+        report(f"planning {arguments.target} for {arguments.world_size} ranks")
+        try:
+            schedule = _plan(model, inputs, arguments)
+        except UsageError:
+            raise
+        except Exception as error:
+            print(f"fxshard: planning {arguments.target} failed:\n{shortened(error)}", end="", file=sys.stderr)
+            return 1
+        report(f"simulating on {arguments.hardware}")
+        from fxshard.inspect.simulate import simulate
+
+        simulation = simulate(schedule, machine)
+    _show(schedule, simulation, arguments)
+    return 0
+
+
+def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace) -> Schedule:
+    import torch
+
+    from fxshard.config import Precision
+    from fxshard.planning import plan
+
+    precision = Precision(param=torch.bfloat16, reduce=torch.float32) if arguments.precision == "bf16" else None
+    return _or_usage_error(
+        lambda: plan(
+            model,
+            inputs,
+            world_size=arguments.world_size,
+            hardware=arguments.hardware,
+            zero=arguments.zero,
+            memory_budget=arguments.budget,
+            precision=precision,
+        )
+    )
+
+
+def _show(schedule: Schedule, simulation: Simulation, arguments: argparse.Namespace) -> None:
+    if arguments.json == "-":
+        from fxshard.inspect.files import to_json
+
+        print(to_json(schedule))
+    else:
+        _print(schedule, simulation, arguments.hardware)
+    outputs: list[tuple[Path, Callable[[], str]]] = []
+    if arguments.json not in (None, "-"):
+        from fxshard.inspect.files import to_json
+
+        outputs.append((Path(arguments.json), lambda: to_json(schedule)))
+    if arguments.html is not None:
+        from fxshard.inspect.html import to_html
+
+        outputs.append((arguments.html, lambda: to_html(schedule, simulation)))
+    if arguments.trace is not None:
+        from fxshard.inspect.trace import to_chrome_trace
+
+        outputs.append((arguments.trace, lambda: to_chrome_trace(schedule, simulation)))
+    for path, text in outputs:
+        try:
+            path.write_text(text(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _print(schedule: Schedule, simulation: Simulation, hardware: str) -> None:
+    from fxshard.inspect.html import duration
+    from fxshard.inspect.schedule import size
+    from fxshard.inspect.table import render
+
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(render(schedule, colour=colour))
+    step, exposed = simulation.step_seconds, simulation.exposed_seconds
+    share = f" ({exposed / step:.1%})" if step else ""
+    print(
+        f"simulated on {hardware}: step {duration(step)} · compute {duration(simulation.compute_seconds)} · "
+        f"communication {duration(simulation.communication_seconds)}, exposed {duration(exposed)}{share}\n"
+        f"no order of events is faster than {duration(simulation.bound_seconds)} · "
+        f"peak with activations {size(simulation.peak_bytes)}"
+    )
+
+
+def _or_usage_error(call: Callable[[], Any]) -> Any:
+    """What fxshard says about an argument is an answer to the person at the terminal, not a crash."""
+    from fxshard.errors import ConfigError
+
+    try:
+        return call()
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+# -- the model to look at ----------------------------------------------------------------------------------------------
+
+
+def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model and example inputs that a preset's name or ``MODULE:FACTORY`` stands for."""
+    from fxshard.inspect.presets import PRESETS
+
+    factory = PRESETS.get(target)
+    if factory is None:
+        if ":" not in target:
+            raise UsageError(f"unknown preset {target!r}; known are {', '.join(PRESETS)}. For your own: MODULE:FACTORY")
+        factory = _factory(target)
+    options = {}
+    if layers is not None:
+        if "layers" not in inspect.signature(factory).parameters:
+            raise UsageError(f"--layers: {target} takes no argument 'layers'")
+        options["layers"] = layers
+    return _model_and_inputs(factory(**options), target)
+
+
+def _factory(target: str) -> Callable[..., Any]:
+    where, _, name = target.rpartition(":")
+    module = _module(where)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        functions = f"; its functions are {', '.join(found)}" if found else ""
+        raise UsageError(f"{where} has no function {name!r}{functions}")
+    return factory
+
+
+def _module(where: str) -> ModuleType:
+    if where.endswith(".py"):
+        path = Path(where)
+        if not path.is_file():
+            raise UsageError(f"there is no file {where}")
+        sys.path.insert(0, str(path.absolute().parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
+            raise UsageError(f"there is no module {where!r} here or installed") from None
+        raise
+
+
+def _model_and_inputs(made: Any, target: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    from torch import nn
+
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{target} returned a {type(made).__name__}; expected an nn.Module or (nn.Module, example_inputs)"
+        )
+    if not isinstance(inputs, tuple | list):
+        inputs = (inputs,)
+    if not inputs:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(model.forward).parameters.values()
+        needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+        if needed:
+            raise UsageError(
+                f"{target} returned a module whose forward takes {', '.join(needed)}: "
+                "return (module, example_inputs), tensors on the meta device will do"
+            )
+    return model, tuple(inputs)
+
+
+def shortened(error: BaseException) -> str:
+    """The traceback of an error without the frames of Python, installed packages and fxshard.
+
+    Where nothing else is left, all of it.
+    """
+    paths = sysconfig.get_paths()
+    foreign = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    foreign.append(str(Path(__file__).resolve().parent.parent))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith("<frozen")
+        and not any(Path(frame.filename).resolve().is_relative_to(path) for path in foreign)
+    ]
+    what = "".join(traceback.format_exception_only(error))
+    if not own:
+        return what if isinstance(error, SyntaxError) else "".join(traceback.format_exception(error))
+    left_out = len(frames) - len(own)
+    note = f"; {left_out} frames of Python, torch and fxshard left out" if left_out else ""
+    return f"Traceback (most recent call last{note}):\n" + "".join(traceback.format_list(own)) + what
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Report]:
+    """A bar on a terminal's stderr, gone when the work is done; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=steps, completed=-1)
+        yield lambda what: progress.update(task, advance=1, description=what)
+
+
+# -- demo, bench -------------------------------------------------------------------------------------------------------
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    """A Llama of six layers for eight ranks: small enough to read whole."""
+    with _progress(2) as report:
+        report("importing torch")
+        import torch
+
+        from fxshard.inspect.simulate import simulate
+        from fxshard.models import Llama, LlamaConfig
+
+        with torch.device("meta"):
+            model = Llama(LlamaConfig(vocab=8192, dim=1024, layers=6, heads=8, hidden=2816))
+            tokens = torch.empty(4, 1024, dtype=torch.long)
+        report("planning for 8 ranks")
+        arguments.world_size, arguments.zero, arguments.hardware = 8, 3, "h200"
+        arguments.budget, arguments.precision = None, "bf16"
+        schedule = _plan(model, (tokens, tokens), arguments)
+        simulation = simulate(schedule, "h200")
+    print("A Llama of six layers, planned for eight H200s from shapes alone: no GPU, no process group, no weights.\n")
+    _print(schedule, simulation, "h200")
+    print("\nNext: fxshard inspect llama-70b --world-size 1024 --html schedule.html")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    module = BENCHES[arguments.name]
+    if "RANK" in os.environ:  # under torchrun already
+        sys.argv = [module, *arguments.rest]
+        importlib.import_module(module).main()
+        return 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc-per-node", str(arguments.nproc_per_node), "-m", module, *arguments.rest]
+    return subprocess.call(launch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Schedules built by hand, as data: a stack of linear layers, sharded, with nothing traced or captured."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fxshard.events import STREAM, Event, Kind, Phase
+from fxshard.inspect.schedule import Schedule
+from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.memory import Buffer, plan_slots
+from fxshard.plan.units import find_units
+
+FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
+
+
+def zero3(
+    layers: int = 3, ranks: int = 2, *, prefetch: int = 1, keep_last: bool = True, carry: int = 0, zero: int = 3
+) -> Schedule:
+    """Build the schedule of a training step over ``layers`` linear layers.
+
+    ``prefetch``: how many layers ahead a gather starts. ``keep_last``: the last layer stays gathered from forward to
+    backward. ``carry``: for how many layers the optimizer phase gathers for the next step.
+    """
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+    buckets = plan_buckets(model, find_units(model), zero=zero, ranks=ranks)
+    by_layer = buckets[::-1]  # buckets are numbered in the order of backward
+    events: list[Event] = []
+    if buckets[0].resident:
+        carry, keep_last = 0, False
+    forward = list(by_layer)
+    backward = list(buckets)
+    kept = {buckets[0].index} if keep_last else set()
+    carried = {bucket.index for bucket in by_layer[:carry]} - kept
+    events += _pass(forward, FORWARD, prefetch, not_gathered=carried, not_released=kept)
+    events += _pass(backward, BACKWARD, prefetch, not_gathered=kept)
+    for bucket in buckets:
+        events.append(_event(Kind.UPDATE, bucket, OPTIMIZER, traffic=7 * bucket.layout.shard_numel * 4))
+    events += [_event(Kind.UNSHARD, bucket, OPTIMIZER) for bucket in by_layer if bucket.index in carried]
+    return finished(events, buckets, ranks, zero)
+
+
+def evaluation(layers: int = 3, ranks: int = 2, *, prefetch: int = 1, zero: int = 3) -> Schedule:
+    """Build the schedule of an evaluation."""
+    step = zero3(layers, ranks, prefetch=prefetch, zero=zero)
+    events = _pass(list(step.buckets[::-1]), Phase.EVAL, prefetch)
+    return finished(events, step.buckets, ranks, zero)
+
+
+def finished(events: list[Event], buckets: tuple[BucketPlan, ...], ranks: int, zero: int) -> Schedule:
+    """Give the events their places in the arena and their dependencies."""
+    placed, arena = _placed(events, buckets)
+    resident = sum(rest.param + rest.grad + rest.state for rest in (bucket.at_rest() for bucket in buckets))
+    return Schedule(linked(placed), buckets, arena, resident, ranks, zero)
+
+
+def linked(events: list[Event]) -> tuple[Event, ...]:
+    """Say for each event what it waits for, from the order of events and the slots they take."""
+    latest: dict[tuple[Kind | str, int], int] = {}
+    freed: dict[tuple[int, int], int] = {}
+    result: list[Event] = []
+    for i, event in enumerate(events):
+        index, needs = event.bucket_index, set()
+        sources: dict[Kind, tuple[Kind | str, ...]] = {
+            Kind.WAIT: (Kind.UNSHARD,),
+            Kind.REDUCE: ("write", Kind.GRAD),
+            Kind.FINISH: (Kind.REDUCE,),
+            Kind.UPDATE: (Kind.REDUCE,),
+            Kind.UNSHARD: (Kind.UPDATE,),
+        }
+        for source in sources.get(event.kind, ()):
+            needs.add(latest.get((source, index), -1))
+        needs |= {latest.get((Kind.WAIT, bucket), -1) for bucket in event.reads}
+        needs |= {latest.get((Kind.GRAD, bucket), -1) for bucket in event.writes}
+        if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
+            start, stop = event.slot.offset, event.slot.end
+            needs |= {at for (offset, end), at in freed.items() if offset < stop and start < end}
+        if event.kind in (Kind.RESHARD, Kind.FINISH):
+            opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
+            slot = events[opened].slot if opened is not None else None
+            if slot is not None:
+                freed[slot.offset, slot.end] = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
+        latest[event.kind, index] = i
+        latest.update({("write", bucket): i for bucket in event.writes})
+        result.append(replace(event, waits_for=tuple(sorted(needs - {-1}))))
+    return tuple(result)
+
+
+def relinked(schedule: Schedule, events: list[Event]) -> Schedule:
+    """Take a schedule with other events, whose dependencies are right for their order."""
+    return replace(schedule, events=linked(events))
+
+
+def place(schedule: Schedule, kind: Kind, layer: int, phase: Phase) -> int:
+    """Position of an event of a layer."""
+    found = [i for i, event in schedule.of(kind, phase=phase) if event.bucket == str(layer)]
+    assert len(found) == 1, f"{len(found)} {phase} {kind} of layer {layer}"
+    return found[0]
+
+
+def change(schedule: Schedule, i: int, **fields: object) -> Schedule:
+    """Take a schedule with one event changed."""
+    events = list(schedule.events)
+    events[i] = replace(events[i], **fields)  # type: ignore[arg-type]
+    return replace(schedule, events=tuple(events))
+
+
+def _pass(
+    order: list[BucketPlan],
+    phase: Phase,
+    prefetch: int,
+    not_gathered: set[int] | frozenset[int] = frozenset(),
+    not_released: set[int] | frozenset[int] = frozenset(),
+) -> list[Event]:
+    """One phase over the layers in the order in which it uses them."""
+    events: list[Event] = []
+    gathers = [bucket for bucket in order if bucket.index not in not_gathered]
+    if phase is BACKWARD:
+        gathers = [bucket for bucket in gathers if not bucket.resident]
+    launched = 0
+
+    def launch(until: int) -> None:
+        nonlocal launched
+        while launched < len(gathers) and order.index(gathers[launched]) <= until:
+            events.append(_event(Kind.UNSHARD, gathers[launched], phase))
+            launched += 1
+
+    launch(prefetch - 1)
+    alive: list[BucketPlan] = []
+    for k, bucket in enumerate(order):
+        launch(k)
+        events.append(_event(Kind.WAIT, bucket, phase))
+        launch(k + prefetch)
+        if phase is not BACKWARD:
+            events.append(_compute(phase, reads=(bucket.index,), held=(k + 1) * 1000))
+        else:
+            events.append(_compute(phase, reads=(bucket.index,), held=(len(order) - k) * 1000))
+            if len(alive) == 2:
+                events.append(_event(Kind.FINISH, alive.pop(0), phase))
+            events.append(_event(Kind.GRAD, bucket, phase))
+            events.append(_compute(phase, writes=(bucket.index,), held=(len(order) - k) * 1000))
+            events.append(_compute(phase, writes=(bucket.index,), held=(len(order) - k - 1) * 1000))
+        if not bucket.resident and bucket.index not in not_released:
+            events.append(_event(Kind.RESHARD, bucket, phase))
+        if phase is BACKWARD:
+            events.append(_event(Kind.REDUCE, bucket, phase))
+            alive.append(bucket)
+    events += [_event(Kind.FINISH, bucket, phase) for bucket in alive]
+    return events
+
+
+def _event(kind: Kind, bucket: BucketPlan, phase: Phase, traffic: int = 0) -> Event:
+    on_grads = kind in (Kind.GRAD, Kind.REDUCE, Kind.FINISH)
+    return Event(
+        kind=kind,
+        phase=phase,
+        bucket=bucket.name,
+        bucket_index=bucket.index,
+        params=bucket.params,
+        bytes=bucket.grad_bytes if on_grads else bucket.gathered_bytes,
+        dtype=bucket.reduce_dtype if on_grads else bucket.param_dtype,
+        group="data",
+        stream=STREAM.get(kind, "compute"),
+        why="by hand",
+        traffic=traffic,
+    )
+
+
+def _compute(phase: Phase, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), held: int = 0) -> Event:
+    return Event(
+        kind=Kind.COMPUTE,
+        phase=phase,
+        bucket="",
+        bucket_index=-1,
+        params=(),
+        bytes=0,
+        dtype=torch.float32,
+        group="",
+        stream="compute",
+        why="a layer",
+        reads=reads,
+        writes=writes,
+        flops=10**9,
+        traffic=10**6,
+        held=held,
+    )
+
+
+def _placed(events: list[Event], buckets: tuple[BucketPlan, ...]) -> tuple[list[Event], int]:
+    """Plan the arena. A buffer that the optimizer phase gathers is alive to the end, and from the start of the step."""
+    closing = {Kind.UNSHARD: Kind.RESHARD, Kind.GRAD: Kind.FINISH}
+    in_arena: dict[Kind, Callable[[BucketPlan], bool]] = {
+        Kind.UNSHARD: lambda bucket: not bucket.resident,
+        Kind.GRAD: lambda bucket: bucket.grad_in_arena,
+    }
+    closes: dict[tuple[Kind, int], list[int]] = {}
+    for i, event in enumerate(events):
+        closes.setdefault((event.kind, event.bucket_index), []).append(i)
+    buffers = []
+    for i, event in enumerate(events):
+        if event.kind in closing and in_arena[event.kind](buckets[event.bucket_index]):
+            stops = [at for at in closes.get((closing[event.kind], event.bucket_index), ()) if at > i]
+            start = 0 if event.phase is OPTIMIZER else i  # wraps around: the planner is asked for the whole step
+            buffers.append(
+                Buffer((event.kind, event.bucket_index, i), event.bytes, start, stops[0] if stops else len(events))
+            )
+    plan = plan_slots(buffers)
+    slots = {key[2]: slot for key, slot in plan.slots.items()}
+    return [event.with_slot(slots[i]) if i in slots else event for i, event in enumerate(events)], plan.bytes

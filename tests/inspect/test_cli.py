@@ -1,0 +1,184 @@
+"""The command line, with a plan drawn by hand in place of a real one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxshard.errors import ConfigError
+from fxshard.inspect import cli
+from fxshard.inspect.files import from_json
+from fxshard.inspect.presets import PRESETS, Moe, MoeConfig
+from tests.inspect.drawing import drawn
+
+
+class Planned(list[dict[str, Any]]):
+    """The calls of `fxshard.plan`."""
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    calls = Planned()
+
+    def plan(model: nn.Module, example_inputs: Any, **options: Any) -> Any:
+        calls.append({"model": model, "inputs": example_inputs, **options})
+        if options["memory_budget"] == "1KiB":
+            raise ConfigError("memory_budget: 1 KiB is too little; the smallest feasible is 11.5 MiB")
+        return drawn(layers=6, ranks=options["world_size"])
+
+    module = ModuleType("fxshard.planning")
+    module.plan = plan  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fxshard.planning", module)
+    return calls
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of the user's, with a module of factories."""
+    (tmp_path / "mine.py").write_text(
+        "import json, torch\n"
+        "def build(layers=2):\n    return torch.nn.Linear(layers, 3), (torch.ones(1, 2),)\n"
+        "def bare():\n    return torch.nn.Linear(2, 3)\n"
+        "def number():\n    return 3\n"
+        "def fails():\n    return json.loads('{')\n"
+    )
+    (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("mine", None)
+    return tmp_path
+
+
+def test_inspect_prints_table_and_figures(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["inspect", "llama-8b", "--layers", "2", "--world-size", "1024", "--zero", "2", "--budget", "60GiB"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "ZeRO-3 on 1024 ranks" in out and "simulated on h200: step" in out and "\x1b[" not in out
+    (call,) = planned
+    assert (call["world_size"], call["zero"], call["memory_budget"], call["hardware"]) == (1024, 2, "60GiB", "h200")
+    assert call["precision"].param is torch.bfloat16
+    assert all(p.is_meta for p in call["model"].parameters()) and len(call["model"].layers) == 2
+
+
+def test_inspect_writes_files(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, data, trace = tmp_path / "a.html", tmp_path / "a.json", tmp_path / "t.json"
+    files = ["--html", str(page), "--json", str(data), "--trace", str(trace)]
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", *files]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert from_json(data.read_text()) == drawn(layers=6, ranks=8)
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert f"wrote {page}" in capsys.readouterr().err
+
+
+def test_json_alone_goes_to_stdout(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", "--json"]) == 0
+    assert from_json(capsys.readouterr().out) == drawn(layers=6, ranks=8)
+
+
+@pytest.mark.parametrize("target", ["mine:build", "mine.py:build"])
+def test_a_factory_of_the_users(target: str, planned: Planned, models: Path) -> None:
+    assert cli.main(["inspect", target, "--layers", "4", "--precision", "model"]) == 0
+    assert planned[0]["model"].in_features == 4 and len(planned[0]["inputs"]) == 1
+    assert planned[0]["precision"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-9b"], "unknown preset 'llama-9b'; known are llama-8b, llama-70b, moe-16b"),
+        (["llama-8b", "--hardware", "abacus"], "known are a100, h100, h200"),
+        (["llama-8b", "--layers", "1", "--budget", "1KiB"], "the smallest feasible is 11.5 MiB"),
+        (["nowhere:build"], "there is no module 'nowhere'"),
+        (["nowhere.py:build"], "there is no file nowhere.py"),
+        (["mine:biuld"], "mine has no function 'biuld'; its functions are build, bare, number, fails"),
+        (["mine:bare"], "forward takes input: return (module, example_inputs)"),
+        (["mine:number"], "returned a int; expected an nn.Module"),
+        (["mine:bare", "--layers", "3"], "takes no argument 'layers'"),
+        (["llama-8b", "--html", "no/such/place.html"], "there is no directory"),
+    ],
+)
+def test_what_cannot_be_asked_for(
+    arguments: list[str], message: str, planned: Planned, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err and not captured.out
+
+
+def test_a_factory_that_fails_shows_its_own_frames(
+    planned: Planned, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", "mine:fails"]) == 1
+    error = capsys.readouterr().err
+    assert "mine.py" in error and "json.loads('{')" in error and "JSONDecodeError" in error
+    assert "cli.py" not in error and "decoder.py" not in error and "left out" in error
+
+
+def test_a_module_that_fails_to_import(planned: Planned, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "broken:build"]) == 1
+    error = capsys.readouterr().err
+    assert "broken.py" in error and "a_module_that_is_not_there" in error and "importlib" not in error
+
+
+def test_demo(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo"]) == 0
+    assert "ZeRO-3 on 8 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["inspect"], ["inspect", "llama-8b", "--zero", "4"], ["demo", "--loud"]])
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2 and "usage: fxshard" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0 and torch.__version__ in capsys.readouterr().out
+
+
+def test_bench_starts_processes_and_passes_the_rest_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(cli.subprocess, "call", lambda command: started.append(command) or 0)
+    assert cli.main(["bench", "train", "--nproc-per-node", "2", "--size", "toy"]) == 0
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m fxshard.bench.train --size toy"
+    assert started[0][1:] == launch.split()
+
+
+def test_help_needs_no_torch() -> None:
+    """The command's own file, without the package around it, which imports torch for its users."""
+    script = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('cli', {cli.__file__!r})\n"
+        "cli = importlib.util.module_from_spec(spec); spec.loader.exec_module(cli)\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert "inspect" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-8b", 8.03), ("llama-70b", 70.55), ("moe-16b", 15.96)])
+def test_presets_have_the_size_they_say(name: str, billions: float) -> None:
+    model, inputs = PRESETS[name]()
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert all(p.is_meta for p in model.parameters()) and [tuple(x.shape) for x in inputs] == [(1, 4096)] * 2
+
+
+def test_the_mixture_of_experts_is_one_graph_and_trains() -> None:
+    shapes = {"vocab": 50, "dim": 32, "layers": 2, "heads": 2, "latent": 16, "head_dim": 8, "rope_dim": 4}
+    model = Moe(MoeConfig(**shapes, dense_hidden=40, experts=8, active=2, hidden=12))
+    tokens = torch.randint(50, (2, 16))
+    torch.compile(model, backend="aot_eager", fullgraph=True)(tokens, tokens).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

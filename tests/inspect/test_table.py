@@ -1,0 +1,72 @@
+"""The table: folded by repeated layers, never wider than asked for, plain text."""
+
+from dataclasses import replace
+
+import pytest
+
+from fxshard.events import Kind
+from fxshard.inspect.table import WIDEST, between, flop, render
+from tests.inspect.drawing import drawn
+
+
+def test_an_80_layer_schedule_fits_on_a_page() -> None:
+    text = render(drawn(layers=80, ranks=1024))
+    assert len(text.splitlines()) < 80
+    assert "×79" in text and "layers.0…78" in text and "layers.79…0" in text
+
+
+def test_twice_the_layers_take_the_same_room() -> None:
+    assert len(render(drawn(layers=20)).splitlines()) == len(render(drawn(layers=40)).splitlines())
+
+
+def test_title_says_stage_ranks_digest_peak_and_communication() -> None:
+    schedule = drawn(ranks=8, budget=60 * 2**30)
+    title = render(schedule).split("\n\n")[0]
+    for part in ("ZeRO-3 on 8 ranks", schedule.digest, "peak", "60.00 GiB budget", "communication", "per step"):
+        assert part in title
+
+
+def test_few_layers_are_not_folded_and_every_runtime_event_has_its_row() -> None:
+    schedule = drawn(layers=2)
+    lines = render(schedule).splitlines()
+    assert not any("×" in line for line in lines)
+    shown = {int(line.split()[0]) for line in lines if line.strip() and line.split()[0].isdigit()}
+    assert shown == set(range(len(schedule)))
+
+
+def test_a_layer_that_differs_is_not_hidden_in_a_fold() -> None:
+    schedule = drawn(layers=12)
+    at = next(i for i, event in schedule.of(Kind.RESHARD) if event.bucket == "layers.6")
+    odd = replace(schedule.events[at], why="a reason of its own")
+    events = (*schedule.events[:at], odd, *schedule.events[at + 1 :])
+    assert "a reason of its own" in render(replace(schedule, events=events))
+
+
+@pytest.mark.parametrize("width", [60, 88, 120, 140, 400])
+def test_never_wider_than_asked_nor_than_140(width: int) -> None:
+    schedule = drawn(layers=4, unit="a_module_with_a_rather_long_name_that_goes_on.layers")
+    assert max(map(len, render(schedule, width).splitlines())) <= min(width, WIDEST)
+
+
+def test_plain_unless_colour_is_asked_for() -> None:
+    assert "\x1b[" not in render(drawn())
+    assert "\x1b[" in render(drawn(), colour=True)
+
+
+def test_names_in_brackets_are_not_markup() -> None:
+    assert "layers [bold].0" in render(drawn(unit="layers [bold]"))
+
+
+def test_a_narrow_table_keeps_bucket_names_whole() -> None:
+    assert "layers.0…4" in render(drawn(layers=6), width=80)
+
+
+def test_no_events() -> None:
+    assert "0 events" in render(replace(drawn(), events=()))
+
+
+def test_between_and_flop() -> None:
+    assert between("layers.3.mlp", "layers.12.mlp") == "layers.3…12.mlp"
+    assert between("head", "head") == "head"
+    assert between("first", "other") == "first"
+    assert (flop(12), flop(1_500), flop(2.5e12)) == ("12 FLOP", "1.5 kFLOP", "2.50 TFLOP")
