@@ -18,7 +18,9 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
     return wrapped(**kwargs)
 
 
-def min_cut_partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def min_cut_partition(
+    joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -52,6 +54,22 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
 
     with tracing(TracingContext(detect_fake_mode(list(example_inputs)))):
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
+
+
+def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The torch operator that a node calls, if it calls one. torch 2.11, 2.13."""
+    return node.target if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def operator_name(operator: torch._ops.OpOverload) -> str:
+    """Name without namespace and overload: ``embedding``. torch 2.11, 2.13."""
+    return operator._opname
+
+
+def returns_view(operator: torch._ops.OpOverload) -> bool:
+    """Whether the schema says that a result shares memory with an argument it does not write to. torch 2.11, 2.13."""
+    returns = operator._schema.returns
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 def graph_input_example(placeholder: fx.Node) -> Any:
@@ -97,7 +115,9 @@ def fused_adamw(
     )
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
+def all_gather(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
     """``all_gather_into_tensor``, which torch 2.13 renamed to ``all_gather_single``."""
     renamed = getattr(dist, "all_gather_single", None)
     return (renamed or dist.all_gather_into_tensor)(output, shard, group=group, async_op=async_op)

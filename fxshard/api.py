@@ -17,7 +17,7 @@ from fxshard.plan.units import UnitPatterns
 from fxshard.sharding import Sharding, take_apart
 
 
-def compile(  # noqa: A001 - the name is the interface
+def compile(
     model: nn.Module,
     *,
     zero: int = 3,
@@ -51,8 +51,9 @@ def compile(  # noqa: A001 - the name is the interface
 
     ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
     of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
-    parameters between rows, ``"whole"`` gives each parameter to one rank. ``memory_budget``: bytes, or ``"60GiB"``, that
-    shards and arena may take on a rank. The other options are those of :class:`fxshard.config.Options`. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s.
+    parameters between rows, ``"whole"`` gives each parameter to one rank. ``memory_budget``: bytes, or ``"60GiB"``, for
+    shards and arena on a rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
+    :class:`fxshard.config.Options`.
     """
     sharded = shard(
         model,
@@ -114,9 +115,7 @@ def shard(
         hardware=hardware,
         verify=verify,
     )
-    sharding = take_apart(
-        model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options
-    )
+    sharding = take_apart(model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options)
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     if optimizer is not None:
         sharded._optimizer = _optimizer(optimizer, sharding)

@@ -35,7 +35,9 @@ def fxshard_backend(
     if shardings:
         (sharding,) = shardings.values()
         if options:
-            raise ConfigError("this model was sharded with its options; give them to fxshard.shard, not to torch.compile")
+            raise ConfigError(
+                "this model was sharded with its options; give them to fxshard.shard, not to torch.compile"
+            )
         return backend_of(sharding)(graph, example_inputs)
     return Backend(unsharded(Options.from_dict(options), _device(example_inputs)))(graph, example_inputs)
 
@@ -85,7 +87,9 @@ class Capture:
         self._arena_bytes = 0
         self._agree: Callable[[], None] | None = None
 
-    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)

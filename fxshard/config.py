@@ -64,7 +64,17 @@ class AdamW:
 
 LOWERINGS = ("inductor", "eager")
 
-_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {
+    "": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 
 
 def parse_bytes(budget: int | str | None) -> int | None:
@@ -87,11 +97,11 @@ class Options:
     """How the captured graphs are scheduled and lowered.
 
     ``prefetch``: how many gathers run ahead of the one in use, 0 gathers when needed; None lets the cost model decide
-    when each one must start. ``keep_resident``: buckets stay unsharded between forward and backward where there is room.
+    when each one must start. ``keep_resident``: buckets stay unsharded between forward and backward where they fit.
     ``overlap``: collectives run beside compute; off, each one is waited for where it starts. ``arena``: buffers have
     planned places in one allocation; off, each is allocated when needed. None of them changes a result.
-    ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose durations
-    the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
+    ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose
+    durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
     """
 
     lowering: str = "inductor"
@@ -107,7 +117,9 @@ class Options:
         if self.lowering not in LOWERINGS:
             raise ConfigError(f"lowering={self.lowering!r}: expected one of {', '.join(map(repr, LOWERINGS))}")
         if self.prefetch is not None and (not isinstance(self.prefetch, int) or self.prefetch < 0):
-            raise ConfigError(f"prefetch={self.prefetch!r}: expected the number of gathers to run ahead, 0 or more, or None")
+            raise ConfigError(
+                f"prefetch={self.prefetch!r}: expected the number of gathers to run ahead, 0 or more, or None"
+            )
 
     @classmethod
     def from_dict(cls, options: dict[str, Any] | None) -> Options:

@@ -40,9 +40,9 @@ class BudgetError(ConfigError):
 
     def __init__(self, budget: int, smallest: int) -> None:
         super().__init__(
-            f"memory_budget={budget} bytes ({budget / 2**30:.3f} GiB) is too small: shards, gradients, optimizer state and "
-            f"the buckets in use need at least {smallest} bytes ({smallest / 2**30:.3f} GiB) on each rank; raise the "
-            "budget, shard over more ranks, or make units smaller"
+            f"memory_budget={budget} bytes ({budget / 2**30:.3f} GiB) is too small: shards, gradients, optimizer state "
+            f"and the buckets in use need at least {smallest} bytes ({smallest / 2**30:.3f} GiB) on each rank; "
+            "raise the budget, shard over more ranks, or make units smaller"
         )
         self.budget = budget
         self.smallest = smallest

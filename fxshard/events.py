@@ -130,7 +130,9 @@ STREAM: dict[Kind, str] = {
 }
 
 
-def insert(graph: fx.Graph, kind: Kind, bucket: BucketPlan, *, phase: Phase, group: str, why: str, **args: Any) -> fx.Node:
+def insert(
+    graph: fx.Graph, kind: Kind, bucket: BucketPlan, *, phase: Phase, group: str, why: str, **args: Any
+) -> fx.Node:
     """Insert a runtime node at the graph's insertion point and stamp it."""
     on_grads = kind in (Kind.GRAD, Kind.REDUCE, Kind.FINISH)
     dtype = bucket.reduce_dtype if on_grads else bucket.param_dtype

@@ -36,7 +36,9 @@ class ShardedModule(nn.Module):
         self._sharding = sharding
         self._backend = backend
         self._optimizer: torch.optim.Optimizer | None = None
-        by_name = {name: p for bucket in sharding.buckets for name, p in zip(bucket.plan.params, bucket.params, strict=True)}
+        by_name = {
+            name: p for bucket in sharding.buckets for name, p in zip(bucket.plan.params, bucket.params, strict=True)
+        }
         by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
         _mirror(inner, self, by_identity)
         self.training = inner.training
@@ -109,7 +111,7 @@ class ShardedModule(nn.Module):
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
-        """The rewritten graphs by phase (``forward``, ``backward``, ``eval``): ``print(model.graphs["forward"].graph)``."""
+        """The rewritten graphs by phase: ``print(model.graphs["forward"].graph)``, likewise backward and eval."""
         return dict(self._backend.graphs)
 
     @property
@@ -130,14 +132,18 @@ class ShardedModule(nn.Module):
             for parameter, view in zip(bucket.params, bucket.views(flat), strict=True):
                 full[id(parameter)] = view.detach().cpu().clone()
         state = super().state_dict(keep_vars=True)
-        return {key: full[id(value)] if id(value) in full else value.detach().cpu().clone() for key, value in state.items()}
+        return {
+            key: full[id(value)] if id(value) in full else value.detach().cpu().clone() for key, value in state.items()
+        }
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load a plain (full) or a sharded state dict. Everything is checked before anything is changed."""
         if assign:
-            raise ConfigError("load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign")
+            raise ConfigError(
+                "load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign"
+            )
         own = super().state_dict(keep_vars=True)
         missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         problems = [f"missing keys: {missing}"] if missing and strict else []
@@ -217,7 +223,7 @@ class _MirrorList(_Mirror):
 
 
 def _mirror(source: nn.Module, target: nn.Module, sharded: Mapping[int, nn.Parameter]) -> None:
-    """Give ``target`` the tree of ``source`` with sharded parameters in it; buffers are shared, modules mirrored once."""
+    """Give ``target`` the tree of ``source`` with sharded parameters in it; buffers are shared."""
     mirrors: dict[nn.Module, nn.Module] = {source: target}
     for module in source.modules():
         mirror = mirrors[module]

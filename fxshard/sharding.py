@@ -86,7 +86,9 @@ def take_apart(
     try:
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
         machine(options, device)
-        plans = plan_buckets(model, find_units(model, units), zero=zero, ranks=ranks, precision=precision, layout=layout)
+        plans = plan_buckets(
+            model, find_units(model, units), zero=zero, ranks=ranks, precision=precision, layout=layout
+        )
     except FxshardError as error:
         agreement.fail(error)
     agreement.check(PARAMETERS, [_line(plan) for plan in plans])
@@ -195,7 +197,9 @@ def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str)
         raise ConfigError(f"parameters are on {len(devices)} devices ({where}); move the model to one device first")
     (device,) = devices
     if device.type == "meta":
-        raise ConfigError("parameters are on the meta device; materialise them first (model.to_empty(device=...) and init)")
+        raise ConfigError(
+            "parameters are on the meta device; materialise them first (model.to_empty(device=...) and init)"
+        )
     if mesh is not None and mesh.size() > dist.get_world_size():
         raise ConfigError(f"mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}")
     if mesh is not None and mesh.device_type != device.type:
@@ -207,6 +211,7 @@ def _line(plan: BucketPlan) -> str:
     """A bucket as one line that ranks can compare."""
     slots = hashlib.sha256(str([(slot.spec, slot.offset) for slot in plan.layout.slots]).encode()).hexdigest()[:12]
     return (
-        f"bucket {plan.index} {plan.name!r}: {len(plan.params)} parameters, {plan.layout.ranks} × {plan.layout.shard_numel} "
-        f"elements, {plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, layout {slots}"
+        f"bucket {plan.index} {plan.name!r}: {len(plan.params)} parameters, "
+        f"{plan.layout.ranks} × {plan.layout.shard_numel} elements, "
+        f"{plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, layout {slots}"
     )

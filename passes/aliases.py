@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from fxshard import _compat
+
 # Their schemas promise a fresh tensor, their kernels return a view.
 _HIDDEN_VIEWS = {
     torch.ops.aten._unsafe_view.default,
@@ -19,17 +21,11 @@ _HIDDEN_VIEWS = {
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares memory with its first argument."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
+    if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target in _HIDDEN_VIEWS:
-        return True
-    returns = node.target._schema.returns
-    return any(ret.alias_info is not None and not ret.alias_info.is_write for ret in returns)
+    target = _compat.operator_of(node)
+    return target is not None and (target in _HIDDEN_VIEWS or _compat.returns_view(target))
 
 
 def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -50,8 +50,4 @@ class PassContext:
 
 def param_inputs(graph: fx.Graph) -> dict[fx.Node, ParamRef]:
     """The placeholders that stand for sharded parameters."""
-    return {
-        node: node.meta[PARAM]
-        for node in graph.find_nodes(op="placeholder")
-        if node.meta.get(PARAM) is not None
-    }
+    return {node: node.meta[PARAM] for node in graph.find_nodes(op="placeholder") if node.meta.get(PARAM) is not None}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
+
+from fxshard import _compat
 
 _KERNELS = {
     "embedding",
@@ -26,10 +27,11 @@ _KERNELS = {
 
 def is_heavy(node: fx.Node) -> bool:
     """Matrix products, convolutions, attention, embeddings, our own ops: nodes that are kernels of their own."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    target = _compat.operator_of(node)
+    if target is None:
         return False
-    own = node.target.namespace == "fxshard"
-    return own or node.target.overloadpacket in flop_registry or node.target._opname in _KERNELS
+    own = target.namespace == "fxshard"
+    return own or target.overloadpacket in flop_registry or _compat.operator_name(target) in _KERNELS
 
 
 class CutPoints:
@@ -62,6 +64,3 @@ class CutPoints:
         while self._nodes[position].target is operator.getitem and self._nodes[position].op == "call_function":
             position += 1
         return position
-
-
-

@@ -2,8 +2,8 @@
 
 Requires the gradient outputs tied to parameters. Provides, per trainable bucket, ``grad`` (take a gradient bucket) at
 the last cut before the first contribution, an in-place write per parameter right behind its producer, ``reduce`` at the
-first cut behind the last write, and ``finish``. At most two gradient buckets are alive: the one being filled and the one
-being reduced. The graph returns ``None`` for these parameters.
+first cut behind the last write, and ``finish``. At most two gradient buckets are alive: the one being filled and the
+one being reduced. The graph returns ``None`` for these parameters.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def _take(graph: fx.Graph, index: int, writes: dict[int, fx.Node], context: Pass
     args = {"zeros": untouched} if untouched else {}
     node = insert(graph, Kind.GRAD, bucket, phase=Phase.BACKWARD, group=context.group, why=why, **args)
     some = next(iter(writes.values())).meta["val"]
-    node.meta["val"] = tuple(
-        some.new_empty(slot.spec.shape, dtype=bucket.reduce_dtype) for slot in bucket.layout.slots
-    )
+    node.meta["val"] = tuple(some.new_empty(slot.spec.shape, dtype=bucket.reduce_dtype) for slot in bucket.layout.slots)
     return node
 
 

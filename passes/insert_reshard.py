@@ -28,14 +28,12 @@ def insert_reshard(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
         escaping = [node for node in uses if node.op == "output"]
         if escaping:
             raise PassError(
-                f"the {context.phase} graph returns memory of a parameter of {bucket.name!r} ({', '.join(bucket.params)}); "
+                f"the {context.phase} graph returns memory of a parameter of {bucket.name!r} ({bucket.params[0]}, …); "
                 "return a copy from the model (for example weight.clone()) instead of the parameter or a view of it"
             )
         if context.phase is Phase.FORWARD and bucket.index in context.kept:
             continue
         last = max(uses, key=order.__getitem__)
         with graph.inserting_before(cuts.after(last)):
-            insert(
-                graph, Kind.RESHARD, bucket, phase=context.phase, group=context.group, why=f"last use: {last.name}"
-            )
+            insert(graph, Kind.RESHARD, bucket, phase=context.phase, group=context.group, why=f"last use: {last.name}")
     return module

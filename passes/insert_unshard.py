@@ -12,7 +12,7 @@ import operator
 from torch import fx
 
 from fxshard.events import Kind, Phase, insert
-from fxshard.passes.context import PassContext, ParamRef, param_inputs
+from fxshard.passes.context import ParamRef, PassContext, param_inputs
 from fxshard.passes.cuts import CutPoints
 
 

@@ -6,8 +6,8 @@ stretch of compute is cut further:
 
 * a fixed depth: gather ``k`` starts once bucket ``k - depth`` is in use and what came before that one is released;
 * deadlines: with the durations of the cost model, walking backwards, ``start(k) = min(deadline(k), start(k + 1)) -
-  duration(k)`` is the latest start that still hides gather ``k``, hence the one that holds memory for the shortest time.
-  It never starts more than ``ahead`` gathers early, which bounds the memory where communication cannot be hidden at all.
+  duration(k)`` is the latest start that still hides gather ``k``, hence the one that holds memory for the shortest
+  time. No more than ``ahead`` gathers start early, which bounds the memory where communication cannot be hidden.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _anchor_of(wait: fx.Node, order: Mapping[fx.Node | None, int]) -> int:
 
 
 def _by_depth(sequence: list[int], needed: dict[int, int], released: dict[int, int], depth: int) -> dict[int, int]:
-    """The earliest start that ``depth`` allows: behind the wait of the bucket ``depth`` earlier, and behind releases."""
+    """The earliest start that ``depth`` allows: the bucket ``depth`` earlier is in use, those before are released."""
     starts: dict[int, int] = {}
     for k, index in enumerate(sequence):
         if k < depth:

@@ -1,8 +1,8 @@
 """Backward: matrix products that are gradients are written straight into the gradient bucket.
 
 Requires ``insert_reduce_scatter``. Replaces a matrix product whose only use is the copy into its place in the bucket by
-one that writes there. Where the bucket has a wider dtype this also saves the rounding in between (CUDA only: the CPU has
-no product with another output dtype). Everything else keeps its copy, which the compiler fuses with what it can.
+one that writes there. Where the bucket has a wider dtype this also saves the rounding in between (CUDA only: the CPU
+has no product with another output dtype). Everything else keeps its copy, which the compiler fuses with what it can.
 """
 
 from __future__ import annotations

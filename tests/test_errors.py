@@ -75,7 +75,8 @@ def test_mixed_devices_and_meta() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [({"lowering": "llvm"}, "lowering"), ({"prefetch": -1}, "prefetch"), ({"layout": "x"}, "layout")]
+    ("option", "message"),
+    [({"lowering": "llvm"}, "lowering"), ({"prefetch": -1}, "prefetch"), ({"layout": "x"}, "layout")],
 )
 def test_unknown_options(option: dict[str, Any], message: str) -> None:
     with pytest.raises(fxshard.ConfigError, match=message):
@@ -98,7 +99,7 @@ def test_compiling_twice_or_with_gradients_in_flight() -> None:
 
 def test_untraceable_forward() -> None:
     model = build(Untraceable())
-    with pytest.raises(fxshard.CaptureError, match="Untraceable.forward"):
+    with pytest.raises(fxshard.CaptureError, match=r"Untraceable\.forward"):
         model(torch.ones(2, 4))
 
 

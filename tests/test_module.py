@@ -139,11 +139,12 @@ def test_fused_adamw_equals_torch_bitwise() -> None:
     torch.manual_seed(0)
     plain = Mlp()
     reference = copy.deepcopy(plain)
-    model = fxshard.compile(
-        plain, optimizer=fxshard.AdamW(lr=1e-2, weight_decay=0.1, decay=decays), lowering="eager"
-    )
+    model = fxshard.compile(plain, optimizer=fxshard.AdamW(lr=1e-2, weight_decay=0.1, decay=decays), lowering="eager")
     groups = [
-        {"params": [p for n, p in reference.named_parameters() if decays(n, tuple(p.shape)) == flag], "weight_decay": wd}
+        {
+            "params": [p for n, p in reference.named_parameters() if decays(n, tuple(p.shape)) == flag],
+            "weight_decay": wd,
+        }
         for flag, wd in ((True, 0.1), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)

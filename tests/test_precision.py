@@ -36,9 +36,7 @@ def fsdp2(reduce: torch.dtype) -> Run:
 
 def ours(zero: int, reduce: torch.dtype) -> tuple[Run, set[torch.dtype], set[str]]:
     precision = fxshard.Precision(param=BF16, reduce=reduce)
-    model = fxshard.compile(
-        llama(), zero=zero, precision=precision, optimizer=fxshard.AdamW(lr=1e-3), lowering="eager"
-    )
+    model = fxshard.compile(llama(), zero=zero, precision=precision, optimizer=fxshard.AdamW(lr=1e-3), lowering="eager")
     losses = []
     for step in range(3):
         loss = model(*this_ranks_batch(step))

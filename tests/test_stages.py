@@ -82,8 +82,8 @@ def test_tied_embedding_is_stored_and_updated_once(ranks: Pool) -> None:
 
 def test_alone_without_a_process_group() -> None:
     import fxshard
-    from tests.training import EPS, VOCAB
     from tests.toy import batch
+    from tests.training import EPS, VOCAB
 
     reference = plain_run(1)
     for zero in range(4):

@@ -15,7 +15,7 @@ from tests.toy import Llama, batch
 
 VOCAB = 96
 EPS = 1e-4
-"""AdamW divides by |gradient| + eps: with the default, rounding noise in a vanishing gradient moves a parameter by lr."""
+"""AdamW divides by |gradient| + eps: with a tiny eps, noise in a vanishing gradient moves a parameter by lr."""
 Make = Callable[[], nn.Module]
 
 

@@ -1,7 +1,7 @@
 """Time training steps of fxshard and its peers on the same model, in turns, in one run.
 
-    torchrun --standalone --nproc-per-node 2 -m fxshard.bench.train --device cpu --size toy
-    torchrun --standalone --nproc-per-node 1 -m fxshard.bench.train --device cuda --size 1b
+torchrun --standalone --nproc-per-node 2 -m fxshard.bench.train --device cpu --size toy
+torchrun --standalone --nproc-per-node 1 -m fxshard.bench.train --device cuda --size 1b
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ class Result:
     host_ms: float
 
 
-def fsdp2(model: nn.Module, precision: fxshard.Precision | None, compiled: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp2(
+    model: nn.Module, precision: fxshard.Precision | None, compiled: bool
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(precision.param, precision.reduce) if precision is not None else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(precision.param, precision.reduce) if precision is not None else MixedPrecisionPolicy()
+    )
     layers = model.get_submodule("layers")
     for layer in layers.children():
         if compiled:
@@ -80,7 +84,9 @@ CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = 
 class Contender:
     """A model under training, and the times of its steps."""
 
-    def __init__(self, name: str, config: LlamaConfig, batch: int, length: int, device: torch.device, bf16: bool) -> None:
+    def __init__(
+        self, name: str, config: LlamaConfig, batch: int, length: int, device: torch.device, bf16: bool
+    ) -> None:
         self.name = name
         self.device = device
         before = self._allocated()
@@ -167,7 +173,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
-    dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": device} if cuda else {}))
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     if not cuda:
         torch.set_num_threads(1)
     config, batch, length = SIZES[arguments.size]
@@ -188,7 +194,10 @@ def main() -> None:
 
 def report(results: list[Result], path: Path | None) -> None:
     base = next((r for r in results if r.name == "fsdp2-compile"), results[0])
-    print(f"{'contender':<16}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'host ms':>9}{'loss':>9}   base: {base.name}")
+    print(
+        f"{'contender':<16}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'host ms':>9}{'loss':>9}"
+        f"   base: {base.name}"
+    )
     for r in results:
         print(
             f"{r.name:<16}{r.step_ms:>10.1f}{r.step_ms / base.step_ms:>8.3f}{r.first_step_s:>9.1f}{r.peak_gib:>10.2f}"

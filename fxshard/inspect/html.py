@@ -18,6 +18,8 @@ from fxshard.plan.buckets import BucketPlan
 if TYPE_CHECKING:
     from fxshard.inspect.simulate import Simulation
 
+COMPUTES = (Kind.COMPUTE, Kind.UPDATE)
+
 Drawn = tuple[int, str, float, float]
 """A bar of the timeline: event, stream, start, stop. What starts and stops at once is drawn as a mark."""
 
@@ -64,24 +66,25 @@ def _figures(schedule: Schedule, simulation: Simulation | None) -> Iterator[tupl
         communication = simulation.communication_seconds
         hidden = f"{max(0.0, 1 - exposed / communication):.1%} hidden by compute" if communication else ""
         yield "communication", duration(communication), hidden
-        yield "peak memory, simulated", size(simulation.peak_bytes), _budget(schedule)
+        yield "peak memory, simulated", size(simulation.peak_bytes), "with activations"
     held = f"{size(schedule.resident_bytes)} at rest + {size(schedule.arena_bytes)} arena"
-    yield "shards and arena", size(schedule.peak_bytes), held
+    yield "shards and arena", size(schedule.peak_bytes), held + _budget(schedule)
     gathers = sum(1 for _ in schedule.of(Kind.UNSHARD))
     reductions = sum(1 for _ in schedule.of(Kind.REDUCE))
     yield "communication per step", size(schedule.comm_bytes), f"{gathers} gathers, {reductions} reductions"
 
 
 def _budget(schedule: Schedule) -> str:
-    return f"budget {size(schedule.budget)}" if schedule.budget is not None else "no budget was set"
+    return f"; budget {size(schedule.budget)}" if schedule.budget is not None else ""
 
 
 def _timeline(schedule: Schedule, simulation: Simulation | None) -> dict[str, Any]:
     if simulation is not None:
         drawn = [(span.index, span.stream, span.start, span.stop) for span in simulation.spans]
-        memory = [(seconds, held) for seconds, held in simulation.memory]
+        memory = list(_with_and_without_activations(schedule, simulation))
     else:
-        drawn, memory = list(_by_position(schedule)), list(_held_by_position(schedule))
+        drawn = list(_by_position(schedule))
+        memory = [(float(i), held, held) for i, held in _held_by_position(schedule)]
     streams = stream_order(stream for _, stream, _, _ in drawn)
     ends = [stop for _, _, _, stop in drawn]
     return {
@@ -91,6 +94,18 @@ def _timeline(schedule: Schedule, simulation: Simulation | None) -> dict[str, An
         "end": max(ends, default=0),
         "step": simulation.step_seconds if simulation is not None else len(schedule.events),
     }
+
+
+def _with_and_without_activations(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[float, int, int]]:
+    """(seconds, bytes held, bytes held in shards and arena): a budget bounds the latter."""
+    ends = sorted((span.stop, span.index) for span in simulation.spans)
+    computed = [(stop, schedule.events[i]) for stop, i in ends if schedule.events[i].kind in COMPUTES]
+    activations, k = 0, 0
+    for seconds, held in simulation.memory:
+        while k < len(computed) and computed[k][0] <= seconds:
+            activations = computed[k][1].held
+            k += 1
+        yield seconds, held, max(held - activations, schedule.resident_bytes)
 
 
 def _by_position(schedule: Schedule) -> Iterator[Drawn]:

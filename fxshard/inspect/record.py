@@ -13,6 +13,7 @@ from fxshard.events import Event, Kind, Phase, event_of
 from fxshard.inspect.schedule import Schedule
 from fxshard.ops import mm_into
 from fxshard.passes.aliases import is_view
+from fxshard.passes.context import PARAM
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.cost import node_flops, node_traffic
 from fxshard.plan.memory import MemoryPlan
@@ -122,28 +123,32 @@ def _unpacks(node: fx.Node) -> bool:
 
 def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
     """Bytes of values computed and still needed, behind each node. Parameters and gradients live in buckets."""
+    root: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
+        root[node] = root[node.all_input_nodes[0]] if is_view(node) else node
         for arg in node.all_input_nodes:
-            last[arg] = node
+            last[root[arg]] = node  # reading a view keeps what it is a view of
     dies: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last.items():
         dies.setdefault(user, []).append(node)
 
-    def owned(node: fx.Node) -> int:
-        if node.op == "output" or _unpacks(node) or is_view(node) or event_of(node) is not None:
-            return 0
-        if node.op == "placeholder" and node.meta.get("fxshard_param") is not None:
-            return 0
-        value = node.meta.get("val")
-        return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
-
     alive, after = 0, {}
     for node in graph.nodes:
-        alive += int(owned(node))
-        alive -= sum(int(owned(dead)) for dead in dies.get(node, ()))
+        if node in last:  # what nobody reads is gone at once
+            alive += _owned_bytes(node)
+        alive -= sum(_owned_bytes(dead) for dead in dies.get(node, ()) if node.op != "output")
         after[node] = alive
     return after
+
+
+def _owned_bytes(node: fx.Node) -> int:
+    """Bytes that a node's value adds to what is held."""
+    in_bucket = _unpacks(node) or event_of(node) is not None or node.meta.get(PARAM) is not None
+    value = node.meta.get("val")
+    if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
+        return 0
+    return int(value.numel()) * value.dtype.itemsize
 
 
 def _updates(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:

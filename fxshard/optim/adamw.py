@@ -38,7 +38,7 @@ class _Moments:
             self.steps[with_grad] += 1
 
     def stretches(self, group_of: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
-        """(group, positions) of local neighbours that one call can update: same group, same step, all with gradients."""
+        """(group, positions) of local neighbours that one call can update: same group, same step, with gradients."""
         current: list[int] = []
         previous: tuple[int, int] | None = None
         for i, (fragment, parameter) in enumerate(zip(self.bucket.fragments, self.bucket.params, strict=True)):
@@ -73,8 +73,8 @@ class _Moments:
 class ShardedAdamW(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` over the sharded parameters: LR schedulers, groups and ``state_dict`` work as usual.
 
-    Moments live in one flat tensor per bucket; ``state[p]`` holds views of it. Parameters of a bucket that share a group
-    and lie side by side are updated as one tensor, which for most models is the whole shard.
+    Moments live in one flat tensor per bucket; ``state[p]`` holds views of it. Parameters of a bucket that share a
+    group and lie side by side are updated as one tensor, which for most models is the whole shard.
     """
 
     def __init__(self, buckets: Sequence[Bucket], choice: AdamW) -> None:

@@ -11,22 +11,34 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fxshard import _compat
 from fxshard.ops import mm_into
+
+
+_FLOPS = "fxshard_flops"
+"""Key of ``node.meta``: several passes ask for the same node."""
 
 
 def node_flops(node: fx.Node) -> int:
     """Operations of a node by torch's own formulas; 0 for what has none (it is bound by memory traffic)."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if _FLOPS not in node.meta:
+        node.meta[_FLOPS] = _count_flops(node)
+    return node.meta[_FLOPS]
+
+
+def _count_flops(node: fx.Node) -> int:
+    target = _compat.operator_of(node)
+    if target is None:
         return 0
-    if node.target is mm_into:
+    if target is mm_into:
         a, b = (_value(arg) for arg in node.args[:2])
         return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
-    attention = _CPU_ATTENTION.get(node.target._opname)
+    attention = _CPU_ATTENTION.get(_compat.operator_name(target))
     if attention is not None:
         query, key = (_value(node.args[i]) for i in attention.operands)
         batch, heads, length, width = (int(size) for size in query.shape)
         return attention.products * 2 * batch * heads * length * int(key.shape[-2]) * width
-    formula = flop_registry.get(node.target.overloadpacket)
+    formula = flop_registry.get(target.overloadpacket)
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
@@ -49,7 +61,7 @@ _CPU_ATTENTION = {
 
 
 def node_traffic(node: fx.Node) -> int:
-    """Bytes a kernel of its own reads and writes, from shapes; pointwise nodes that would be fused count their output."""
+    """Bytes a kernel reads and writes, from shapes; of pointwise nodes, which are fused, only the output counts."""
     if node.op != "call_function" or node.target is operator.getitem:
         return 0
     written = _bytes(node.meta.get("val"))

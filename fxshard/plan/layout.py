@@ -108,9 +108,7 @@ class Layout:
                 return Fragment(name, 0, slot.spec.rows, offset, 0)
             at_row = 0 if begin <= slot.offset else slot.spec.rows
             return Fragment(name, at_row, at_row, offset, 0)
-        return Fragment(
-            name, (start - slot.offset) // row, (stop - slot.offset) // row, start - begin, stop - start
-        )
+        return Fragment(name, (start - slot.offset) // row, (stop - slot.offset) // row, start - begin, stop - start)
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         return tuple(self.fragment(rank, name) for name in self.names)
@@ -166,7 +164,9 @@ def require_all_placed(specs: Sequence[TensorSpec], layout: Layout) -> Layout:
     if len(wanted) != len(specs):
         raise LayoutError("two parameters of one bucket have the same name")
     if wanted != placed:
-        raise LayoutError(f"not placed: {sorted(wanted - placed)}; placed without being asked: {sorted(placed - wanted)}")
+        raise LayoutError(
+            f"not placed: {sorted(wanted - placed)}; placed without being asked: {sorted(placed - wanted)}"
+        )
     return layout
 
 

@@ -54,9 +54,7 @@ def plan_slots(buffers: Sequence[Buffer]) -> MemoryPlan:
     """
     conflicts = nx.Graph()
     conflicts.add_nodes_from(range(len(buffers)))
-    conflicts.add_edges_from(
-        (i, j) for j in range(len(buffers)) for i in range(j) if buffers[i].overlaps(buffers[j])
-    )
+    conflicts.add_edges_from((i, j) for j in range(len(buffers)) for i in range(j) if buffers[i].overlaps(buffers[j]))
     first = sorted(range(len(buffers)), key=lambda i: (-buffers[i].bytes, buffers[i].start, buffers[i].key))
     colours = nx.greedy_color(conflicts, strategy=lambda graph, colors: first)
 

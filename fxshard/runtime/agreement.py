@@ -71,5 +71,6 @@ def _first_difference(topic: str, rank: int, mine: list[str], theirs: list[str])
             return f"{topic} differs from rank {rank} at entry {i}:\n  here:    {here}\n  rank {rank}: {there}"
     longer = "here" if len(mine) > len(theirs) else f"on rank {rank}"
     extra = (mine if len(mine) > len(theirs) else theirs)[min(len(mine), len(theirs))]
-    return f"{topic} has {len(mine)} entries here and {len(theirs)} on rank {rank}; the first one only {longer}: {extra}"
-
+    return (
+        f"{topic} has {len(mine)} entries here and {len(theirs)} on rank {rank}; the first one only {longer}: {extra}"
+    )

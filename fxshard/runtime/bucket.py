@@ -84,9 +84,7 @@ class Bucket:
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Every parameter as a view of a gathered (or full gradient) buffer."""
-        return tuple(
-            flat[slot.offset : slot.end].view(slot.spec.shape) for slot in self.plan.layout.slots
-        )
+        return tuple(flat[slot.offset : slot.end].view(slot.spec.shape) for slot in self.plan.layout.slots)
 
     def own_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a gathered buffer."""

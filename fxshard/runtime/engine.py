@@ -53,7 +53,7 @@ class Engine:
         self._gathered: dict[int, Gathered] = {}
         self._reducing: dict[int, Reducing] = {}
         self._start: Token | None = None
-        self._unsettled: list[Token] = []
+        self._unsettled: list[Reducing] = []
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -70,8 +70,9 @@ class Engine:
 
     def end(self) -> None:
         """A program is over: what it reduced is there for whoever comes next."""
-        for token in self._unsettled:
-            token.wait()
+        for state in self._unsettled:
+            assert state.token is not None
+            state.token.wait()
         self._unsettled.clear()
 
     def abort(self) -> None:
@@ -191,7 +192,8 @@ class Engine:
     def finish(self, index: int) -> None:
         state = self._reducing.pop(index)
         assert state.token is not None, f"{self.buckets[index].plan.name} is finished before it is reduced"
-        self._unsettled.append(state.token)
+        # Kept until the end: scratch memory belongs to the compute stream and the reduction may still read it.
+        self._unsettled.append(state)
         if state.slot is not None:
             self.arena.release(state.slot, state.token)
         if not self.arena.planned:
@@ -212,5 +214,3 @@ class Engine:
         if not accumulate and plan.reduce_dtype == plan.master_dtype:
             return bucket.hold_gradient()
         return torch.empty(plan.layout.numel, dtype=plan.reduce_dtype, device=bucket.device)
-
-

@@ -124,5 +124,3 @@ _NOTHING = _Nothing()
 
 def streams_for(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else CpuStreams()
-
-

@@ -137,7 +137,7 @@ def timed(schedule: Schedule, flops: float = 400e12, bandwidth: float = 100e9) -
     stop: list[float] = []
     spans, memory, held = [], [(0.0, schedule.resident_bytes)], schedule.resident_bytes
     slots: dict[tuple[str, str], int] = {}
-    exposed = 0.0
+    exposed, activations = 0.0, 0
     for i, event in enumerate(schedule.events):
         long = 0.0
         if event.kind is Kind.COMPUTE:
@@ -158,6 +158,9 @@ def timed(schedule: Schedule, flops: float = 400e12, bandwidth: float = 100e9) -
             slots[event.stream, event.bucket] = event.slot.bytes
             held += event.slot.bytes
             memory.append((start, held))
+        if event.kind in (Kind.COMPUTE, Kind.UPDATE):
+            held, activations = held + event.held - activations, event.held
+            memory.append((start + long, held))
         if event.kind in (Kind.RESHARD, Kind.FINISH):
             held -= slots.pop(("gather" if event.kind is Kind.RESHARD else "compute", event.bucket), 0)
             memory.append((start, held))

@@ -65,11 +65,19 @@ def test_data_is_the_schedule() -> None:
     assert "exposed communication" in {name for name, _, _ in data["figures"]}
 
 
+def test_activations_do_not_count_against_the_budget() -> None:
+    schedule = drawn(layers=5)
+    memory = data_of(page(schedule))["memory"]
+    assert max(held for _, held, _ in memory) > max(planned for _, _, planned in memory)
+    assert max(planned for _, _, planned in memory) <= schedule.peak_bytes
+    assert min(planned for _, _, planned in memory) == schedule.resident_bytes
+
+
 def test_without_simulation_the_axis_counts_events() -> None:
     schedule = drawn(layers=5)
     data = data_of(to_html(schedule))
     assert data["simulated"] is False and data["end"] == len(schedule)
-    assert max(held for _, held in data["memory"]) <= schedule.peak_bytes
+    assert max(held for _, held, _ in data["memory"]) <= schedule.peak_bytes
     assert data["memory"][-1][1] == schedule.resident_bytes
 
 

@@ -1,0 +1,235 @@
+"""What planning costs, and what it gains: the tables of docs/planning-figures.md.
+
+python -m fxshard.bench.planning            # all three parts
+python -m fxshard.bench.planning --quick    # the third with 16 layers of each model
+python -m fxshard.bench.planning --parts layers
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+
+import fxshard
+from fxshard import backend
+from fxshard.events import Kind, Phase, events
+from fxshard.inspect.presets import PRESETS
+from fxshard.inspect.record import record, resident_bytes
+from fxshard.inspect.schedule import Schedule
+from fxshard.inspect.simulate import Simulation
+from fxshard.passes import pipeline
+from fxshard.passes.context import PassContext
+from fxshard.passes.order_prefetch import order_prefetch
+from fxshard.passes.plan_memory import plan_memory
+from fxshard.plan.buckets import plan_buckets
+from fxshard.plan.hardware import hardware as known
+from fxshard.plan.units import find_units
+
+LAYERS = (8, 16, 32, 64, 80)
+QUICK_LAYERS = 16
+RANKS = (8, 64, 1024)
+HARDWARE = ("h100", "h200", "gb200")
+PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+
+
+# -- one capture, many schedules ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step as graphs without events: what no choice of ranks, machine or budget changes."""
+
+    model: nn.Module
+    graphs: dict[Phase, fx.GraphModule]
+    context: PassContext
+    precision: fxshard.Precision | None
+    zero: int
+
+    def schedule(self, *, ranks: int, hardware: str, fsdp2: bool = False, **options: Any) -> Schedule:
+        """As ``fxshard.plan`` gives it. With ``fsdp2``, ordered by its rule: one ahead, and the last bucket kept."""
+        buckets = plan_buckets(
+            self.model, find_units(self.model), zero=self.zero, ranks=ranks, precision=self.precision
+        )
+        machine = known(hardware)
+        given = replace(self.context.options, hardware=machine, **options)
+        context = replace(
+            self.context, buckets=buckets, options=given, group=f"cuda×{ranks}", ranks=ranks, hardware=machine
+        )
+        run = _fsdp2 if fsdp2 else pipeline.schedule
+        graphs = {phase: fx.GraphModule(module, copy.deepcopy(module.graph)) for phase, module in self.graphs.items()}
+        scheduled, memory = run(graphs, context, resident_bytes(buckets))
+        return record(scheduled, buckets, memory, ranks=ranks, zero=self.zero, budget=given.memory_budget)
+
+
+class _Enough(Exception):
+    """Thrown in place of scheduling: the graphs are there."""
+
+
+def capture(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    *,
+    zero: int = 3,
+    precision: fxshard.Precision | None = None,
+    lowering: str = "inductor",
+) -> Captured:
+    """Capture a step once, by planning it up to where it would be scheduled."""
+    found: list[tuple[dict[Phase, fx.GraphModule], PassContext]] = []
+
+    def keep(modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident: int) -> Any:
+        found.append((dict(modules), context))
+        raise _Enough
+
+    with mock.patch.object(backend, "schedule", keep), _until(_Enough):
+        fxshard.plan(model, inputs, world_size=2, zero=zero, precision=precision, lowering=lowering)
+    ((graphs, context),) = found
+    return Captured(model, graphs, context, precision, zero)
+
+
+@contextmanager
+def _until(kind: type[Exception]) -> Iterator[None]:
+    """Swallow an exception, and those that Dynamo wraps around it."""
+    try:
+        yield
+    except Exception as error:
+        causes: list[BaseException | None] = [error]
+        while causes[-1] is not None and not isinstance(causes[-1], kind):
+            causes.append(causes[-1].__cause__ or getattr(causes[-1], "inner_exception", None))
+        if causes[-1] is None:
+            raise
+
+
+def _fsdp2(
+    modules: dict[Phase, fx.GraphModule], context: PassContext, resident: int
+) -> tuple[dict[Phase, fx.GraphModule], Any]:
+    """Each gather starts when the bucket before it is in use, and what forward uses last stays for backward."""
+    context = replace(context, options=replace(context.options, prefetch=1, keep_resident=False))
+    for phase, module in modules.items():
+        at = replace(context, phase=phase)
+        for run in pipeline.INSERTING[phase]:
+            module = run(module, at)
+        modules[phase] = order_prefetch(module, at)
+    last = [event for _, event in events(modules[Phase.FORWARD].graph) if event.kind is Kind.WAIT][-1].bucket_index
+    for phase, kind in ((Phase.FORWARD, Kind.RESHARD), (Phase.BACKWARD, Kind.UNSHARD)):
+        for node, event in list(events(modules[phase].graph)):
+            if event.kind is kind and event.bucket_index == last:
+                modules[phase].graph.erase_node(node)
+    return modules, plan_memory(modules, context)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+RULES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one ahead": {"prefetch": 1},
+    "FSDP2": {"fsdp2": True},
+}
+
+
+def cost(preset: str, layers: int | None, ranks: int) -> dict[str, float]:
+    """Seconds and peak memory of one plan, in a process of its own."""
+    command = [sys.executable, "-m", "fxshard.bench.planning", "--one", preset, str(layers or 0), str(ranks)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
+    """Plan here, and say what it took. Importing torch is part of the memory and not of the time."""
+    import resource
+
+    model, inputs = PRESETS[preset](layers or None)
+    started = time.perf_counter()
+    schedule = fxshard.plan(model, inputs, world_size=ranks, hardware="h200", precision=PRECISION)
+    seconds = time.perf_counter() - started
+    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+    return {"seconds": seconds, "gib": gib, "events": len(schedule)}
+
+
+def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str, Simulation]]]:
+    """(hardware, ranks, {rule: simulated step}) of one model."""
+    captured = capture(*PRESETS[preset](layers), precision=PRECISION)
+    for ranks in RANKS:
+        for hardware in HARDWARE:
+            yield (
+                hardware,
+                ranks,
+                {
+                    rule: captured.schedule(ranks=ranks, hardware=hardware, **options).simulate(hardware)
+                    for rule, options in RULES.items()
+                },
+            )
+
+
+def print_cost() -> None:
+    print("\n## Cost: llama-70b on 1024 ranks\n", flush=True)
+    _table(("layers", "seconds", "peak GiB", "events"), [_cost_row(80)])
+
+
+def print_layers() -> None:
+    print("\n## Cost by layers: llama-70b on 1024 ranks\n", flush=True)
+    _table(("layers", "seconds", "peak GiB", "events"), (_cost_row(layers) for layers in LAYERS))
+
+
+def _cost_row(layers: int) -> list[str]:
+    found = cost("llama-70b", layers, 1024)
+    return [str(layers), f"{found['seconds']:.1f}", f"{found['gib']:.2f}", f"{found['events']:.0f}"]
+
+
+def print_gains(layers: int | None) -> None:
+    for preset in PRESETS:
+        about = f", {layers} layers" if layers else ""
+        print(f"\n## Gain: {preset}{about}, milliseconds per step\n", flush=True)
+        head = ["hardware", "ranks", "compute", "bound"]
+        head += [f"{rule}: {what}" for rule in RULES for what in ("step", "exposed")]
+        _table([*head, "step / bound"], (_gain_row(*row) for row in gains(preset, layers)))
+
+
+def _gain_row(hardware: str, ranks: int, found: dict[str, Simulation]) -> list[str]:
+    ours = found["default"]
+    row = [hardware, str(ranks), f"{ours.compute_seconds * 1e3:.1f}", f"{ours.bound_seconds * 1e3:.1f}"]
+    for simulation in found.values():
+        row += [f"{simulation.step_seconds * 1e3:.1f}", f"{simulation.exposed_seconds * 1e3:.1f}"]
+    return [*row, f"{ours.step_seconds / ours.bound_seconds:.3f}"]
+
+
+def _table(head: Sequence[str], rows: Any) -> None:
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * len(head))
+    for row in rows:
+        print("| " + " | ".join(row) + " |", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("cost", "layers", "gains"), default=("cost", "layers", "gains"))
+    parser.add_argument("--quick", action="store_true", help=f"gains with {QUICK_LAYERS} layers of each model")
+    parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help="plan once, print its cost")
+    args = parser.parse_args(argv)
+    if args.one:
+        preset, layers, ranks = args.one
+        print(json.dumps(one(preset, int(layers), int(ranks))))
+        return
+    parts: dict[str, Callable[[], None]] = {
+        "cost": print_cost,
+        "layers": print_layers,
+        "gains": lambda: print_gains(QUICK_LAYERS if args.quick else None),
+    }
+    for part in args.parts:
+        parts[part]()
+
+
+if __name__ == "__main__":
+    main()
