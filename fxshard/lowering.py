@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from torch import fx
 from fxshard import _compat
 
 BoxedCallable = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Compilations:
+    """How much was compiled: stretches of compute, distinct ones among them, and graphs that Dynamo captured."""
+
+    segments: int
+    compiled: int
+    captures: int
 
 
 class SegmentCompiler:

@@ -14,6 +14,7 @@ from fxshard import _compat
 from fxshard.backend import Backend
 from fxshard.errors import CaptureError, ConfigError, FxshardError, StateError
 from fxshard.inspect.schedule import Schedule
+from fxshard.lowering import Compilations
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.sharding import Sharding
 
@@ -113,6 +114,12 @@ class ShardedModule(nn.Module):
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The rewritten graphs by phase: ``print(model.graphs["forward"].graph)``, likewise backward and eval."""
         return dict(self._backend.graphs)
+
+    @property
+    def compilations(self) -> Compilations:
+        """What was compiled so far; ``captures`` grows when another input shape or mode is met."""
+        compiler = self._sharding.compiler
+        return Compilations(compiler.segments, compiler.compilations, self._backend.captures)
 
     @property
     def zero(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -41,8 +41,6 @@ class PassContext:
     """How many gathers may run ahead of the one in use, where durations decide how many do."""
     arena_budget: int | None = None
     """Bytes the arena may have; None means as few as the step needs."""
-    kept: frozenset[int] = field(default_factory=frozenset)
-    """Buckets that stay unsharded between forward and backward."""
 
     def bucket(self, ref: ParamRef) -> BucketPlan:
         return self.buckets[ref.bucket]

@@ -1,8 +1,7 @@
 """Forward, backward, evaluation: release each gathered bucket behind its last use, counting views of it as uses.
 
-Requires ``insert_unshard``. Provides one ``reshard`` per gathered bucket, except for buckets that are resident and for
-those kept from forward to backward. A parameter whose memory leaves the graph is an error: the caller would hold a view
-of a buffer that the next gather overwrites.
+Requires ``insert_unshard``. Provides one ``reshard`` per gathered bucket that is not resident. A parameter whose memory
+leaves the graph is an error: the caller would hold a view of a buffer that the next gather overwrites.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxshard.errors import PassError
-from fxshard.events import Kind, Phase, events, insert
+from fxshard.events import Kind, events, insert
 from fxshard.passes.aliases import readers
 from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import CutPoints
@@ -28,11 +27,10 @@ def insert_reshard(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
         escaping = [node for node in uses if node.op == "output"]
         if escaping:
             raise PassError(
-                f"the {context.phase} graph returns memory of a parameter of {bucket.name!r} ({bucket.params[0]}, …); "
+                f"the {context.phase} graph returns memory of a parameter of {bucket.name!r} "
+                f"({', '.join(bucket.params)}); "
                 "return a copy from the model (for example weight.clone()) instead of the parameter or a view of it"
             )
-        if context.phase is Phase.FORWARD and bucket.index in context.kept:
-            continue
         last = max(uses, key=order.__getitem__)
         with graph.inserting_before(cuts.after(last)):
             insert(graph, Kind.RESHARD, bucket, phase=context.phase, group=context.group, why=f"last use: {last.name}")

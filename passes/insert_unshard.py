@@ -24,12 +24,11 @@ def insert_unshard(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
         bucket = context.buckets[bucket_index]
         first = min((user for _, users in uses.values() for user in users), key=order.__getitem__)
         with graph.inserting_before(cuts.at_or_before(first)):
-            # What is resident was refreshed in forward, and what was kept is still there: backward needs the views.
-            there = context.phase is Phase.BACKWARD and (bucket.resident or bucket_index in context.kept)
-            if not there:
+            # What is resident was refreshed in forward: backward only needs the views.
+            if not bucket.resident or context.phase is not Phase.BACKWARD:
                 insert(graph, Kind.UNSHARD, bucket, phase=context.phase, group=context.group, why="needed here")
             used = next(ref for ref, users in uses.values() if first in users)
-            why = f"{'kept since forward, ' * there}first use: {bucket.params[used.position]}"
+            why = f"first use: {bucket.params[used.position]}"
             wait = insert(graph, Kind.WAIT, bucket, phase=context.phase, group=context.group, why=why)
             wait.meta["val"] = (None,) * len(bucket.params)
             for placeholder, (ref, users) in uses.items():

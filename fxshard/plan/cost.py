@@ -14,7 +14,6 @@ from torch.utils.flop_counter import flop_registry
 from fxshard import _compat
 from fxshard.ops import mm_into
 
-
 _FLOPS = "fxshard_flops"
 """Key of ``node.meta``: several passes ask for the same node."""
 

@@ -56,8 +56,8 @@ def bucket(index: int, *shapes: tuple[int, ...], zero: int = 3, ranks: int = 2, 
     return BucketPlan(index, f"b{index}", f"b{index}", row_layout(specs, ranks), ZERO[zero], f32, f32, f32, trainable)
 
 
-def context(*buckets: BucketPlan, phase: Phase = Phase.FORWARD, kept: Sequence[int] = ()) -> PassContext:
-    return PassContext(buckets, Options(lowering="eager"), phase, group="test", kept=frozenset(kept))
+def context(*buckets: BucketPlan, phase: Phase = Phase.FORWARD, **options: Any) -> PassContext:
+    return PassContext(buckets, Options(lowering="eager", **options), phase, group="test", ranks=2)
 
 
 def listing(module: fx.GraphModule) -> list[str]:

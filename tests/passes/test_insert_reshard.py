@@ -124,17 +124,3 @@ def test_views_of_a_resident_bucket_may_leave() -> None:
     w = draft.input("w", *SQUARE, param=ParamRef(0, 0))
     module = scheduled(draft.output(draft.call(aten.t.default, w)), context(bucket(0, SQUARE, zero=1)))
     assert listing(module)[-2:] == ["t(b0[0])", "output(t)"]
-
-
-@pytest.mark.parametrize("phase, released", [(Phase.FORWARD, 0), (Phase.BACKWARD, 1), (Phase.EVAL, 1)])
-def test_what_is_kept_for_backward_is_released_there(phase: Phase, released: int) -> None:
-    module = scheduled(viewed_late(), context(bucket(0, SQUARE), phase=phase, kept=[0]))
-    kinds = [event.kind for _, event in events(module.graph)]
-    assert kinds.count(Kind.RESHARD) == released
-
-
-def test_keeping_a_bucket_does_not_let_its_memory_leave() -> None:
-    draft = Draft()
-    w = draft.input("w", *SQUARE, param=ParamRef(0, 0))
-    with pytest.raises(PassError):
-        scheduled(draft.output(draft.call(aten.t.default, w)), context(bucket(0, SQUARE), kept=[0]))

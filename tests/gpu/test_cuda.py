@@ -1,0 +1,96 @@
+"""On a GPU: the same numbers as plain PyTorch, nothing allocated in steady state, no hidden synchronisation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fxshard
+from fxshard.models import Llama, LlamaConfig
+
+pytestmark = pytest.mark.gpu
+SMALL = LlamaConfig(vocab=512, dim=256, layers=4, heads=4, hidden=704)
+BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+
+
+def pair(**options: object) -> tuple[fxshard.ShardedModule, Llama]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        plain = Llama(SMALL)
+    reference = copy.deepcopy(plain)
+    return fxshard.compile(plain, optimizer=fxshard.AdamW(lr=1e-3), **options), reference  # type: ignore[arg-type]
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(0, 512, (2, 128), generator=torch.Generator().manual_seed(step)).cuda()
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_trains_like_the_plain_model(lowering: str, zero: int) -> None:
+    model, reference = pair(zero=zero, lowering=lowering)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
+    for step in range(4):
+        x = tokens(step)
+        mine, theirs = model(x, x), reference(x, x)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        mine.backward()
+        theirs.backward()
+        for o in (model.optimizer, optimizer):
+            o.step()
+            o.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{"overlap": False}, {"arena": False}, {"prefetch": 0}, {"keep_resident": False}])
+def test_scheduling_options_change_nothing(options: dict[str, object]) -> None:
+    results = []
+    for chosen in ({}, options):
+        model, _ = pair(precision=BF16, lowering="eager", **chosen)
+        for step in range(3):
+            x = tokens(step)
+            model(x, x).backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+        results.append(model.full_state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_accumulation_adds_up() -> None:
+    model, reference = pair(lowering="eager")
+    for step in range(3):
+        x = tokens(step)
+        model(x, x).backward()
+        reference(x, x).backward()
+    grads = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(grads[name].grad, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_synchronises_nowhere() -> None:
+    """Warnings of torch's sync debug mode would be errors: the host never waits for the device."""
+    model, _ = pair(precision=BF16)
+    x = tokens(0)
+
+    def step() -> None:
+        model(x, x).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_gradient_products_are_written_in_the_wider_dtype() -> None:
+    model, _ = pair(precision=BF16)
+    x = tokens(0)
+    model(x, x).backward()
+    assert "mm_into" in str(model.graphs["backward"].graph)
+    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.float32}

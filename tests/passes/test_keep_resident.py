@@ -1,0 +1,98 @@
+"""``keep_resident``: what fits is not gathered twice."""
+
+from dataclasses import replace
+
+from torch import fx
+
+from fxshard.events import Kind, Phase, events
+from fxshard.passes.context import ParamRef, PassContext
+from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
+from fxshard.passes.insert_reshard import insert_reshard
+from fxshard.passes.insert_unshard import insert_unshard
+from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.order_prefetch import order_prefetch
+from fxshard.passes.plan_memory import plan_memory
+from tests.passes.graphs import Draft, aten, bucket, context
+
+SQUARE = (64, 64)
+LAYERS = 6
+BUCKETS = tuple(bucket(i, SQUARE) for i in range(LAYERS))
+
+
+def forward() -> fx.GraphModule:
+    draft = Draft()
+    weights = [draft.input(f"w{i}", *SQUARE, param=ParamRef(i, 0)) for i in range(LAYERS)]
+    x = draft.input("x", *SQUARE)
+    for weight in weights:
+        x = draft.call(aten.mm.default, x, weight)
+    return draft.output(x, *weights)
+
+
+def backward() -> fx.GraphModule:
+    draft = Draft()
+    weights = [draft.input(f"w{i}", *SQUARE, param=ParamRef(i, 0)) for i in range(LAYERS)]
+    saved, dy = draft.input("saved", *SQUARE), draft.input("dy", *SQUARE)
+    grads: list[fx.Node] = []
+    for weight in reversed(weights):
+        grads.append(draft.call(aten.mm.default, saved, dy))
+        dy = draft.call(aten.mm.default, dy, weight)
+    return draft.output(*reversed(grads), dy, grads=[*[ParamRef(i, 0) for i in range(LAYERS)], None])
+
+
+def step(frame: PassContext) -> dict[Phase, fx.GraphModule]:
+    modules = {Phase.FORWARD: forward(), Phase.BACKWARD: backward()}
+    for phase, module in modules.items():
+        here = replace(frame, phase=phase)
+        insert_reshard(insert_unshard(module, here), here)
+        if phase is Phase.BACKWARD:
+            insert_reduce_scatter(module, here)
+        order_prefetch(module, here)
+    return modules
+
+
+def gathers(modules: dict[Phase, fx.GraphModule]) -> int:
+    return sum(event.kind is Kind.UNSHARD for module in modules.values() for _, event in events(module.graph))
+
+
+def test_what_is_kept_without_a_budget_costs_no_memory() -> None:
+    frame = context(*BUCKETS, prefetch=1)
+    before = plan_memory(step(frame), frame).bytes
+    modules = step(frame)
+    kept = keep_resident(modules, frame)
+    assert LAYERS - 1 in kept  # what forward uses last, backward uses first
+    assert plan_memory(modules, frame).bytes <= before
+    assert gathers(modules) == 2 * LAYERS - len(kept)
+
+
+def test_a_budget_keeps_as_much_as_it_allows() -> None:
+    frame = context(*BUCKETS, prefetch=1)
+    kept = []
+    for extra in (0, 2, 100):
+        modules = step(frame)
+        base = plan_memory(step(frame), frame).bytes
+        budget = base + extra * BUCKETS[0].gathered_bytes
+        within = replace(frame, arena_budget=budget)
+        kept.append(len(keep_resident(modules, within)))
+        assert plan_memory(modules, within).bytes <= budget
+    assert kept[0] < kept[1] < kept[2] == LAYERS
+
+
+def test_it_can_be_turned_off() -> None:
+    frame = context(*BUCKETS, prefetch=1, keep_resident=False)
+    modules = step(frame)
+    assert keep_resident(modules, frame) == frozenset()
+    assert gathers(modules) == 2 * LAYERS
+
+
+def test_a_kept_bucket_is_one_buffer_from_forward_to_backward() -> None:
+    frame = context(*BUCKETS, prefetch=1)
+    modules = step(frame)
+    (index, *_) = sorted(keep_resident(modules, frame), reverse=True)
+    plan_memory(modules, frame)
+    slots = [
+        event.slot
+        for module in modules.values()
+        for _, event in events(module.graph)
+        if event.bucket_index == index and event.kind in (Kind.UNSHARD, Kind.WAIT)
+    ]
+    assert len(slots) == 3 and len(set(slots)) == 1 and slots[0] is not None

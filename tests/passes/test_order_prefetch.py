@@ -1,0 +1,77 @@
+"""``order_prefetch``: when gathers start, by depth and by deadline."""
+
+from dataclasses import replace
+
+import pytest
+from torch import fx
+
+from fxshard.events import Kind, events
+from fxshard.passes.context import ParamRef, PassContext
+from fxshard.passes.insert_reshard import insert_reshard
+from fxshard.passes.insert_unshard import insert_unshard
+from fxshard.passes.order_prefetch import order_prefetch
+from fxshard.plan.hardware import hardware
+from tests.passes.graphs import Draft, aten, bucket, context
+
+SQUARE = (64, 64)
+LAYERS = 5
+BUCKETS = tuple(bucket(i, SQUARE) for i in range(LAYERS))
+
+
+def chain() -> fx.GraphModule:
+    """x @ w0 @ w1 @ …, one bucket per product."""
+    draft = Draft()
+    weights = [draft.input(f"w{i}", *SQUARE, param=ParamRef(i, 0)) for i in range(LAYERS)]
+    x = draft.input("x", *SQUARE)
+    for weight in weights:
+        x = draft.call(aten.mm.default, x, weight)
+    return draft.output(x)
+
+
+def order(frame: PassContext) -> list[str]:
+    module = order_prefetch(insert_reshard(insert_unshard(chain(), frame), frame), frame)
+    module.graph.lint()
+    return [f"{event.kind} {event.bucket_index}" for _, event in events(module.graph)]
+
+
+def alive(lines: list[str]) -> int:
+    most = now = 0
+    for line in lines:
+        now += line.startswith("unshard") - line.startswith("reshard")
+        most = max(most, now)
+    return most
+
+
+def test_depth_zero_gathers_where_needed() -> None:
+    lines = order(context(*BUCKETS, prefetch=0))
+    for i in range(LAYERS):
+        assert lines.index(f"wait {i}") == lines.index(f"unshard {i}") + 1
+    assert alive(lines) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_depth_needs_one_place_more_and_keeps_the_order(depth: int) -> None:
+    lines = order(context(*BUCKETS, prefetch=depth))
+    assert [line for line in lines if line.startswith("unshard")] == [f"unshard {i}" for i in range(LAYERS)]
+    assert alive(lines) == depth + 1
+    assert all(lines.index(f"unshard {i}") < lines.index(f"wait {i - depth + 1}") for i in range(depth, LAYERS))
+
+
+def test_deadlines_start_late_where_the_network_is_fast_and_early_where_it_is_slow() -> None:
+    machine = hardware("h200")
+    fast = replace(machine, intra_bandwidth=1e18, intra_latency=0.0)
+    slow = replace(machine, intra_bandwidth=1e6)
+    frame = context(*BUCKETS)
+    lines = {name: order(replace(frame, hardware=hw)) for name, hw in (("fast", fast), ("slow", slow))}
+    assert alive(lines["fast"]) <= 2 < alive(lines["slow"]) == frame.ahead + 1
+    for listed in lines.values():
+        assert [line for line in listed if line.startswith("unshard")] == [f"unshard {i}" for i in range(LAYERS)]
+        for i in range(LAYERS):
+            assert listed.index(f"unshard {i}") < listed.index(f"wait {i}") < listed.index(f"reshard {i}")
+
+
+def test_every_gather_says_why_it_stands_where_it_stands() -> None:
+    frame = replace(context(*BUCKETS), hardware=hardware("h200"))
+    module = order_prefetch(insert_reshard(insert_unshard(chain(), frame), frame), frame)
+    reasons = {event.why for _, event in events(module.graph) if event.kind is Kind.UNSHARD}
+    assert reasons <= {"at the start", "latest start that hides it", f"as early as {frame.ahead} ahead allows"}

@@ -1,0 +1,245 @@
+"""What `fxshard.plan` says is what a run does: events, memory, agreement of the ranks; and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from fxshard.inspect.presets import LENGTH, PRESETS
+from fxshard.inspect.schedule import Schedule
+from tests.pool import Pool
+from tests.toy import Llama, batch
+from tests.training import VOCAB, llama, this_ranks_batch
+
+SETTINGS: list[dict[str, Any]] = [{"zero": zero} for zero in range(4)]
+
+
+def meta_llama() -> nn.Module:
+    with torch.device("meta"):
+        return Llama(vocab=VOCAB, dim=32, layers=3, heads=4, hidden=88)
+
+
+def planned(model: nn.Module, device: str = "cpu", **options: Any) -> Schedule:
+    inputs = tuple(value.to(device) for value in batch(0, 2, 0, VOCAB))
+    return fxshard.plan(model, inputs, **{"world_size": 2, "hardware": "cpu", "lowering": "eager", **options})
+
+
+def budgets() -> list[dict[str, Any]]:
+    """The smallest budget, and one with room for half of the buckets."""
+    with pytest.raises(fxshard.BudgetError) as caught:
+        planned(meta_llama(), "meta", memory_budget=1)
+    smallest = caught.value.smallest
+    return [{"zero": 3, "memory_budget": smallest}, {"zero": 3, "memory_budget": smallest + 100_000}]
+
+
+# -- P2: the same events -----------------------------------------------------------------------------------------------
+
+
+def emitted(settings: list[dict[str, Any]]) -> list[Schedule]:
+    """The schedules of training steps that this rank ran."""
+    found = []
+    for options in settings:
+        model = fxshard.compile(llama(), lowering="eager", optimizer=fxshard.AdamW(), **options)
+        model(*this_ranks_batch(0)).backward()
+        model.optimizer.step()
+        found.append(model.schedule)
+    return found
+
+
+@pytest.mark.shows("P2")
+def test_plan_gives_the_events_of_the_run(ranks: Pool) -> None:
+    settings = SETTINGS + budgets()
+    ran = ranks(2, emitted, settings)
+    for options, *schedules in zip(settings, *ran, strict=True):
+        plans = [planned(meta_llama(), "meta", **options)]
+        if options == {"zero": 3}:
+            plans.append(planned(llama(), **options))
+        for schedule in schedules:
+            for plan in plans:
+                assert plan.events == schedule.events, options
+                assert plan.digest == schedule.digest
+                assert plan == schedule  # buckets, arena, ranks, budget
+
+
+# -- P3: peak memory ---------------------------------------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    """Bytes of all tensor storages that this process can reach, each counted once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def peaks() -> list[tuple[int, int]]:
+    """(predicted, held at the end of backward) for each stage, with everything a step needs in place."""
+    found = []
+    for zero in range(4):
+        before = live_bytes()
+        model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(), lowering="eager")
+        for step in range(2):
+            model(*this_ranks_batch(step)).backward()
+            if step == 0:
+                model.optimizer.step()  # its state exists from here on
+                model.optimizer.zero_grad()
+        found.append((model.schedule.peak_bytes, live_bytes() - before))
+        del model
+    return found
+
+
+@pytest.mark.shows("P3")
+def test_peak_bytes_is_what_arena_and_shards_hold(ranks: Pool) -> None:
+    for found in ranks(2, peaks):
+        for zero, (predicted, held) in enumerate(found):
+            assert held <= predicted <= held * 1.02, f"ZeRO-{zero}: {predicted} predicted, {held} held"
+
+
+# -- P5: the ranks agree -----------------------------------------------------------------------------------------------
+
+
+def digests(depths: list[int]) -> str:
+    model = fxshard.compile(llama(), lowering="eager", prefetch=depths[dist.get_rank()])
+    model(*this_ranks_batch(0)).backward()
+    return model.schedule.digest
+
+
+@pytest.mark.shows("P5")
+def test_all_ranks_have_one_digest(ranks: Pool) -> None:
+    assert len(set(ranks(3, digests, [1, 1, 1]))) == 1
+
+
+class Skips(nn.Module):
+    """Uses one layer less on the last rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.used = 3 if dist.get_rank() < dist.get_world_size() - 1 else 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: self.used]:
+            x = layer(x)
+        return x.sum()
+
+
+def launched_before_divergence() -> tuple[str, list[str]]:
+    """The error, and the collectives on parameters or gradients that this rank had started by then."""
+    model = fxshard.compile(Skips(), zero=3, lowering="eager")
+    engine, launched = model._sharding.engine, []
+    for name in ("unshard", "reduce"):
+        original = getattr(engine, name)
+        setattr(engine, name, lambda *args, name=name, run=original: (launched.append(name), run(*args))[1])
+    try:
+        model(torch.ones(2, 8)).backward()
+    except fxshard.RankDivergenceError as error:
+        return str(error), launched
+    return "", launched
+
+
+@pytest.mark.shows("P5")
+def test_a_difference_is_an_error_on_all_ranks_before_the_first_collective(ranks: Pool) -> None:
+    for message, launched in ranks(3, launched_before_divergence, timeout=60):
+        assert "forward unshard layers.2" in message
+        assert not launched
+
+
+# -- planning needs nothing --------------------------------------------------------------------------------------------
+
+
+def test_a_model_on_meta_needs_no_memory() -> None:
+    model, inputs = PRESETS["llama-8b"](2)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    planned(meta_llama(), "meta")  # what torch loads on first use is not the plan's
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    model.eval().train()
+    schedule = fxshard.plan(model, inputs, world_size=1024)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    assert grown < weights / 20, f"{grown} bytes for a model of {weights}"
+    assert schedule.ranks == 1024
+    assert all(p.is_meta and p.grad is None for p in model.parameters())
+    assert all(value.is_meta and value.shape == (1, LENGTH) for value in inputs)
+    assert model.training
+
+
+def test_planning_changes_nothing_of_the_model() -> None:
+    model = llama().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    schedule = planned(model)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert (
+        fxshard.plan(model, batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager") == schedule
+    )  # and it can be planned again
+    fxshard.compile(model, lowering="eager")  # and taken apart
+
+
+def test_inputs_by_name() -> None:
+    x, y = batch(0, 2, 0, VOCAB)
+    by_name = fxshard.plan(meta_llama(), {"x": x, "y": y}, world_size=2, hardware="cpu", lowering="eager")
+    assert by_name.digest == planned(meta_llama()).digest
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_hardware_lists_the_known() -> None:
+    with pytest.raises(fxshard.ConfigError, match=r"'tpu' is not known; known are a100, h100, h200, b200, gb200, cpu"):
+        planned(meta_llama(), hardware="tpu")
+
+
+def test_an_infeasible_budget_states_the_smallest() -> None:
+    with pytest.raises(fxshard.BudgetError, match="at least") as caught:
+        planned(meta_llama(), memory_budget="1KiB")
+    assert caught.value.budget == 1024
+    assert str(caught.value.smallest) in str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [0, -8, 2.0, "8", None, True])
+def test_wrong_world_size(world_size: Any) -> None:
+    with pytest.raises(fxshard.ConfigError, match="world_size"):
+        planned(meta_llama(), world_size=world_size)
+
+
+@pytest.mark.parametrize("budget", ["lots", "-1", "0", 0, -5, "60XiB"])
+def test_wrong_budget(budget: Any) -> None:
+    with pytest.raises(fxshard.ConfigError, match="memory_budget"):
+        planned(meta_llama(), memory_budget=budget)
+
+
+@pytest.mark.parametrize("zero", [-1, 4, "3", None])
+def test_wrong_zero(zero: Any) -> None:
+    with pytest.raises(fxshard.ConfigError, match="expected 0, 1, 2 or 3"):
+        planned(meta_llama(), zero=zero)
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(fxshard.ConfigError, match="no parameters"):
+        fxshard.plan(nn.ReLU(), (torch.ones(2),), world_size=2)
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum() > 0 else x  # depends on data: no single graph
+
+
+def test_an_untraceable_model() -> None:
+    with pytest.raises(fxshard.CaptureError, match=r"Untraceable\.forward"):
+        fxshard.plan(Untraceable(), (torch.ones(2, 4),), world_size=2)
