@@ -14,11 +14,14 @@ from fxshard import _compat
 from fxshard.config import Options
 from fxshard.events import Phase
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
-from fxshard.passes.pipeline import SCHEDULING
+from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.order_prefetch import order_prefetch
+from fxshard.passes.pipeline import INSERTING
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.split_segments import split_segments
 from fxshard.plan.buckets import plan_buckets
+from fxshard.plan.hardware import hardware
 from fxshard.plan.units import find_units
 
 
@@ -43,7 +46,7 @@ def main() -> None:
         for plan in plans
         for position, name in enumerate(plan.params)
     }
-    context = PassContext(plans, Options(), Phase.FORWARD, "cpu×2")
+    context = PassContext(plans, Options(), Phase.FORWARD, "cpu×2", ranks=2, hardware=hardware("cpu"))
     graphs: dict[Phase, fx.GraphModule] = {}
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -72,20 +75,23 @@ def main() -> None:
     tied: list[ParamRef | None] = []
     torch.compile(model, backend=capture, fullgraph=True)(torch.randn(4, 8))
 
-    kept = replace(context, kept=frozenset({0}))  # layers.1: forward uses it last, backward first
     for phase, module in graphs.items():
         show(f"{phase}, as partitioned", module)
-        for run in SCHEDULING[phase]:
-            module = run(module, replace(kept, phase=phase))
+        for run in (*INSERTING[phase], order_prefetch):
+            module = run(module, replace(context, phase=phase))
             show(f"{phase}, {run.__name__}", module)
         graphs[phase] = module
-    print("== plan_memory")
-    for (what, bucket, opened), slot in plan_memory(graphs, kept).slots.items():
+    keep_resident(graphs, context)
+    for phase, module in graphs.items():
+        show(f"{phase}, keep_resident", module)
+    print("\n== plan_memory")
+    for (what, bucket, opened), slot in plan_memory(graphs, context).slots.items():
         print(f"{what} {plans[bucket].name}, opened by event {opened}: bytes {slot.offset} to {slot.end}")
     for phase, module in graphs.items():
-        split = split_segments(module, replace(kept, phase=phase))
+        split = split_segments(module, replace(context, phase=phase))
         show(f"{phase}, split_segments", split)
         for name, segment in split.named_children():
+            assert isinstance(segment, fx.GraphModule)
             show(f"{phase}, {name}", segment)
 
 

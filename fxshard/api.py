@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.backend import backend_of
+from fxshard.capture import capture
 from fxshard.config import AdamW, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
 from fxshard.module import ShardedModule
@@ -72,7 +73,7 @@ def compile(
         arena=arena,
         verify=verify,
     )
-    sharded.bind(torch.compile(sharded._inner, backend=sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
+    sharded.bind(capture(sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
     return sharded
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -166,14 +165,11 @@ class Capture:
             return Program(split, phase, engine, self._arena_bytes, compiler, agree).boxed()
 
 
-_BACKENDS: WeakKeyDictionary[Sharding, Backend] = WeakKeyDictionary()
-
-
 def backend_of(sharding: Sharding) -> Backend:
     """The one backend of a sharded model, however ``torch.compile`` is reached: it has the schedule and the graphs."""
-    if sharding not in _BACKENDS:
-        _BACKENDS[sharding] = Backend(sharding)
-    return _BACKENDS[sharding]
+    if not isinstance(sharding.backend, Backend):
+        sharding.backend = Backend(sharding)
+    return sharding.backend
 
 
 def _inputs(graph: fx.GraphModule) -> list[Any]:

@@ -128,4 +128,7 @@ class Options:
         for name in options or {}:
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}; known options: {', '.join(known)}")
-        return cls(**(options or {}))
+        given = dict(options or {})
+        if "memory_budget" in given:
+            given["memory_budget"] = parse_bytes(given["memory_budget"])
+        return cls(**given)

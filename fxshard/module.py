@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fxshard import _compat
 from fxshard.backend import Backend
-from fxshard.errors import CaptureError, ConfigError, FxshardError, StateError
+from fxshard.capture import FAILURES, cast_floats, explained
+from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
 from fxshard.runtime.agreement import COMMUNICATION
@@ -53,9 +54,10 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         precision = self._sharding.precision
         if precision is not None and precision.param is not None and precision.cast_inputs:
-            args, kwargs = _cast((args, kwargs), precision.param)
+            args, kwargs = cast_floats((args, kwargs), precision.param)
         if torch.compiler.is_compiling():  # torch.compile(model, backend="fxshard") traces through here
             return self._inner(*args, **kwargs)
+        self._check_trainable()
         if self._compiled is None:
             raise StateError(
                 "this model is sharded but not compiled, and its parameters are not in memory: "
@@ -63,8 +65,10 @@ class ShardedModule(nn.Module):
             )
         try:
             result = self._compiled(*args, **kwargs)
-        except _compat.capture_failures() as error:
-            raise self._capture_error(error) from error
+        except FAILURES as error:
+            raise self._failed(explained(error, self._inner)) from error
+        except FxshardError as error:
+            raise self._failed(error) from None
         except RuntimeError as error:
             if "storage of size 0" in str(error):
                 raise StateError(_RETURNS_PARAMETER) from error
@@ -73,19 +77,21 @@ class ShardedModule(nn.Module):
             raise StateError(_RETURNS_PARAMETER)
         return result
 
-    def _capture_error(self, error: BaseException) -> FxshardError:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, FxshardError):
-            cause = cause.__cause__ or getattr(cause, "inner_exception", None)
-        if cause is not None:
-            return cause  # ours, raised inside the backend
-        found = CaptureError(
-            f"torch.compile could not capture {type(self._inner).__name__}.forward as one graph:\n{error}\n"
-            "Move what cannot be traced (printing, .item(), data-dependent Python) out of forward."
-        )
-        if not self._sharding.agreement.settled(COMMUNICATION):
-            self._sharding.agreement.fail(found)
-        return found
+    def _failed(self, error: FxshardError) -> FxshardError:
+        """Until the ranks have agreed on a schedule, each waits for the others there: tell them not to."""
+        told_already = isinstance(error, (PeerError, RankDivergenceError))
+        if not told_already and not self._sharding.agreement.settled(COMMUNICATION):
+            self._sharding.agreement.fail(error)
+        return error
+
+    def _check_trainable(self) -> None:
+        for bucket in self._sharding.buckets:
+            for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
+                if parameter.requires_grad != bucket.plan.trainable:
+                    raise StateError(
+                        f"{name!r} was {'trained' if bucket.plan.trainable else 'frozen'} when the model was sharded; "
+                        "set requires_grad on the plain model, before fxshard.compile"
+                    )
 
     def train(self, mode: bool = True) -> ShardedModule:
         self._inner.train(mode)
@@ -125,7 +131,23 @@ class ShardedModule(nn.Module):
     def zero(self) -> int:
         return self._sharding.zero
 
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self._refresh_buffers()
+        return super().named_buffers(*args, **kwargs)
+
     # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Sharded parameters and buffers under the plain model's keys."""
+        self._refresh_buffers()
+        return super().state_dict(*args, **kwargs)
+
+    def _refresh_buffers(self) -> None:
+        """A forward may assign a new tensor to a buffer; the mirror follows."""
+        for mirror in self.modules():
+            original = self._inner if mirror is self else getattr(mirror, "_original", None)
+            if original is not None:
+                mirror._buffers.update(original._buffers)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
@@ -138,7 +160,7 @@ class ShardedModule(nn.Module):
                 _compat.all_gather(flat, bucket.master.contiguous(), self._sharding.mesh.get_group(), async_op=False)
             for parameter, view in zip(bucket.params, bucket.views(flat), strict=True):
                 full[id(parameter)] = view.detach().cpu().clone()
-        state = super().state_dict(keep_vars=True)
+        state = self.state_dict(keep_vars=True)
         return {
             key: full[id(value)] if id(value) in full else value.detach().cpu().clone() for key, value in state.items()
         }
@@ -151,7 +173,7 @@ class ShardedModule(nn.Module):
             raise ConfigError(
                 "load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign"
             )
-        own = super().state_dict(keep_vars=True)
+        own = self.state_dict(keep_vars=True)
         missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         problems = [f"missing keys: {missing}"] if missing and strict else []
         problems += [f"unexpected keys: {unexpected}"] if unexpected and strict else []
@@ -208,12 +230,18 @@ class ShardedModule(nn.Module):
 class _Mirror(nn.Module):
     """Stands where a submodule of the plain model stood, and holds its sharded parameters."""
 
+    _original: nn.Module
+
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self._original_name = original._get_name()
+        object.__setattr__(self, "_original", original)  # no submodule: its parameters are hollow
+
+    def train(self, mode: bool = True) -> Self:
+        self._original.train(mode)
+        return super().train(mode)
 
     def _get_name(self) -> str:
-        return self._original_name
+        return self._original._get_name()
 
 
 class _MirrorList(_Mirror):
@@ -254,10 +282,6 @@ _RETURNS_PARAMETER = (
 
 def _is_hollow(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().nbytes()
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -10,16 +10,17 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
-from fxshard import _compat
 from fxshard.backend import Backend
+from fxshard.capture import FAILURES, capture, cast_floats, explained
 from fxshard.config import Options, Precision, parse_bytes
-from fxshard.errors import CaptureError, ConfigError, FxshardError
+from fxshard.errors import ConfigError
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import SegmentCompiler
 from fxshard.passes.context import ParamRef
-from fxshard.plan.buckets import LayoutKind, plan_buckets
+from fxshard.plan.buckets import LAYOUTS, LayoutKind, plan_buckets
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
+from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
 from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.engine import Engine
@@ -52,8 +53,12 @@ def plan(
     >>> schedule = fxshard.plan(model, (tokens, tokens), world_size=1024, hardware="h200", memory_budget="60GiB")
     >>> print(schedule, schedule.simulate("h200").step_seconds)
     """
-    if not isinstance(world_size, int) or world_size < 1:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
+    if zero not in ZERO or isinstance(zero, bool):
+        raise ConfigError(f"zero={zero!r}: expected 0, 1, 2 or 3")
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout={layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
     machine = known(hardware)
     options = Options(
         lowering=lowering,
@@ -104,21 +109,14 @@ def _stop_here(split: fx.GraphModule) -> Callable[..., Any]:
 def _capture(twin: nn.Module, inputs: Any, backend: Backend, precision: Precision | None) -> Schedule:
     values = tree_map_only(torch.Tensor, _real, inputs)
     if precision is not None and precision.param is not None and precision.cast_inputs:
-        dtype = precision.param
-        values = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+        values = cast_floats(values, precision.param)
     args, kwargs = ((), dict(values)) if isinstance(values, Mapping) else (tuple(values), {})
-    compiled = torch.compile(twin, backend=backend, fullgraph=True, dynamic=False)
     try:
-        compiled(*args, **kwargs)
+        capture(twin, backend, dynamic=False)(*args, **kwargs)
     except _Planned:
         pass
-    except _compat.capture_failures() as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, FxshardError):
-            cause = cause.__cause__ or getattr(cause, "inner_exception", None)
-        raise cause or CaptureError(
-            f"torch.compile could not capture {type(twin).__name__}.forward as one graph:\n{error}"
-        ) from error
+    except FAILURES as error:
+        raise explained(error, twin) from error
     return backend.schedules.get("train") or backend.schedules["eval"]
 
 

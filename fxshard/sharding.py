@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
-from fxshard.runtime.engine import Engine
+from fxshard.runtime.engine import Engine, Groups
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Hollow parameter → (its sharding, its place). This is how the backend recognises a parameter among graph inputs."""
@@ -46,16 +47,20 @@ class Sharding:
 
     ranks: int = 1
     hardware: Hardware | None = None
+    backend: object | None = None
+    """The one backend that compiles this model, however ``torch.compile`` is reached."""
 
 
 def sharding_of(value: object) -> tuple[Sharding, ParamRef] | None:
     """The sharding that a graph input belongs to, if it is a sharded parameter."""
-    return _SHARDED.get(value) if isinstance(value, torch.Tensor) else None
+    sharding, ref = _SHARDED.get(value, (None, None)) if isinstance(value, torch.Tensor) else (None, None)
+    alive = sharding() if sharding is not None else None
+    return (alive, ref) if alive is not None and ref is not None else None
 
 
 def register(hollow: nn.Parameter, sharding: Sharding, ref: ParamRef) -> None:
-    """From now on a graph input that is ``hollow`` stands for this place in this sharding."""
-    _SHARDED[hollow] = (sharding, ref)
+    """From now on a graph input that is ``hollow`` stands for this place in this sharding, as long as that lives."""
+    _SHARDED[hollow] = (weakref.ref(sharding), ref)
 
 
 def unsharded(options: Options, device: torch.device) -> Sharding:
@@ -106,7 +111,7 @@ def take_apart(
     if group is not None:
         for buffer in model.buffers():
             dist.broadcast(buffer, group=group, group_src=0)
-    engine = Engine(buckets, group, device, options)
+    engine = Engine(buckets, _groups(group), device, options)
     sharding = Sharding(
         plans,
         buckets,
@@ -135,6 +140,18 @@ def machine(options: Options, device: torch.device) -> Hardware:
         return hardware("cpu")
     name = torch.cuda.get_device_name(device).lower()
     return hardware(next((known for known in ("gb200", "b200", "h200", "h100", "a100") if known in name), "h100"))
+
+
+def _groups(group: dist.ProcessGroup | None) -> Groups | None:
+    """Gathers and reductions each in a group of their own.
+
+    Within a group ranks must start collectives in the same order. The order of gathers and the order of reductions
+    follow from the model; how the two interleave follows from durations, which differ between ranks whose batches do.
+    """
+    if group is None or group.size() == 1:
+        return None
+    members = dist.get_process_group_ranks(group)
+    return Groups(group, dist.new_group(members, use_local_synchronization=True))
 
 
 def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:

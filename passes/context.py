@@ -37,8 +37,10 @@ class PassContext:
     ranks: int = 1
     hardware: Hardware | None = None
     """The machine whose durations the schedule is made for."""
-    ahead: int = 2
-    """How many gathers may run ahead of the one in use, where durations decide how many do."""
+    ahead: int = 1
+    """How many gathers may run ahead of the one in use."""
+    by_deadline: bool = False
+    """Whether gathers start as late as durations allow, instead of as early as ``ahead`` does."""
     arena_budget: int | None = None
     """Bytes the arena may have; None means as few as the step needs."""
 

@@ -39,11 +39,11 @@ def order_prefetch(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
     needed = {index: _anchor_of(nodes[Kind.WAIT][index], order) for index in sequence}
     released = {index: order[node] for index, node in nodes[Kind.RESHARD].items()}
 
-    depth = context.options.prefetch if context.options.prefetch is not None else context.ahead
+    depth = context.ahead
     earliest = _by_depth(sequence, needed, released, depth)
     starts = earliest
     why = dict.fromkeys(sequence, f"{depth} ahead")
-    if context.options.prefetch is None and context.hardware is not None:
+    if context.by_deadline and context.hardware is not None:
         latest = _by_deadline(graph, sequence, needed, anchors, context)
         starts = {index: max(earliest[index], min(latest[index], needed[index])) for index in sequence}
         for index in sequence:

@@ -27,8 +27,11 @@ INSERTING: dict[Phase, tuple[Pass, ...]] = {
     Phase.BACKWARD: (insert_unshard, insert_reshard, insert_reduce_scatter, write_gradients),
 }
 
-DEEPEST = 8
-"""Gathers that may run ahead under a budget, if it allows."""
+FARTHEST = 2
+"""Gathers that may run ahead where durations ask for it and no budget says how much memory there is."""
+
+FARTHEST_IN_BUDGET = 8
+"""The same under a memory budget, as far as it allows."""
 
 
 def schedule(
@@ -37,16 +40,21 @@ def schedule(
     """Run the passes over the graphs of a step (or the one of an evaluation) and plan its memory.
 
     ``resident_bytes`` is what a rank holds anyway; the arena may take what a memory budget leaves beside it.
+
+    What is gathered how often must not depend on durations, which differ between ranks whose batches do. It is settled
+    on the plain order, one gather ahead; durations then only move the starts of gathers.
     """
     budget = context.options.memory_budget
     if budget is not None:
-        context = replace(context, arena_budget=budget - resident_bytes, ahead=DEEPEST)
+        context = replace(context, arena_budget=budget - resident_bytes)
     scheduled = dict(modules)
     for phase in scheduled:
         for run in INSERTING[phase]:
             scheduled[phase] = run(scheduled[phase], replace(context, phase=phase))
-    context = _prefetch_within_budget(scheduled, context, resident_bytes)
+    context = _plain_order(scheduled, context, resident_bytes)
     keep_resident(scheduled, context)
+    if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
+        _move_to_deadlines(scheduled, context)
     memory = plan_memory(scheduled, context)
     for module in scheduled.values():
         module.graph.lint()
@@ -54,23 +62,34 @@ def schedule(
     return scheduled, memory
 
 
-def _prefetch_within_budget(
-    modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident_bytes: int
-) -> PassContext:
-    """Order the gathers, as far ahead as the budget allows; an infeasible budget is an error that says what is not."""
-    while True:
-        for phase, module in modules.items():
-            order_prefetch(module, replace(context, phase=phase))
-        if context.arena_budget is None:
+def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident_bytes: int) -> PassContext:
+    """Gathers as far ahead as asked for, or less where the budget is tight; one that is too tight is an error."""
+    chosen = context.options.prefetch
+    for ahead in range(chosen if chosen is not None else 1, -1, -1):
+        context = replace(context, ahead=ahead)
+        _order(modules, context)
+        needed = plan_memory(modules, context).bytes
+        if _fits(needed, context):
             return context
-        smallest = plan_memory(modules, context).bytes
-        if smallest <= context.arena_budget:
-            return context
-        depth = context.options.prefetch if context.options.prefetch is not None else context.ahead
-        if depth == 0:
-            assert context.options.memory_budget is not None
-            raise BudgetError(context.options.memory_budget, resident_bytes + smallest)
-        if context.options.prefetch is not None:
-            context = replace(context, options=replace(context.options, prefetch=depth - 1))
-        else:
-            context = replace(context, ahead=depth - 1)
+    assert context.options.memory_budget is not None
+    raise BudgetError(context.options.memory_budget, resident_bytes + needed)
+
+
+def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:
+    """Start each gather as late as it can be hidden, looking as far ahead as the budget allows."""
+    farthest = FARTHEST if context.arena_budget is None else FARTHEST_IN_BUDGET
+    for ahead in range(farthest, context.ahead - 1, -1):
+        attempt = replace(context, ahead=ahead, by_deadline=True)
+        _order(modules, attempt)
+        if _fits(plan_memory(modules, attempt).bytes, context):
+            return
+    _order(modules, context)
+
+
+def _order(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:
+    for phase, module in modules.items():
+        order_prefetch(module, replace(context, phase=phase))
+
+
+def _fits(arena_bytes: int, context: PassContext) -> bool:
+    return context.arena_budget is None or arena_bytes <= context.arena_budget

@@ -12,12 +12,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_train_llama_on_two_processes() -> None:
+def run(*command: str) -> str:
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("examples/train_llama.py", "--lowering", "eager", "--steps", "4"),
-        ],
+        [sys.executable, *command],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -25,10 +22,32 @@ def test_train_llama_on_two_processes() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "at the first step" in done.stdout
-    assert done.stdout.count("ZeRO-3 on 2 rank(s)") == 1  # by rank 0 alone
-    for event in ("unshard", "wait", "reshard", "grad", "reduce", "finish"):
-        assert f" {event} " in done.stdout
+    return done.stdout
+
+
+def test_train_llama_on_two_processes() -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    shown = run(*launch, "examples/train_llama.py", "--lowering", "eager", "--steps", "4")
+    assert "at the first step" in shown
+    assert shown.count("ZeRO-3 on 2 ranks") == 1  # by rank 0 alone
+    for event in ("unshard", "wait", "reshard", "grad", "reduce", "finish", "update"):
+        assert f" {event} " in shown
+
+
+def test_inspect_70b(tmp_path: Path) -> None:
+    page = tmp_path / "schedule.html"
+    shown = run("examples/inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page))
+    assert "ZeRO-3 on 64 ranks" in shown
+    assert "simulated on 64 × h200, 2 of 80 layers" in shown
+    assert "layers.1.mlp.down.weight" in page.read_text()
+
+
+def test_show_passes() -> None:
+    """What docs/passes.md shows is still what the passes do."""
+    shown = set(run("docs/show_passes.py").splitlines())
+    text = (ROOT / "docs" / "passes.md").read_text()
+    quoted = {line for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()}
+    assert quoted - shown - {"..."} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

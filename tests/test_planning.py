@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard.inspect.presets import LENGTH, PRESETS
@@ -17,8 +18,6 @@ from fxshard.inspect.schedule import Schedule
 from tests.pool import Pool
 from tests.toy import Llama, batch
 from tests.training import VOCAB, llama, this_ranks_batch
-
-SETTINGS: list[dict[str, Any]] = [{"zero": zero} for zero in range(4)]
 
 
 def meta_llama() -> nn.Module:
@@ -31,44 +30,13 @@ def planned(model: nn.Module, device: str = "cpu", **options: Any) -> Schedule:
     return fxshard.plan(model, inputs, **{"world_size": 2, "hardware": "cpu", "lowering": "eager", **options})
 
 
-def budgets() -> list[dict[str, Any]]:
-    """The smallest budget, and one with room for half of the buckets."""
+def smallest_budget() -> int:
     with pytest.raises(fxshard.BudgetError) as caught:
         planned(meta_llama(), "meta", memory_budget=1)
-    smallest = caught.value.smallest
-    return [{"zero": 3, "memory_budget": smallest}, {"zero": 3, "memory_budget": smallest + 100_000}]
+    return caught.value.smallest
 
 
-# -- P2: the same events -----------------------------------------------------------------------------------------------
-
-
-def emitted(settings: list[dict[str, Any]]) -> list[Schedule]:
-    """The schedules of training steps that this rank ran."""
-    found = []
-    for options in settings:
-        model = fxshard.compile(llama(), lowering="eager", optimizer=fxshard.AdamW(), **options)
-        model(*this_ranks_batch(0)).backward()
-        model.optimizer.step()
-        found.append(model.schedule)
-    return found
-
-
-@pytest.mark.shows("P2")
-def test_plan_gives_the_events_of_the_run(ranks: Pool) -> None:
-    settings = SETTINGS + budgets()
-    ran = ranks(2, emitted, settings)
-    for options, *schedules in zip(settings, *ran, strict=True):
-        plans = [planned(meta_llama(), "meta", **options)]
-        if options == {"zero": 3}:
-            plans.append(planned(llama(), **options))
-        for schedule in schedules:
-            for plan in plans:
-                assert plan.events == schedule.events, options
-                assert plan.digest == schedule.digest
-                assert plan == schedule  # buckets, arena, ranks, budget
-
-
-# -- P3: peak memory ---------------------------------------------------------------------------------------------------
+# -- P2, P3, P5: what a run does ---------------------------------------------------------------------------------------
 
 
 def live_bytes() -> int:
@@ -76,48 +44,79 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_meta:
+        if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_meta:  # not fake ones, not wrappers
             storage = thing.untyped_storage()
             if storage.nbytes():
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def peaks() -> list[tuple[int, int]]:
-    """(predicted, held at the end of backward) for each stage, with everything a step needs in place."""
+def trained(settings: list[dict[str, Any]]) -> list[tuple[Schedule, int]]:
+    """The schedule of each setting, and what this rank holds at the end of a backward behind an optimizer step."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     found = []
-    for zero in range(4):
+    for options in settings:
         before = live_bytes()
-        model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(), lowering="eager")
-        for step in range(2):
-            model(*this_ranks_batch(step)).backward()
-            if step == 0:
-                model.optimizer.step()  # its state exists from here on
-                model.optimizer.zero_grad()
-        found.append((model.schedule.peak_bytes, live_bytes() - before))
+        model = fxshard.compile(llama(), lowering="eager", mesh=mesh, optimizer=fxshard.AdamW(), **options)
+        model(*this_ranks_batch(0)).backward()
+        model.optimizer.step()  # its state exists from here on
+        model.optimizer.zero_grad()
+        model(*this_ranks_batch(1)).backward()
+        found.append((model.schedule, live_bytes() - before))
         del model
     return found
 
 
+Ran = list[tuple[dict[str, Any], list[tuple[Schedule, int]]]]
+
+
+@pytest.fixture(scope="module")
+def ran(ranks: Pool) -> Ran:
+    """[(options, what each of two ranks found)]"""
+    settings = [*({"zero": zero} for zero in range(4)), {"zero": 3, "memory_budget": smallest_budget() + 100_000}]
+    return list(zip(settings, zip(*ranks(2, trained, settings), strict=True), strict=True))
+
+
+@pytest.mark.shows("P2")
+def test_plan_gives_the_events_of_the_run(ran: Ran) -> None:
+    for options, found in ran:
+        plan = planned(meta_llama(), "meta", **options)
+        for schedule, _ in found:
+            assert plan.events == schedule.events, options
+            assert plan.digest == schedule.digest
+            assert plan == schedule  # buckets, arena, ranks, budget
+
+
+@pytest.mark.shows("P2")
+def test_plan_of_a_model_with_weights(ran: Ran) -> None:
+    options, found = ran[3]
+    assert planned(llama(), **options) == found[0][0]
+
+
 @pytest.mark.shows("P3")
-def test_peak_bytes_is_what_arena_and_shards_hold(ranks: Pool) -> None:
-    for found in ranks(2, peaks):
-        for zero, (predicted, held) in enumerate(found):
-            assert held <= predicted <= held * 1.02, f"ZeRO-{zero}: {predicted} predicted, {held} held"
+def test_peak_bytes_is_what_arena_and_shards_hold(ran: Ran) -> None:
+    for options, found in ran:
+        for schedule, held in found:
+            predicted = schedule.peak_bytes
+            assert held <= predicted <= held * 1.02, f"{options}: {predicted} bytes predicted, {held} held"
 
 
-# -- P5: the ranks agree -----------------------------------------------------------------------------------------------
+@pytest.mark.shows("P5")
+def test_all_ranks_have_one_digest(ran: Ran) -> None:
+    for options, found in ran:
+        assert len({schedule.digest for schedule, _ in found}) == 1, options
 
 
-def digests(depths: list[int]) -> str:
-    model = fxshard.compile(llama(), lowering="eager", prefetch=depths[dist.get_rank()])
+def depth_by_rank() -> str:
+    model = fxshard.compile(llama(), lowering="eager", prefetch=1 + dist.get_rank())
     model(*this_ranks_batch(0)).backward()
     return model.schedule.digest
 
 
 @pytest.mark.shows("P5")
-def test_all_ranks_have_one_digest(ranks: Pool) -> None:
-    assert len(set(ranks(3, digests, [1, 1, 1]))) == 1
+def test_how_early_gathers_start_is_each_ranks_own_affair(ranks: Pool) -> None:
+    """Only the order of the collectives must agree."""
+    assert len(set(ranks(2, depth_by_rank))) == 1
 
 
 class Skips(nn.Module):

@@ -34,6 +34,7 @@ from fxshard.passes.context import PassContext
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.plan.buckets import plan_buckets
+from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.units import find_units
 
@@ -57,7 +58,7 @@ class Captured:
     precision: fxshard.Precision | None
     zero: int
 
-    def schedule(self, *, ranks: int, hardware: str, fsdp2: bool = False, **options: Any) -> Schedule:
+    def schedule(self, *, ranks: int, hardware: str | Hardware, fsdp2: bool = False, **options: Any) -> Schedule:
         """As ``fxshard.plan`` gives it. With ``fsdp2``, ordered by its rule: one ahead, and the last bucket kept."""
         buckets = plan_buckets(
             self.model, find_units(self.model), zero=self.zero, ranks=ranks, precision=self.precision

@@ -21,6 +21,9 @@ from fxshard.plan.memory import MemoryPlan
 OPTIMIZER_TRAFFIC = 7
 """AdamW reads master, gradient and two moments, and writes three of them: seven passes over a shard."""
 
+STEP_COUNT = 4
+"""Bytes of AdamW's step count, which every parameter has on every rank."""
+
 
 def record(
     graphs: Mapping[Phase, fx.GraphModule],
@@ -43,8 +46,9 @@ def record(
 
 
 def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
-    """What a rank holds all the time: shards, gradients, optimizer state."""
-    return sum(rest.param + rest.grad + rest.state for rest in (bucket.at_rest() for bucket in buckets))
+    """What a rank holds all the time: shards, gradients, optimizer state with a step count per parameter."""
+    counts = sum(STEP_COUNT * len(bucket.params) for bucket in buckets if bucket.trainable)
+    return counts + sum(rest.param + rest.grad + rest.state for rest in (bucket.at_rest() for bucket in buckets))
 
 
 def _events_of(graph: fx.Graph, phase: Phase) -> list[Event]:

@@ -43,7 +43,7 @@ class Schedule:
     def of(self, *kinds: Kind, phase: Phase | None = None) -> Iterator[tuple[int, Event]]:
         """(position, event) of the events of some kinds."""
         for i, event in enumerate(self.events):
-            if event.kind in kinds and (phase is None or event.phase is phase):
+            if event.kind in kinds and (phase is None or event.phase == phase):
                 yield i, event
 
     @property
@@ -57,10 +57,14 @@ class Schedule:
         return self.resident_bytes + self.arena_bytes
 
     def communication(self) -> list[str]:
-        """The collectives in launch order, one line each: what all ranks must have in common."""
+        """The collectives, one line each, gathers and reductions each in launch order: what ranks have in common.
+
+        The two run in process groups of their own, so how they interleave may differ from rank to rank.
+        """
         return [
             f"{event.phase} {event.kind} {event.bucket} {event.bytes} {event.dtype} in {event.group}"
-            for _, event in self.of(*COMMUNICATES)
+            for kind in COMMUNICATES
+            for _, event in self.of(kind)
         ]
 
     @property

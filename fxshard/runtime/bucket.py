@@ -48,6 +48,10 @@ class Bucket:
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's rows out of full parameters."""
+        if not values.keys() & self.plan.layout.index.keys():
+            return
+        # Counted on every rank, also on one that holds no row of them: ranks must agree on what is stale.
+        torch.autograd.graph.increment_version([self.master])
         with torch.no_grad():
             for fragment in self.fragments:
                 if fragment.numel and fragment.name in values:

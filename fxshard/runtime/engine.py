@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,14 @@ from fxshard.plan.memory import SlotRange
 from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import Token, streams_for
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks, once for gathers and once for reductions."""
+
+    gather: dist.ProcessGroup
+    reduce: dist.ProcessGroup
 
 
 @dataclass
@@ -40,15 +49,13 @@ class Reducing:
 class Engine:
     """Moves buckets between sharded and unsharded. Called by programs only, in the order of the schedule."""
 
-    def __init__(
-        self, buckets: list[Bucket], group: dist.ProcessGroup | None, device: torch.device, options: Options
-    ) -> None:
+    def __init__(self, buckets: list[Bucket], groups: Groups | None, device: torch.device, options: Options) -> None:
         self.buckets = buckets
         self.options = options
         self.arena = Arena(device, planned=options.arena)
-        self._group = group
-        self._ranks = group.size() if group is not None else 1
-        self._averages = group is not None and device.type == "cuda"
+        self._groups = groups
+        self._ranks = groups.gather.size() if groups is not None else 1
+        self._averages = groups is not None and device.type == "cuda"
         self._streams = streams_for(device)
         self._gathered: dict[int, Gathered] = {}
         self._reducing: dict[int, Reducing] = {}
@@ -63,8 +70,7 @@ class Engine:
             return
         for bucket in self.buckets:
             bucket.release_gradient()
-        for index in [index for index, held in self._gathered.items() if held.slot is not None]:
-            self.reshard(index)
+        self._evict()
         # The first gather may start when the optimizer's writes to the shards are done: they are on this stream.
         self._start = self._streams.mark()
 
@@ -76,9 +82,18 @@ class Engine:
         self._unsettled.clear()
 
     def abort(self) -> None:
-        """A program failed half-way: forget what it held, so that the next one starts clean."""
+        """A program failed half-way: let what it started end and forget what it held: the next starts clean."""
+        for state in [*self._reducing.values(), *self._unsettled]:
+            if state.token is not None:
+                with contextlib.suppress(RuntimeError):  # the failure that is being raised may be this very collective
+                    state.token.wait()
+            if state.slot is not None:
+                self.arena.release(state.slot, self._streams.mark())
         self._reducing.clear()
         self._unsettled.clear()
+        self._evict()
+
+    def _evict(self) -> None:
         for index in [index for index, held in self._gathered.items() if held.slot is not None]:
             self.reshard(index)
 
@@ -123,15 +138,15 @@ class Engine:
         in_place = own.data_ptr() == master.data_ptr()
         alone = bucket.plan.layout.ranks == 1
         send = master if master.dtype == flat.dtype and not alone else own
-        group = self._group
+        groups = self._groups
 
         def stage() -> None:
             if send is own and not in_place:
                 own.copy_(master)
 
         def gather(async_op: bool) -> dist.Work | None:
-            assert group is not None
-            return _compat.all_gather(flat, send, group, async_op=async_op)
+            assert groups is not None
+            return _compat.all_gather(flat, send, groups.gather, async_op=async_op)
 
         waits = list(after)
         if self._start is not None:
@@ -159,7 +174,7 @@ class Engine:
 
     def reduce(self, index: int) -> None:
         bucket, state = self.buckets[index], self._reducing[index]
-        flat, target, group = state.flat, bucket.hold_gradient(), self._group
+        flat, target, groups = state.flat, bucket.hold_gradient(), self._groups
         alone = bucket.plan.layout.ranks == 1
         direct = not state.accumulate and flat.dtype == target.dtype
         result = flat if alone else target if direct else None
@@ -171,10 +186,10 @@ class Engine:
                 result = torch.empty(target.numel(), dtype=flat.dtype, device=flat.device)
 
         def combine(async_op: bool) -> dist.Work | None:
-            assert group is not None and result is not None
+            assert groups is not None and result is not None
             if alone:
-                return dist.all_reduce(flat, op=operation, group=group, async_op=async_op)
-            return _compat.reduce_scatter(result, flat, operation, group, async_op=async_op)
+                return dist.all_reduce(flat, op=operation, group=groups.reduce, async_op=async_op)
+            return _compat.reduce_scatter(result, flat, operation, groups.reduce, async_op=async_op)
 
         def settle() -> None:
             assert result is not None

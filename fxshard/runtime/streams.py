@@ -34,11 +34,11 @@ class CpuToken:
 class CudaToken:
     """A point on a CUDA stream."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class Streams(Protocol):
@@ -88,6 +88,7 @@ class CudaStreams:
     """CUDA: one stream for gathers, one for reductions. A launch waits only for the tokens it names."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._streams = {"gather": torch.cuda.Stream(device), "reduce": torch.cuda.Stream(device)}
 
     def launch(
@@ -108,10 +109,10 @@ class CudaStreams:
                 collective(False)
             if then is not None:
                 then()
-            return CudaToken(self._streams[stream].record_event())
+            return CudaToken(self._streams[stream].record_event(), self._device)
 
     def mark(self) -> Token:
-        return CudaToken(torch.cuda.current_stream().record_event())
+        return CudaToken(torch.cuda.current_stream(self._device).record_event(), self._device)
 
 
 class _Nothing:

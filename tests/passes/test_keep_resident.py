@@ -55,7 +55,7 @@ def gathers(modules: dict[Phase, fx.GraphModule]) -> int:
 
 
 def test_what_is_kept_without_a_budget_costs_no_memory() -> None:
-    frame = context(*BUCKETS, prefetch=1)
+    frame = context(*BUCKETS)
     before = plan_memory(step(frame), frame).bytes
     modules = step(frame)
     kept = keep_resident(modules, frame)
@@ -65,7 +65,7 @@ def test_what_is_kept_without_a_budget_costs_no_memory() -> None:
 
 
 def test_a_budget_keeps_as_much_as_it_allows() -> None:
-    frame = context(*BUCKETS, prefetch=1)
+    frame = context(*BUCKETS)
     kept = []
     for extra in (0, 2, 100):
         modules = step(frame)
@@ -78,14 +78,14 @@ def test_a_budget_keeps_as_much_as_it_allows() -> None:
 
 
 def test_it_can_be_turned_off() -> None:
-    frame = context(*BUCKETS, prefetch=1, keep_resident=False)
+    frame = context(*BUCKETS, keep_resident=False)
     modules = step(frame)
     assert keep_resident(modules, frame) == frozenset()
     assert gathers(modules) == 2 * LAYERS
 
 
 def test_a_kept_bucket_is_one_buffer_from_forward_to_backward() -> None:
-    frame = context(*BUCKETS, prefetch=1)
+    frame = context(*BUCKETS)
     modules = step(frame)
     (index, *_) = sorted(keep_resident(modules, frame), reverse=True)
     plan_memory(modules, frame)

@@ -43,7 +43,7 @@ def alive(lines: list[str]) -> int:
 
 
 def test_depth_zero_gathers_where_needed() -> None:
-    lines = order(context(*BUCKETS, prefetch=0))
+    lines = order(replace(context(*BUCKETS), ahead=0))
     for i in range(LAYERS):
         assert lines.index(f"wait {i}") == lines.index(f"unshard {i}") + 1
     assert alive(lines) == 1
@@ -51,7 +51,7 @@ def test_depth_zero_gathers_where_needed() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_depth_needs_one_place_more_and_keeps_the_order(depth: int) -> None:
-    lines = order(context(*BUCKETS, prefetch=depth))
+    lines = order(replace(context(*BUCKETS), ahead=depth))
     assert [line for line in lines if line.startswith("unshard")] == [f"unshard {i}" for i in range(LAYERS)]
     assert alive(lines) == depth + 1
     assert all(lines.index(f"unshard {i}") < lines.index(f"wait {i - depth + 1}") for i in range(depth, LAYERS))
@@ -61,7 +61,7 @@ def test_deadlines_start_late_where_the_network_is_fast_and_early_where_it_is_sl
     machine = hardware("h200")
     fast = replace(machine, intra_bandwidth=1e18, intra_latency=0.0)
     slow = replace(machine, intra_bandwidth=1e6)
-    frame = context(*BUCKETS)
+    frame = replace(context(*BUCKETS), ahead=2, by_deadline=True)
     lines = {name: order(replace(frame, hardware=hw)) for name, hw in (("fast", fast), ("slow", slow))}
     assert alive(lines["fast"]) <= 2 < alive(lines["slow"]) == frame.ahead + 1
     for listed in lines.values():
@@ -71,7 +71,7 @@ def test_deadlines_start_late_where_the_network_is_fast_and_early_where_it_is_sl
 
 
 def test_every_gather_says_why_it_stands_where_it_stands() -> None:
-    frame = replace(context(*BUCKETS), hardware=hardware("h200"))
+    frame = replace(context(*BUCKETS), hardware=hardware("h200"), ahead=2, by_deadline=True)
     module = order_prefetch(insert_reshard(insert_unshard(chain(), frame), frame), frame)
     reasons = {event.why for _, event in events(module.graph) if event.kind is Kind.UNSHARD}
     assert reasons <= {"at the start", "latest start that hides it", f"as early as {frame.ahead} ahead allows"}

@@ -1,0 +1,50 @@
+"""Capturing a model with ``torch.compile``, and saying in our words why it failed."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from fxshard import _compat
+from fxshard.errors import CaptureError, FxshardError
+
+
+def capture(
+    model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True, dynamic: bool | None = None
+) -> Callable[..., Any]:
+    """``model`` under ``torch.compile`` with a backend of its own.
+
+    Dynamo counts recompilations per code object, and two models of one class share their forward's. Each capture
+    therefore calls the model through code of its own: the ninth model of a class compiles like the first.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"{type(model).__name__}_{id(backend):x}")
+    own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    return torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+
+
+def explained(error: BaseException, model: nn.Module) -> FxshardError:
+    """Our own error inside one of Dynamo's, or Dynamo's with what to do about it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, FxshardError):
+        cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+    return cause or CaptureError(
+        f"torch.compile could not capture {type(model).__name__}.forward as one graph:\n{error}\n"
+        "Move what cannot be traced (printing, .item(), data-dependent Python) out of forward."
+    )
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of a tree in another dtype, everything else as it is."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+FAILURES = _compat.capture_failures()

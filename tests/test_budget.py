@@ -1,0 +1,157 @@
+"""Planning under any memory budget and for any machine: what fits, what is hidden, and that no bit changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxshard
+from fxshard.bench.planning import Captured, capture
+from fxshard.inspect.schedule import Schedule
+from fxshard.plan.hardware import PRESETS, Hardware
+from tests.pool import Pool
+from tests.toy import Llama, Mlp, batch
+from tests.training import VOCAB, Run, sharded_run
+
+MODELS = ("llama", "tied", "mlp", "wide")
+MACHINES = ("h100", "h200", "gb200")
+RANKS = (8, 64, 1024)
+
+
+@cache
+def captured(name: str, zero: int = 3) -> Captured:
+    """Capturing takes seconds, scheduling milliseconds: capture each model once."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        return capture(Mlp(7, 130, 50, 300, 5), (torch.ones(4, 7), torch.ones(4, 5)), zero=zero, lowering="eager")
+    if name == "wide":  # large enough for bandwidth to matter
+        with torch.device("meta"):
+            model = Llama(vocab=4096, dim=1024, layers=4, heads=8, hidden=2816)
+        return capture(model, batch(0, 1, 0, 4096, size=2, length=512), zero=zero, lowering="eager")
+    model = Llama(vocab=VOCAB, dim=32, layers=3, heads=4, hidden=88, tied=name == "tied")
+    return capture(model, batch(0, 2, 0, VOCAB), zero=zero, lowering="eager")
+
+
+# -- P4: memory --------------------------------------------------------------------------------------------------------
+
+
+def under(name: str, budget: int | None, *, ranks: int = 4, machine: str = "h200", **options: Any) -> Schedule:
+    schedule = captured(name).schedule(ranks=ranks, hardware=machine, memory_budget=budget, **options)
+    schedule.verify()
+    return schedule
+
+
+@cache
+def smallest(name: str, ranks: int, prefetch: int | None) -> int:
+    with pytest.raises(fxshard.BudgetError) as caught:
+        under(name, 1, ranks=ranks, prefetch=prefetch)
+    return caught.value.smallest
+
+
+@pytest.mark.shows("P4")
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(MODELS),
+    ranks=st.sampled_from([2, 3, 8, 64]),
+    machine=st.sampled_from(sorted(PRESETS)),
+    prefetch=st.sampled_from([None, 0, 1, 3]),
+    share=st.floats(0.3, 3.0),
+)
+def test_peak_stays_under_any_feasible_budget(
+    name: str, ranks: int, machine: str, prefetch: int | None, share: float
+) -> None:
+    least = smallest(name, ranks, prefetch)
+    budget = int(least * share)
+    if budget < least:
+        with pytest.raises(fxshard.BudgetError) as caught:
+            under(name, budget, ranks=ranks, machine=machine, prefetch=prefetch)
+        assert caught.value.smallest == least
+    else:
+        schedule = under(name, budget, ranks=ranks, machine=machine, prefetch=prefetch)
+        assert schedule.peak_bytes <= budget == schedule.budget
+
+
+@pytest.mark.shows("P4")
+@pytest.mark.parametrize("ranks", [2, 5, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ranks: int) -> None:
+    least = smallest(name, ranks, None)
+    assert under(name, least, ranks=ranks).peak_bytes == least
+    with pytest.raises(fxshard.BudgetError, match=f"at least {least} bytes"):
+        under(name, least - 1, ranks=ranks)
+
+
+def test_more_memory_saves_communication() -> None:
+    tight, loose = (under("llama", smallest("llama", 4, None) * factor) for factor in (1, 10))
+    assert loose.comm_bytes < tight.comm_bytes
+    assert loose.peak_bytes > tight.peak_bytes
+
+
+# -- P6: time ----------------------------------------------------------------------------------------------------------
+
+
+def no_worse(name: str, ranks: int, machine: Hardware) -> None:
+    exposed = {
+        rule: captured(name).schedule(ranks=ranks, hardware=machine, **options).simulate(machine).exposed_seconds
+        for rule, options in {"ours": {}, "one ahead": {"prefetch": 1}, "FSDP2": {"fsdp2": True}}.items()
+    }
+    least = min(exposed["one ahead"], exposed["FSDP2"])
+    assert exposed["ours"] <= least * (1 + 1e-9), exposed
+
+
+@pytest.mark.shows("P6")
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_never_worse_than_one_ahead(name: str, machine: str, ranks: int) -> None:
+    no_worse(name, ranks, PRESETS[machine])
+
+
+@pytest.mark.shows("P6")
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from(MODELS),
+    ranks=st.sampled_from([2, 8, 64, 1024]),
+    flops=st.floats(-2, 2),
+    memory=st.floats(-2, 2),
+    inside=st.floats(-3, 1),
+    outside=st.floats(-3, 1),
+)
+def test_never_worse_on_any_machine(
+    name: str, ranks: int, flops: float, memory: float, inside: float, outside: float
+) -> None:
+    """Machines up to 1000 times slower, or 100 times faster, than an H200 in each respect."""
+    base = PRESETS["h200"]
+    machine = replace(
+        base,
+        flops={dtype: rate * 10**flops for dtype, rate in base.flops.items()},
+        memory_bandwidth=base.memory_bandwidth * 10**memory,
+        intra_bandwidth=base.intra_bandwidth * 10**inside,
+        inter_bandwidth=base.inter_bandwidth * 10**outside,
+    )
+    no_worse(name, ranks, machine)
+
+
+# -- no option changes a result ----------------------------------------------------------------------------------------
+
+
+def variants(budgets: dict[str, int]) -> dict[str, Run]:
+    return {
+        "default": sharded_run(steps=3),
+        "nothing kept": sharded_run(steps=3, keep_resident=False),
+        **{name: sharded_run(steps=3, memory_budget=budget) for name, budget in budgets.items()},
+    }
+
+
+@pytest.mark.shows("S3")
+def test_budgets_and_residency_change_no_bit(ranks: Pool) -> None:
+    least = smallest("llama", 2, None)
+    for runs in ranks(2, variants, {"tight": least, "loose": 10 * least}):
+        for name, run in runs.items():
+            assert run.same(runs["default"]), name

@@ -1,0 +1,101 @@
+"""Models come and go: nothing keeps a dropped one, and the tenth compiles like the first."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from tests.pool import Pool
+from tests.toy import Mlp
+from tests.training import llama, this_ranks_batch
+
+
+def test_a_dropped_model_is_freed() -> None:
+    model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="eager")
+    model(torch.ones(2, 7)).sum().backward()
+    held = weakref.ref(model._sharding)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert held() is None
+
+
+def test_many_models_of_one_class() -> None:
+    """Dynamo gives up on the ninth recompilation of a code object; each model has one of its own."""
+    for _ in range(10):
+        model = fxshard.compile(Mlp(), lowering="eager")
+        assert model(torch.ones(2, 7)).shape == (2, 5)
+        fxshard.plan(Mlp(), (torch.ones(2, 7),), world_size=2, hardware="cpu")
+
+
+class Stateful(nn.Module):
+    """A batch norm, and a buffer that forward assigns anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return self.norm(self.linear(x)).sum()
+
+
+def test_submodules_and_buffers_are_those_of_the_plain_model() -> None:
+    model = fxshard.compile(Stateful(), lowering="eager")
+    x = torch.randn(8, 4)
+    model(x)
+    mean = model.norm.running_mean.clone()
+    assert mean.abs().sum() > 0
+    model.norm.eval()
+    model(x)
+    model(x)
+    assert torch.equal(model.norm.running_mean, mean)
+    assert float(model.state_dict()["count"]) == float(model.full_state_dict()["count"]) == 3
+
+
+def test_freezing_after_compile_is_refused() -> None:
+    model = fxshard.compile(Mlp(), lowering="eager")
+    next(model.parameters()).requires_grad_(False)
+    with pytest.raises(fxshard.StateError, match=r"before fxshard\.compile"):
+        model(torch.ones(2, 7))
+
+
+def partial_load(zero: int) -> float:
+    """One small parameter, whose rows only one rank holds: both ranks must gather its bucket again."""
+    model = fxshard.compile(llama(), zero=zero, lowering="eager")
+    with torch.no_grad():
+        before = model(*this_ranks_batch(0))
+        model.load_state_dict({"norm.weight": torch.full((32,), 3.0)}, strict=False)
+        return float(model(*this_ranks_batch(0)) - before)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_partial_load_reaches_every_rank(ranks: Pool, zero: int) -> None:
+    assert all(abs(change) > 1e-3 for change in ranks(2, partial_load, zero))
+
+
+def uneven() -> list[float]:
+    """Ranks with batches of very different sizes, one of them recompiling alone in the middle."""
+    model = fxshard.compile(llama(), zero=3, optimizer=fxshard.AdamW(), lowering="eager")
+    losses = []
+    for size in (2, 2, 64 if dist.get_rank() else 2, 2):
+        x = torch.randint(0, 96, (size, 16), generator=torch.Generator().manual_seed(size))
+        loss = model(x, x)
+        loss.backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_ranks_with_uneven_batches(ranks: Pool) -> None:
+    for losses in ranks(2, uneven):
+        assert all(torch.isfinite(torch.tensor(losses)))
