@@ -16,7 +16,7 @@ from fxshard.events import Phase
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.order_prefetch import order_prefetch
-from fxshard.passes.pipeline import INSERTING
+from fxshard.passes.pipeline import FARTHEST, INSERTING
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.split_segments import split_segments
@@ -84,6 +84,9 @@ def main() -> None:
     keep_resident(graphs, context)
     for phase, module in graphs.items():
         show(f"{phase}, keep_resident", module)
+    for phase, module in graphs.items():
+        order_prefetch(module, replace(context, phase=phase, ahead=FARTHEST, by_deadline=True))
+        show(f"{phase}, order_prefetch by deadlines", module)
     print("\n== plan_memory")
     for (what, bucket, opened), slot in plan_memory(graphs, context).slots.items():
         print(f"{what} {plans[bucket].name}, opened by event {opened}: bytes {slot.offset} to {slot.end}")

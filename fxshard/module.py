@@ -137,10 +137,17 @@ class ShardedModule(nn.Module):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Sharded parameters and buffers under the plain model's keys."""
+    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
+        """Sharded parameters and buffers under the plain model's keys; ``torch.save`` and ``copy.deepcopy`` take them."""
         self._refresh_buffers()
-        return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, keep_vars=True, **kwargs)
+        if keep_vars:
+            return state
+        place = {id(parameter): (bucket, name) for bucket, name, parameter in self._places()}
+        for key, value in state.items():
+            bucket, name = place.get(id(value), (None, ""))
+            state[key] = value.detach() if bucket is None else bucket.as_param(bucket.master, name)
+        return state
 
     def _refresh_buffers(self) -> None:
         """A forward may assign a new tensor to a buffer; the mirror follows."""

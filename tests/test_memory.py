@@ -16,6 +16,7 @@ from tests.training import llama, this_ranks_batch
 
 def live_bytes() -> int:
     """Bytes of all tensor storages that this process can reach, each counted once."""
+    torch._dynamo.reset()  # compiled code of an earlier model may be all that keeps it
     gc.collect()
     storages = {}
     for thing in gc.get_objects():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -75,6 +76,10 @@ def state_round_trip(layout: Any) -> bool:
     other = compiled(zero=3, layout=layout, optimizer=fxshard.AdamW())
     other.load_state_dict(full)
     other.optimizer.load_state_dict(moments)
+    copied = copy.deepcopy(model.state_dict())
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    assert set(copied) == set(full) and saved.tell() > 0
     third = compiled(zero=1, layout=layout)
     third.load_state_dict(model.state_dict())
     plain = llama()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fxshard
 from fxshard.inspect.presets import LENGTH, PRESETS
 from fxshard.inspect.schedule import Schedule
-from tests.pool import Pool
+from tests.pool import Pool, RankError
 from tests.toy import Llama, batch
 from tests.training import VOCAB, llama, this_ranks_batch
 
@@ -107,16 +107,17 @@ def test_all_ranks_have_one_digest(ran: Ran) -> None:
         assert len({schedule.digest for schedule, _ in found}) == 1, options
 
 
-def depth_by_rank() -> str:
+def depth_by_rank() -> None:
     model = fxshard.compile(llama(), lowering="eager", prefetch=1 + dist.get_rank())
     model(*this_ranks_batch(0)).backward()
-    return model.schedule.digest
 
 
 @pytest.mark.shows("P5")
-def test_how_early_gathers_start_is_each_ranks_own_affair(ranks: Pool) -> None:
-    """Only the order of the collectives must agree."""
-    assert len(set(ranks(2, depth_by_rank))) == 1
+def test_another_depth_on_one_rank_is_a_difference(ranks: Pool) -> None:
+    """It moves gathers past reductions, and the order of collectives must agree."""
+    with pytest.raises(RankError) as caught:
+        ranks(2, depth_by_rank, timeout=60)
+    assert caught.value.types == {0: "RankDivergenceError", 1: "RankDivergenceError"}
 
 
 class Skips(nn.Module):

@@ -152,11 +152,11 @@ def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
     import resource
 
     model, inputs = PRESETS[preset](layers or None)
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     schedule = fxshard.plan(model, inputs, world_size=ranks, hardware="h200", precision=PRECISION)
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - busy
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-    return {"seconds": seconds, "gib": gib, "events": len(schedule)}
+    return {"seconds": seconds, "cpu": cpu, "gib": gib, "events": len(schedule)}
 
 
 def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str, Simulation]]]:
@@ -176,17 +176,18 @@ def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str,
 
 def print_cost() -> None:
     print("\n## Cost: llama-70b on 1024 ranks\n", flush=True)
-    _table(("layers", "seconds", "peak GiB", "events"), [_cost_row(80)])
+    _table(("layers", "seconds", "CPU seconds", "peak GiB", "events"), [_cost_row(80)])
 
 
 def print_layers() -> None:
     print("\n## Cost by layers: llama-70b on 1024 ranks\n", flush=True)
-    _table(("layers", "seconds", "peak GiB", "events"), (_cost_row(layers) for layers in LAYERS))
+    _table(("layers", "seconds", "CPU seconds", "peak GiB", "events"), (_cost_row(layers) for layers in LAYERS))
 
 
 def _cost_row(layers: int) -> list[str]:
     found = cost("llama-70b", layers, 1024)
-    return [str(layers), f"{found['seconds']:.1f}", f"{found['gib']:.2f}", f"{found['events']:.0f}"]
+    seconds, cpu = f"{found['seconds']:.1f}", f"{found['cpu']:.1f}"
+    return [str(layers), seconds, cpu, f"{found['gib']:.2f}", f"{found['events']:.0f}"]
 
 
 def print_gains(layers: int | None) -> None:

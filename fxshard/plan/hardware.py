@@ -30,7 +30,7 @@ LAUNCH = 3e-6
 """What a stretch of compute costs beyond its work: a kernel's start and drain, with a host that runs ahead. Assumed."""
 
 GEMM = 0.79
-"""Share of the dense peak that large GEMMs reach: measured on the H200, 767–790 TFLOP/s in bf16 of 990 (facts/muon.md).
+"""Share of the dense peak that large GEMMs reach: measured on the H200, 767–790 TFLOP/s in bf16 of 990.
 Taken over for devices on which we have not measured."""
 
 COPY = 0.9
