@@ -138,7 +138,7 @@ class ShardedModule(nn.Module):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
-        """Sharded parameters and buffers under the plain model's keys; ``torch.save`` and ``copy.deepcopy`` take them."""
+        """Sharded parameters and buffers under the plain model's keys; ``torch.save`` takes them."""
         self._refresh_buffers()
         state = super().state_dict(*args, keep_vars=True, **kwargs)
         if keep_vars:
