@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
 import fxshard
 from fxshard import _compat
 from fxshard.events import Kind, Phase
+from tests.measuring import NewBytes
 from tests.pool import Pool
 from tests.training import llama, this_ranks_batch
-
-
-def live_bytes() -> int:
-    """Bytes of all tensor storages that this process can reach, each counted once."""
-    torch._dynamo.reset()  # compiled code of an earlier model may be all that keeps it
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and not thing.is_meta:  # not fake ones, not wrappers
-            storage = thing.untyped_storage()
-            if storage.nbytes():
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def bytes_by_stage() -> dict[int, dict[str, int]]:
     found = {}
     for zero in range(4):
-        before = live_bytes()
+        new = NewBytes()
         model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(), lowering="eager")
         model(*this_ranks_batch(0)).backward()
         model.optimizer.step()
-        loads = {"total": live_bytes() - before - model._sharding.engine.arena.bytes, **model.bytes_at_rest()}
-        found[zero] = loads
+        found[zero] = {"total": new.count() - model._sharding.engine.arena.bytes, **model.bytes_at_rest()}
         del model
     return found
 
@@ -98,12 +83,12 @@ def reductions() -> list[bool]:
 
 
 def freed() -> tuple[int, int, int]:
+    new = NewBytes()
     plain = llama()
     size = sum(p.numel() * 4 for p in plain.parameters())
-    before = live_bytes()
     model = fxshard.compile(plain, zero=3, lowering="eager")
     hollow = sum(p.untyped_storage().nbytes() for p in plain.parameters())
-    held = live_bytes() - (before - size)
+    held = new.count()
     del model
     return size, hollow, held
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fxshard
 from fxshard.inspect.presets import LENGTH, PRESETS
 from fxshard.inspect.schedule import Schedule
+from tests.measuring import NewBytes
 from tests.pool import Pool, RankError
 from tests.toy import Llama, batch
 from tests.training import VOCAB, llama, this_ranks_batch
@@ -39,30 +39,18 @@ def smallest_budget() -> int:
 # -- P2, P3, P5: what a run does ---------------------------------------------------------------------------------------
 
 
-def live_bytes() -> int:
-    """Bytes of all tensor storages that this process can reach, each counted once."""
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_meta:  # not fake ones, not wrappers
-            storage = thing.untyped_storage()
-            if storage.nbytes():
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
 def trained(settings: list[dict[str, Any]]) -> list[tuple[Schedule, int]]:
     """The schedule of each setting, and what this rank holds at the end of a backward behind an optimizer step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     found = []
     for options in settings:
-        before = live_bytes()
+        new = NewBytes()
         model = fxshard.compile(llama(), lowering="eager", mesh=mesh, optimizer=fxshard.AdamW(), **options)
         model(*this_ranks_batch(0)).backward()
         model.optimizer.step()  # its state exists from here on
         model.optimizer.zero_grad()
         model(*this_ranks_batch(1)).backward()
-        found.append((model.schedule, live_bytes() - before))
+        found.append((model.schedule, new.count()))
         del model
     return found
 
