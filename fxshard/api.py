@@ -12,7 +12,7 @@ from fxshard.config import AdamW, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
 from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
-from fxshard.plan.buckets import LayoutKind
+from fxshard.plan.choice import LayoutKind
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.units import UnitPatterns
 from fxshard.sharding import Sharding, take_apart
@@ -26,7 +26,7 @@ def compile(
     units: UnitPatterns | None = None,
     optimizer: AdamW | None = None,
     precision: Precision | None = None,
-    layout: LayoutKind = "rows",
+    layout: LayoutKind = "auto",
     lowering: str = "inductor",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -85,7 +85,7 @@ def shard(
     units: UnitPatterns | None = None,
     optimizer: AdamW | None = None,
     precision: Precision | None = None,
-    layout: LayoutKind = "rows",
+    layout: LayoutKind = "auto",
     lowering: str = "inductor",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,

@@ -17,7 +17,8 @@ from fxshard.errors import ConfigError
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import SegmentCompiler
 from fxshard.passes.context import ParamRef
-from fxshard.plan.buckets import LAYOUTS, LayoutKind, plan_buckets
+from fxshard.plan.buckets import plan_buckets
+from fxshard.plan.choice import LAYOUTS, LayoutKind
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.placement import ZERO
@@ -36,7 +37,7 @@ def plan(
     zero: int = 3,
     units: UnitPatterns | None = None,
     precision: Precision | None = None,
-    layout: LayoutKind = "rows",
+    layout: LayoutKind = "auto",
     memory_budget: int | str | None = None,
     prefetch: int | None = None,
     keep_resident: bool = True,

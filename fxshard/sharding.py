@@ -17,7 +17,8 @@ from fxshard.config import Options, Precision
 from fxshard.errors import ConfigError, FxshardError, StateError
 from fxshard.lowering import SegmentCompiler
 from fxshard.passes.context import ParamRef
-from fxshard.plan.buckets import LAYOUTS, BucketPlan, LayoutKind, plan_buckets
+from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.choice import LAYOUTS, LayoutKind
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units

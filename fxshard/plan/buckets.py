@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
 from fxshard.config import Precision
 from fxshard.errors import ConfigError
-from fxshard.plan.layout import Layout, TensorSpec
+from fxshard.plan.choice import LARGEST_SHARE, LayoutKind, choose_layout, span_units
+from fxshard.plan.layout import Layout, TensorSpec, aligned
+from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement, bytes_at_rest
-from fxshard.plan.rows import row_layout
 from fxshard.plan.units import Unit
-from fxshard.plan.whole import whole_layout
-
-LayoutKind = Literal["rows", "whole"]
-LAYOUTS: dict[str, Callable[[Sequence[TensorSpec], int], Layout]] = {"rows": row_layout, "whole": whole_layout}
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,10 @@ class BucketPlan:
     master_dtype: torch.dtype
     reduce_dtype: torch.dtype
     trainable: bool
+    matrices: tuple[str, ...] = ()
+    """The parameters that Muon updates; the others are AdamW's."""
+    why: str = ""
+    """Why it has the layout it has."""
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -58,7 +58,24 @@ class BucketPlan:
         return self.layout.numel * self.reduce_dtype.itemsize if self.trainable else 0
 
     def at_rest(self, state_tensors: int = 2) -> BytesPerRank:
-        """Bytes one rank holds for this bucket between steps (two state tensors: AdamW)."""
+        """Bytes one rank holds for this bucket between steps.
+
+        AdamW has two state tensors. Muon has one, so the second covers AdamW's parameters only.
+        """
+        rest = self._at_rest(1 if self.matrices and state_tensors == 2 else state_tensors)
+        if not self.matrices or state_tensors != 2:
+            return rest
+        second = max(self.second_moment_numel(rank) for rank in range(self.layout.ranks))
+        return BytesPerRank(rest.param, rest.grad, rest.state + second * self.master_dtype.itemsize)
+
+    def second_moment_numel(self, rank: int) -> int:
+        """Elements of AdamW's second moment on one rank: those of the parameters that Muon does not update."""
+        if not self.matrices:
+            return self.layout.shard_numel
+        own = (fragment for fragment in self.layout.fragments(rank) if fragment.name not in self.matrices)
+        return sum(aligned(fragment.numel) for fragment in own)
+
+    def _at_rest(self, state_tensors: int) -> BytesPerRank:
         return bytes_at_rest(
             self.placement,
             ranks=self.layout.ranks,
@@ -78,16 +95,24 @@ def plan_buckets(
     zero: int,
     ranks: int,
     precision: Precision | None = None,
-    layout: LayoutKind = "rows",
+    layout: LayoutKind = "auto",
+    matrices: Collection[str] = (),
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
     Kinds differ in dtype and in whether they are trained. A scalar has no rows to shard and is replicated.
+    ``matrices`` are the parameters that Muon updates: they decide about layouts, and under ZeRO-1 and 2 about how many
+    units share a bucket. They share it with the parameters that AdamW updates, so Muon adds no collective.
     """
     parameters = dict(model.named_parameters())
     stage = ZERO[zero]
     plans: list[BucketPlan] = []
-    for unit in reversed(list(units)):
+    units = list(units)
+    if matrices and layout != "rows" and stage.state and not stage.param:
+        longest = len(units) if not stage.grad else max(1, len(units) // LARGEST_SHARE)
+        units = span_units(units, lambda unit: _specs(unit, parameters), ranks, matrices, longest=longest)
+    work = [0.0] * ranks
+    for unit in reversed(units):
         kinds: dict[tuple[torch.dtype, bool, bool], list[TensorSpec]] = {}
         for name in unit.params:
             parameter = parameters[name]
@@ -98,22 +123,43 @@ def plan_buckets(
             sharded = placement.state
             param_dtype, master_dtype, reduce_dtype = _dtypes(dtype, precision)
             suffix = _kind_suffix(dtype, trainable, scalar, among=kinds)
+            gathers = 2 if placement.param else 1
+            chosen = choose_layout(
+                specs,
+                ranks if sharded else 1,
+                layout,
+                matrices=matrices if trainable else (),
+                work=work,
+                bytes_moved=gathers * param_dtype.itemsize + reduce_dtype.itemsize,
+            )
+            for spec in specs:
+                if chosen.layout.whole and spec.name in matrices:
+                    work[chosen.layout.owner(spec.name)] += matrix_cost(spec.shape)
             plans.append(
                 BucketPlan(
                     index=len(plans),
                     name=unit.name + suffix,
                     unit=unit.name,
-                    layout=LAYOUTS[layout](specs, ranks if sharded else 1),
+                    layout=chosen.layout,
                     placement=placement,
                     param_dtype=param_dtype,
                     master_dtype=master_dtype if trainable else param_dtype,
                     reduce_dtype=reduce_dtype,
                     trainable=trainable,
+                    matrices=tuple(spec.name for spec in specs if trainable and spec.name in matrices),
+                    why=chosen.why,
                 )
             )
     if not plans:
         raise ConfigError("the model has no parameters: there is nothing to shard")
     return tuple(plans)
+
+
+def _specs(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
+    """The parameters of a unit that are trained: those that Muon may own."""
+    return [
+        TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad
+    ]
 
 
 def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

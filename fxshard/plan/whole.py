@@ -6,15 +6,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fxshard.plan.layout import Layout, Slot, TensorSpec, aligned, require_all_placed
+from fxshard.plan.matrices import matrix_cost
 
 
-def whole_layout(specs: Sequence[TensorSpec], ranks: int) -> Layout:
+def whole_layout(specs: Sequence[TensorSpec], ranks: int, work: Sequence[float] = ()) -> Layout:
     """Give every parameter to one rank, with shards as short as equal sizes and greedy packing make them.
 
     Parameters of the same size are dealt out first, one to each rank: identical blocks over a rank count that divides
     them leave no padding. What remains is packed largest first onto the emptiest rank. Where a large parameter without
     peers would stick out at the end, everything is packed largest first: it is surrounded by smaller ones instead of by
     padding.
+
+    ``work`` is what earlier buckets give each rank to orthogonalize: who has least so far gets the most of this one.
+    Handing a rank another rank's share does not change the length of any shard, so balance costs no padding.
 
     >>> layout = whole_layout([TensorSpec(f"w{i}", (64, 64)) for i in range(4)], ranks=2)
     >>> layout.padding, [layout.owner(name) for name in layout.names]
@@ -23,6 +27,8 @@ def whole_layout(specs: Sequence[TensorSpec], ranks: int) -> Layout:
     packings = (_packed(specs, ranks, deal=True), _packed(specs, ranks, deal=False))
     owned = min(packings, key=_longest)  # the first where both are equally long
     shard_numel = _longest(owned)
+    if work:
+        owned = _dealt_by_work(owned, work)
     order = {spec.name: i for i, spec in enumerate(specs)}
     slots: list[Slot] = []
     for rank, specs_of_rank in enumerate(owned):
@@ -53,6 +59,15 @@ def _packed(specs: Sequence[TensorSpec], ranks: int, *, deal: bool) -> list[list
         owned[rank].append(spec)
         load[rank] += aligned(spec.numel)
     return owned
+
+
+def _dealt_by_work(owned: list[list[TensorSpec]], work: Sequence[float]) -> list[list[TensorSpec]]:
+    heaviest_first = sorted(owned, key=lambda specs: -sum(matrix_cost(s.shape) for s in specs if len(s.shape) > 1))
+    idlest_first = sorted(range(len(owned)), key=lambda rank: (work[rank], rank))
+    dealt: list[list[TensorSpec]] = [[] for _ in owned]
+    for rank, share in zip(idlest_first, heaviest_first, strict=True):
+        dealt[rank] = share
+    return dealt
 
 
 def _length(specs: Sequence[TensorSpec]) -> int:

@@ -8,7 +8,8 @@ from torch import nn
 
 from fxshard.config import Precision
 from fxshard.errors import ConfigError
-from fxshard.plan.buckets import BucketPlan, LayoutKind, plan_buckets
+from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.choice import LayoutKind
 from fxshard.plan.placement import ZERO, Placement
 from fxshard.plan.units import find_units
 from tests.toy import Llama

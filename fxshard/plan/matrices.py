@@ -1,0 +1,34 @@
+"""Matrices that Muon orthogonalizes: what that costs, and which rank is best given to which owner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+ITERATIONS = 5
+"""Newton–Schulz iterations where nothing else is said."""
+
+
+def matrix_cost(shape: Sequence[int]) -> int:
+    """Work of a Newton–Schulz iteration on a matrix, or on each matrix of a stack, up to a constant: n² m."""
+    *stack, rows, columns = shape
+    count = 1
+    for size in stack:
+        count *= size
+    small, large = sorted((rows, columns))
+    return count * small * small * large
+
+
+def newton_schulz_flops(shape: Sequence[int], iterations: int = ITERATIONS) -> int:
+    """Operations of the iterations that compute every product in full: 4 n² m + 2 n³ each."""
+    *stack, rows, columns = shape
+    count = 1
+    for size in stack:
+        count *= size
+    small, large = sorted((rows, columns))
+    return count * iterations * (4 * small * small * large + 2 * small**3)
+
+
+def least_loaded(loads: Sequence[float], among: Iterable[int] | None = None) -> int:
+    """The rank with the least to do; the first of several."""
+    ranks = range(len(loads)) if among is None else among
+    return min(ranks, key=lambda rank: (loads[rank], rank))
