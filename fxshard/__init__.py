@@ -6,7 +6,7 @@ data-parallel ranks, and schedules every collective. The schedule is an object: 
 
 from fxshard._version import __version__
 from fxshard.api import compile, shard
-from fxshard.config import AdamW, Precision
+from fxshard.config import AdamW, Muon, Precision, Split
 from fxshard.errors import (
     BudgetError,
     CaptureError,
@@ -33,6 +33,7 @@ __all__ = [
     "ConfigError",
     "FxshardError",
     "LayoutError",
+    "Muon",
     "PassError",
     "PeerError",
     "Precision",
@@ -41,6 +42,7 @@ __all__ = [
     "ScheduleError",
     "ScheduleFileError",
     "ShardedModule",
+    "Split",
     "StateError",
     "__version__",
     "compile",

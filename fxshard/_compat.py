@@ -115,6 +115,26 @@ def fused_adamw(
     )
 
 
+def foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Each tensor moves ``weight`` of the way to its end, in one launch. torch 2.11, 2.13."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def foreach_lerp(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> list[torch.Tensor]:
+    """``foreach_lerp_`` out of place. torch 2.11, 2.13."""
+    return list(torch._foreach_lerp(tensors, ends, weight))
+
+
+def foreach_mul_(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply all tensors in one launch. torch 2.11, 2.13."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_norm(tensors: list[torch.Tensor], ord: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in few launches. torch 2.11, 2.13."""
+    return list(torch._foreach_norm(tensors, ord=ord))
+
+
 def all_gather(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
