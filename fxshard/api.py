@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.backend import backend_of
 from fxshard.capture import capture
-from fxshard.config import AdamW, Options, Precision, parse_bytes
+from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
 from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
+from fxshard.optim.muon import ShardedMuon
+from fxshard.optim.muon_rule import matrices
 from fxshard.plan.choice import LayoutKind
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.units import UnitPatterns
-from fxshard.sharding import Sharding, take_apart
+from fxshard.sharding import take_apart
 
 
 def compile(
@@ -24,7 +25,7 @@ def compile(
     zero: int = 3,
     mesh: DeviceMesh | None = None,
     units: UnitPatterns | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: AdamW | Muon | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
     lowering: str = "inductor",
@@ -52,8 +53,8 @@ def compile(
 
     ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
     of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
-    parameters between rows, ``"whole"`` gives each parameter to one rank. ``memory_budget``: bytes, or ``"60GiB"``, for
-    shards and arena on a rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
+    parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
+    ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
     :class:`fxshard.config.Options`.
     """
     sharded = shard(
@@ -83,7 +84,7 @@ def shard(
     zero: int = 3,
     mesh: DeviceMesh | None = None,
     units: UnitPatterns | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: AdamW | Muon | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
     lowering: str = "inductor",
@@ -116,17 +117,26 @@ def shard(
         hardware=hardware,
         verify=verify,
     )
-    sharding = take_apart(model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options)
-    sharded = ShardedModule(model, sharding, backend_of(sharding))
-    if optimizer is not None:
-        sharded._optimizer = _optimizer(optimizer, sharding)
-    return sharded
-
-
-def _optimizer(choice: AdamW, sharding: Sharding) -> torch.optim.Optimizer:
-    if isinstance(choice, AdamW):
-        return ShardedAdamW(sharding.buckets, choice)
-    raise ConfigError(
-        f"optimizer={choice!r}: expected fxshard.AdamW(...); a torch.optim optimizer is made from model.parameters() "
-        "after compile"
+    if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
+        raise ConfigError(
+            f"optimizer={optimizer!r}: expected fxshard.AdamW(...) or fxshard.Muon(...); a torch.optim optimizer is "
+            "made from model.parameters() after compile"
+        )
+    splits = matrices(optimizer, model) if isinstance(optimizer, Muon) else {}
+    sharding = take_apart(
+        model,
+        zero=zero,
+        mesh=mesh,
+        units=units,
+        precision=precision,
+        layout=layout,
+        options=options,
+        matrices=splits,
+        own_optimizer=optimizer is not None,
     )
+    sharded = ShardedModule(model, sharding, backend_of(sharding))
+    if isinstance(optimizer, AdamW):
+        sharded._optimizer = ShardedAdamW(sharding.engine, optimizer)
+    elif isinstance(optimizer, Muon):
+        sharded._optimizer = ShardedMuon(sharding.engine, optimizer, splits)
+    return sharded

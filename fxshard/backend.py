@@ -12,13 +12,14 @@ from torch import fx
 from fxshard import _compat
 from fxshard.config import Options
 from fxshard.errors import ConfigError
-from fxshard.events import Phase
+from fxshard.events import Kind, Phase
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.pipeline import schedule
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.split_segments import split_segments
+from fxshard.plan.memory import SlotRange
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.program import Program
 from fxshard.sharding import Sharding, sharding_of, unsharded
@@ -85,6 +86,7 @@ class Capture:
         self._scheduled: dict[Phase, fx.GraphModule] = {}
         self._arena_bytes = 0
         self._agree: Callable[[], None] | None = None
+        self._carries: dict[int, SlotRange] = {}
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -146,7 +148,13 @@ class Capture:
             ranks=sharding.ranks,
             zero=sharding.zero,
             budget=sharding.options.memory_budget,
+            own_optimizer=sharding.own_optimizer,
         )
+        self._carries = {
+            event.bucket_index: event.slot
+            for _, event in emitted.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)
+            if event.slot is not None
+        }
         if sharding.options.verify:
             emitted.verify()
         # Compared before the first run, not here: collectives under a compiler's dispatch modes can deadlock.
@@ -162,7 +170,8 @@ class Capture:
             split = split_segments(self._scheduled[phase], self._context(phase))
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
-            return Program(split, phase, engine, self._arena_bytes, compiler, agree).boxed()
+            carries = self._carries if phase is Phase.FORWARD else None
+            return Program(split, phase, engine, self._arena_bytes, compiler, agree, carries).boxed()
 
 
 def backend_of(sharding: Sharding) -> Backend:

@@ -22,10 +22,11 @@ META = "fxshard"
 
 
 class Kind(StrEnum):
-    """What an event does. All but ``COMPUTE`` and ``UPDATE`` are runtime nodes of a graph."""
+    """What an event does. All but the first three are runtime nodes of a graph."""
 
     COMPUTE = "compute"
     UPDATE = "update"
+    EXCHANGE = "exchange"
     UNSHARD = "unshard"
     WAIT = "wait"
     RESHARD = "reshard"
@@ -49,7 +50,8 @@ class Event:
 
     A runtime event belongs to one bucket. A ``COMPUTE`` event is the stretch of nodes between two runtime events: it
     has no bucket, but says which buckets' parameters it ``reads``, which gradient buckets it ``writes``, and what it
-    costs. An ``UPDATE`` is the optimizer's work on one bucket.
+    costs. An ``UPDATE`` is the optimizer's work on one bucket. An ``EXCHANGE`` is an all-to-all of matrices of the
+    buckets in ``reads``, to the ranks that orthogonalize them, or back to update the buckets in ``writes``.
     """
 
     kind: Kind

@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_map_only
 
 from fxshard.backend import Backend
 from fxshard.capture import FAILURES, capture, cast_floats, explained
-from fxshard.config import Options, Precision, parse_bytes
+from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import SegmentCompiler
+from fxshard.optim.muon_rule import matrices
 from fxshard.passes.context import ParamRef
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.choice import LAYOUTS, LayoutKind
@@ -36,6 +37,7 @@ def plan(
     hardware: str | Hardware = "h200",
     zero: int = 3,
     units: UnitPatterns | None = None,
+    optimizer: AdamW | Muon | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
     memory_budget: int | str | None = None,
@@ -71,7 +73,13 @@ def plan(
     )
     twin = _hollow_twin(model, precision)
     plans = plan_buckets(
-        model, find_units(model, units), zero=zero, ranks=world_size, precision=precision, layout=layout
+        model,
+        find_units(model, units),
+        zero=zero,
+        ranks=world_size,
+        precision=precision,
+        layout=layout,
+        matrices=matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
     )
     device = torch.device("cpu")
     sharding = Sharding(
@@ -86,6 +94,7 @@ def plan(
         zero,
         group_name=f"{'cpu' if machine.name == 'cpu' else 'cuda'}×{world_size}" if world_size > 1 else "none",
         ranks=world_size,
+        own_optimizer=optimizer is not None,
         hardware=machine,
     )
     parameters = dict(twin.named_parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,8 @@ class Sharding:
     hollow: dict[str, nn.Parameter] = field(default_factory=dict)
 
     ranks: int = 1
+    own_optimizer: bool = False
+    """Whether one of fxshard's optimizers updates the model, which is known before the first program is scheduled."""
     hardware: Hardware | None = None
     backend: object | None = None
     """The one backend that compiles this model, however ``torch.compile`` is reached."""
@@ -79,6 +82,8 @@ def take_apart(
     precision: Precision | None,
     layout: LayoutKind,
     options: Options,
+    matrices: Collection[str] = (),
+    own_optimizer: bool = False,
 ) -> Sharding:
     """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets."""
     mesh = _resolve_mesh(model, mesh)
@@ -93,7 +98,13 @@ def take_apart(
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
         machine(options, device)
         plans = plan_buckets(
-            model, find_units(model, units), zero=zero, ranks=ranks, precision=precision, layout=layout
+            model,
+            find_units(model, units),
+            zero=zero,
+            ranks=ranks,
+            precision=precision,
+            layout=layout,
+            matrices=matrices,
         )
     except FxshardError as error:
         agreement.fail(error)
@@ -126,6 +137,7 @@ def take_apart(
         group_name=f"{mesh.device_type}×{ranks}" if mesh is not None else "none",
         hollow=originals,
         ranks=ranks,
+        own_optimizer=own_optimizer,
         hardware=machine(options, device),
     )
     for name, ref in sharding_refs.items():

@@ -5,21 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import fx
 
 from fxshard.events import Event, Kind, Phase, event_of
 from fxshard.inspect.schedule import Schedule
+from fxshard.inspect.updates import update, updates
 from fxshard.ops import mm_into
 from fxshard.passes.aliases import is_view
 from fxshard.passes.context import PARAM
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.cost import node_flops, node_traffic
 from fxshard.plan.memory import MemoryPlan
-
-OPTIMIZER_TRAFFIC = 7
-"""AdamW reads master, gradient and two moments, and writes three of them: seven passes over a shard."""
 
 STEP_COUNT = 4
 """Bytes of AdamW's step count, which every parameter has on every rank."""
@@ -33,13 +32,24 @@ def record(
     ranks: int,
     zero: int,
     budget: int | None = None,
+    own_optimizer: bool = False,
 ) -> Schedule:
-    """The schedule of a step (or an evaluation) from its graphs, with the stretches of compute between the events."""
+    """The schedule of a step (or an evaluation) from its graphs, with the stretches of compute between the events.
+
+    With an optimizer of ``fxshard``'s own, the gathers that a forward starts with stand in the optimizer phase of the
+    step before. Any other optimizer is taken for AdamW, and its step ends before anything is gathered.
+    """
     found: list[Event] = []
     for phase, module in graphs.items():
         found += _events_of(module.graph, phase)
     if Phase.BACKWARD in graphs:
-        found += _updates(found, buckets)
+        reduced = {event.bucket_index: event for event in found if event.kind is Kind.REDUCE}
+        if own_optimizer:
+            carried = _carried(found, buckets, reduced)
+            found = [event for event in found if event is not carried.get(event.bucket_index)]
+            found += updates(reduced, buckets, carried, _group(found))
+        else:
+            found += [update(event, buckets[index]) for index, event in reduced.items()]
     resident = resident_bytes(buckets)
     events = tuple(_with_dependencies(found))
     return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
@@ -155,26 +165,14 @@ def _owned_bytes(node: fx.Node) -> int:
     return int(value.numel()) * value.dtype.itemsize
 
 
-def _updates(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
-    """The optimizer's work: buckets in the order in which their gradients arrive."""
-    updates = []
-    for event in [event for event in events if event.kind is Kind.REDUCE]:
-        bucket = buckets[event.bucket_index]
-        shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
-        updates.append(
-            replace(
-                event,
-                kind=Kind.UPDATE,
-                phase=Phase.OPTIMIZER,
-                bytes=shard,
-                dtype=bucket.master_dtype,
-                stream="compute",
-                why="gradient is reduced",
-                traffic=OPTIMIZER_TRAFFIC * shard,
-                slot=None,
-            )
-        )
-    return updates
+def _carried(events: list[Event], buckets: Sequence[BucketPlan], reduced: Mapping[int, Event]) -> dict[int, Event]:
+    """The gathers at the head of forward, of buckets that the step before updates. What is resident has its place."""
+    head = takewhile(lambda event: event.kind is Kind.UNSHARD, events)
+    return {e.bucket_index: e for e in head if not buckets[e.bucket_index].resident and e.bucket_index in reduced}
+
+
+def _group(events: list[Event]) -> str:
+    return next((event.group for event in events if event.kind is Kind.UNSHARD), "none")
 
 
 def _with_dependencies(events: list[Event]) -> list[Event]:
@@ -182,7 +180,13 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
     latest: dict[tuple[Kind, int], int] = {}
     last_write: dict[int, int] = {}
     last_read: dict[int, int] = {}
+    last_reduce: int | None = None
+    travelling: dict[tuple[str, ...], int] = {}  # {matrices: the last event of their exchange}
+    returned: dict[int, int] = {}
     places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
+    ahead = {  # what the step before gathered
+        e.bucket_index: i for i, e in enumerate(events) if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER
+    }
     linked: list[Event] = []
     for i, event in enumerate(events):
         index, needs = event.bucket_index, set()
@@ -197,12 +201,25 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
             needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
         elif event.kind is Kind.REDUCE:
             needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
-        elif event.kind in (Kind.FINISH, Kind.UPDATE):
+        elif event.kind is Kind.FINISH:
             needs.add(latest.get((Kind.REDUCE, index)))
+        elif event.kind is Kind.UPDATE:  # backward ends when all its reductions have
+            needs |= {latest.get((Kind.REDUCE, index)), last_reduce, returned.get(index)}
+        elif event.kind is Kind.EXCHANGE:
+            needs.add(last_reduce)
+            returned.update(dict.fromkeys(event.writes, i))
+        if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER:
+            needs.add(latest.get((Kind.UPDATE, index)))
+        if event.phase is Phase.OPTIMIZER and event.kind in (Kind.COMPUTE, Kind.EXCHANGE):
+            needs.add(travelling.get(event.params))
+            travelling[event.params] = i
+        last_reduce = i if event.kind is Kind.REDUCE else last_reduce
         if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
             needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
         if event.kind in (Kind.RESHARD, Kind.FINISH):
             opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
+            if opened is None:
+                opened = ahead.get(index)
             if opened is not None and events[opened].slot is not None:
                 freed = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
                 places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]

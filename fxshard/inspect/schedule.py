@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fxshard.inspect.simulate import Simulation
     from fxshard.plan.hardware import Hardware
 
-COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE)
+COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.EXCHANGE)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import torch
 from fxshard.events import Event, Kind, Phase
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.verify import GIVEN_BACK_BY, ScheduleError, Step
-from fxshard.plan.collectives import all_gather_seconds, replicated_reduce_seconds
+from fxshard.plan.collectives import all_gather_seconds, all_to_all_seconds, replicated_reduce_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
-STREAMS = {Kind.UNSHARD: GATHER, Kind.REDUCE: REDUCE}
+STREAMS = {Kind.UNSHARD: GATHER, Kind.EXCHANGE: GATHER, Kind.REDUCE: REDUCE}
 
 SETTLING = 4
 """Steps to run until one starts as it ends: the second does, unless gathers outlast the whole optimizer phase."""
@@ -125,7 +125,9 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
     if event.kind is Kind.COMPUTE:
         return hardware.compute_seconds(event.flops, event.traffic, _dtype(event, schedule, usual))
     if event.kind is Kind.UPDATE:
-        return hardware.compute_seconds(event.flops, event.traffic, event.dtype)
+        return hardware.compute_seconds(event.flops, event.traffic, torch.bfloat16)  # Newton–Schulz multiplies in it
+    if event.kind is Kind.EXCHANGE:
+        return all_to_all_seconds(event.bytes, schedule.buckets[event.reads[0]].layout.ranks, hardware)
     if event.kind is Kind.UNSHARD:
         bucket = schedule.buckets[event.bucket_index]
         # What is resident and frozen is gathered once, before the first step.

@@ -27,6 +27,7 @@ STYLES = {
     Kind.UNSHARD: "cyan",
     Kind.REDUCE: "magenta",
     Kind.UPDATE: "green",
+    Kind.EXCHANGE: "yellow",
     Kind.COMPUTE: "dim",
 }
 

@@ -157,9 +157,7 @@ def plan_buckets(
 
 def _specs(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
     """The parameters of a unit that are trained: those that Muon may own."""
-    return [
-        TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad
-    ]
+    return [TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad]
 
 
 def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

@@ -1,7 +1,8 @@
-"""Matrices that Muon orthogonalizes: what that costs, and which rank is best given to which owner."""
+"""Matrices that Muon orthogonalizes: what that costs, and who should do it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 ITERATIONS = 5
@@ -11,21 +12,15 @@ ITERATIONS = 5
 def matrix_cost(shape: Sequence[int]) -> int:
     """Work of a Newton–Schulz iteration on a matrix, or on each matrix of a stack, up to a constant: n² m."""
     *stack, rows, columns = shape
-    count = 1
-    for size in stack:
-        count *= size
     small, large = sorted((rows, columns))
-    return count * small * small * large
+    return math.prod(stack) * small * small * large
 
 
 def newton_schulz_flops(shape: Sequence[int], iterations: int = ITERATIONS) -> int:
-    """Operations of the iterations that compute every product in full: 4 n² m + 2 n³ each."""
+    """Operations of the iterations that compute half of each symmetric product: 3 n² m + n³ each."""
     *stack, rows, columns = shape
-    count = 1
-    for size in stack:
-        count *= size
     small, large = sorted((rows, columns))
-    return count * iterations * (4 * small * small * large + 2 * small**3)
+    return math.prod(stack) * iterations * (3 * small * small * large + small**3)
 
 
 def least_loaded(loads: Sequence[float], among: Iterable[int] | None = None) -> int:

@@ -66,18 +66,27 @@ class Bucket:
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
-            if self.plan.resident:
-                watch(parameter, self.master)
+            watch(parameter, self.master, resident=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
     def local(self, name: str) -> torch.Tensor:
         """This rank's rows of a parameter's master."""
-        return self._rows(self.master, name)
+        return self.as_rows(self.master, name)
+
+    def as_rows(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """This rank's rows of a parameter in a flat shard."""
+        fragment = self.fragments[self.plan.layout.index[name]]
+        return self._shaped(flat[fragment.offset : fragment.offset + fragment.numel], name)
 
     def as_param(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """A parameter-shaped tensor (a DTensor where there is a mesh) over this rank's rows in a flat shard."""
-        local = self._rows(flat, name)
+        fragment = self.fragments[self.plan.layout.index[name]]
+        return self.wrap(flat[fragment.offset : fragment.offset + fragment.numel], name)
+
+    def wrap(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        """This rank's elements of a parameter, wherever they lie, as a parameter-shaped tensor."""
+        local = self._shaped(part, name)
         if self.mesh is None:
             return local
         if name not in self._wrappers:
@@ -104,12 +113,14 @@ class Bucket:
         Every in-place operation counts up the version that the flat shard shares with its views, and so does every
         optimizer step (``freshness``). Ranks run the same program, so they agree.
         """
-        return self._version() != self._gathered_version
+        return self.version != self._gathered_version
 
     def gathered(self) -> None:
-        self._gathered_version = self._version()
+        self._gathered_version = self.version
 
-    def _version(self) -> int:
+    @property
+    def version(self) -> int:
+        """Counts the changes of the shard."""
         # A DTensor counts operations on itself, not on the rows it wraps: both counters are needed.
         return self.master._version + sum(parameter._version for parameter in self.params)
 
@@ -165,10 +176,9 @@ class Bucket:
         grads = [tensor.untyped_storage().nbytes() for tensor in (self.grad, self.grad_full) if tensor is not None]
         return {"param": param, "grad": sum(grads), "state": master}
 
-    def _rows(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+    def _shaped(self, part: torch.Tensor, name: str) -> torch.Tensor:
         index = self.plan.layout.index[name]
         fragment, spec = self.fragments[index], self.plan.layout.slots[index].spec
-        part = flat[fragment.offset : fragment.offset + fragment.numel]
         return part.view((fragment.rows, *spec.shape[1:])) if spec.shape else part.view(())
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,8 @@ class Gathered:
     slot: SlotRange | None
     token: Token
     views: tuple[torch.Tensor, ...] | None = None
+    version: int | None = None
+    """The shard's version that an optimizer step gathered ahead of the next forward."""
 
 
 @dataclass
@@ -46,12 +49,26 @@ class Reducing:
     token: Token | None = None
 
 
+@dataclass
+class Sent:
+    """An all-to-all on its way: what it sends must stay alive until what it brings is there."""
+
+    _sends: torch.Tensor
+    _brings: torch.Tensor
+    _token: Token
+
+    def wait(self) -> torch.Tensor:
+        self._token.wait()
+        return self._brings
+
+
 class Engine:
     """Moves buckets between sharded and unsharded. Called by programs only, in the order of the schedule."""
 
     def __init__(self, buckets: list[Bucket], groups: Groups | None, device: torch.device, options: Options) -> None:
         self.buckets = buckets
         self.options = options
+        self.device = device
         self.arena = Arena(device, planned=options.arena)
         self._groups = groups
         self._ranks = groups.gather.size() if groups is not None else 1
@@ -61,16 +78,25 @@ class Engine:
         self._reducing: dict[int, Reducing] = {}
         self._start: Token | None = None
         self._unsettled: list[Reducing] = []
+        self._carries: Mapping[int, SlotRange] = {}
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    def begin(self, phase: Phase) -> None:
-        """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again."""
+    def begin(self, phase: Phase, arena_bytes: int, carries: Mapping[int, SlotRange]) -> None:
+        """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again.
+
+        ``carries`` are the buckets that an optimizer step behind this program gathers for the next run of it. Those
+        that the last step gathered are used if they are still what the shards hold.
+        """
         if phase is Phase.BACKWARD:
+            self.arena.reserve(arena_bytes)
             return
         for bucket in self.buckets:
             bucket.release_gradient()
-        self._evict()
+        grows = self.options.arena and arena_bytes > self.arena.bytes
+        self._evict(keep={} if grows else carries)
+        self.arena.reserve(arena_bytes)
+        self._carries = carries
         # The first gather may start when the optimizer's writes to the shards are done: they are on this stream.
         self._start = self._streams.mark()
 
@@ -93,9 +119,50 @@ class Engine:
         self._unsettled.clear()
         self._evict()
 
-    def _evict(self) -> None:
-        for index in [index for index, held in self._gathered.items() if held.slot is not None]:
+    def _evict(self, keep: Mapping[int, SlotRange] | None = None) -> None:
+        """Release every gathered bucket, but for those that the last step gathered and that nothing touched since."""
+        for index, held in list(self._gathered.items()):
+            untouched = held.views is None and held.version == self.buckets[index].version
+            if held.slot is not None and not (untouched and (keep or {}).get(index) == held.slot):
+                self.reshard(index)
+
+    # -- the optimizer step ------------------------------------------------------------------------------------------
+
+    def carry(self, index: int) -> None:
+        """A bucket has its new values: if the next forward starts by gathering it, that starts now."""
+        slot = self._carries.get(index)
+        if slot is None:
+            return
+        if index in self._gathered:  # a second step before the next forward
             self.reshard(index)
+        bucket = self.buckets[index]
+        memory, pending = self.arena.take(slot)
+        self._start = self._streams.mark()
+        held = self._gather(bucket, memory.view(bucket.plan.param_dtype), slot, pending)
+        held.version = bucket.version
+        self._gathered[index] = held
+
+    def exchange(self, sends: torch.Tensor, to: list[int], from_each: list[int]) -> Sent:
+        """Send ``to[r]`` elements to each rank ``r`` and get ``from_each[r]`` back, beside compute."""
+        brings = torch.empty(sum(from_each), dtype=sends.dtype, device=sends.device)
+        groups = self._groups
+
+        def swap(async_op: bool) -> dist.Work | None:
+            assert groups is not None
+            return dist.all_to_all_single(brings, sends, from_each, to, group=groups.gather, async_op=async_op)
+
+        token = self._streams.launch("gather", swap, after=[self._streams.mark()])
+        if not self.options.overlap:
+            token.wait()
+        return Sent(sends, brings, token)
+
+    def on_all_ranks(self, condition: torch.Tensor) -> torch.Tensor:
+        """Whether something holds on every rank."""
+        if self._groups is None:
+            return condition
+        held = condition.to(self.device, torch.int32)
+        dist.all_reduce(held, op=dist.ReduceOp.MIN, group=self._groups.reduce)
+        return held.bool()
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -106,6 +173,8 @@ class Engine:
                 assert bucket.full is not None
                 self._gathered[index] = self._gather(bucket, bucket.full, None, [])
             return
+        if index in self._gathered and self._gathered[index].version is not None:
+            return  # the optimizer step gathered it
         if slot is None:
             raise StateError(f"no arena slot is planned for {bucket.plan.name!r}: the schedule is incomplete")
         memory, pending = self.arena.take(slot)

@@ -1,7 +1,8 @@
 """Which shards an optimizer has just changed, so that what is gathered from them is gathered again.
 
 A tensor's version counts in-place operations, but fused optimizer kernels do not count. torch's hook that runs after
-every optimizer's step closes the gap, for ours and for any other.
+every optimizer's step closes the gap, for ours and for any other. Ours gather what they changed themselves where a
+forward would start with it, in the middle of the step: behind the step, those shards have not changed any more.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ _FLAT_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _hook: Any = None
 
 
-def watch(parameter: torch.Tensor, flat: torch.Tensor) -> None:
+def watch(parameter: torch.Tensor, flat: torch.Tensor, *, resident: bool) -> None:
     """From now on an optimizer step over ``parameter`` counts as a change of ``flat``, the shard it is a view of."""
     global _hook
-    _FLAT_OF[parameter] = flat
+    _FLAT_OF[parameter] = (flat, resident)
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_count_changes)
 
 
 def _count_changes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    changed = {
-        id(flat): flat
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if (flat := _FLAT_OF.get(parameter)) is not None
-    }
+    gathers_ahead = getattr(optimizer, "gathers_ahead", False)
+    changed = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            flat, resident = _FLAT_OF.get(parameter, (None, False))
+            if flat is not None and (resident or not gathers_ahead):
+                changed[id(flat)] = flat
     if changed:
         torch.autograd.graph.increment_version(list(changed.values()))

@@ -8,7 +8,7 @@ last, not behind it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from fxshard.events import Event, Kind, Phase, event_of
 from fxshard.lowering import BoxedCallable, SegmentCompiler
+from fxshard.plan.memory import SlotRange
 from fxshard.runtime.engine import Engine
 
 
@@ -41,12 +42,14 @@ class Program:
         arena_bytes: int,
         compiler: SegmentCompiler,
         before_first_run: Callable[[], None] | None = None,
+        carries: Mapping[int, SlotRange] | None = None,
     ) -> None:
         self.phase = phase
         self.runs = 0
         self._before_first_run = before_first_run
         self._engine = engine
         self._arena_bytes = arena_bytes
+        self._carries = carries or {}
         self._compile(graph, compiler)
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
@@ -54,8 +57,7 @@ class Program:
         if self._before_first_run is not None:
             self._before_first_run()
             self._before_first_run = None
-        engine.arena.reserve(self._arena_bytes)
-        engine.begin(self.phase)
+        engine.begin(self.phase, self._arena_bytes, self._carries)
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
         args.clear()
         for i in self._unused_inputs:

@@ -1,0 +1,122 @@
+"""The optimizer phase of a schedule: the program of a step as events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fxshard.events import Event, Kind, Phase
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.choice import crosses
+from fxshard.plan.exchange import Batch
+from fxshard.plan.matrices import newton_schulz_flops
+from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, plan_step
+
+TRAFFIC = 7
+"""Passes over a shard. AdamW reads master, gradient and two moments, and writes three of them; Muon has one moment, but
+writes and reads what it orthogonalizes."""
+
+
+def updates(
+    reduced: Mapping[int, Event], buckets: Sequence[BucketPlan], carried: Mapping[int, Event], group: str
+) -> list[Event]:
+    """What ``fxshard``'s optimizers do: ``reduced`` are the reductions of this step, ``carried`` the gathers that the
+    next forward starts with, each by bucket."""
+    work = _busiest_rank(buckets)
+    events: list[Event] = []
+    for instruction in plan_step(buckets):
+        match instruction:
+            case Exchange(batch):
+                events.append(_exchange(batch, group, torch.float32, "to their owners"))
+            case Orthogonalize(batch):
+                events.append(_orthogonalize(batch))
+                back = _exchange(batch, group, torch.bfloat16, "back from their owners")
+                events.append(replace(back, writes=batch.buckets))
+            case Done(indices):
+                for index in (index for index in indices if index in reduced):
+                    events.append(update(reduced[index], buckets[index], work.get(index, 0)))
+                    if index in carried:
+                        why = "the next forward starts with it"
+                        events.append(replace(carried[index], phase=Phase.OPTIMIZER, why=why))
+            case Local() | Land():
+                pass  # part of the update of the buckets that follow
+    return events
+
+
+def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
+    """The optimizer's work on one bucket."""
+    shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
+    how = f"Muon, {'whole' if bucket.layout.whole else 'row'} layout: {bucket.why}" if bucket.matrices else "AdamW"
+    return replace(
+        reduction,
+        kind=Kind.UPDATE,
+        phase=Phase.OPTIMIZER,
+        bytes=shard,
+        dtype=bucket.master_dtype,
+        stream="compute",
+        why=how,
+        flops=flops,
+        traffic=TRAFFIC * shard,
+        slot=None,
+    )
+
+
+def _busiest_rank(buckets: Sequence[BucketPlan]) -> dict[int, int]:
+    """{bucket: operations} of the rank that orthogonalizes most of its own: the one the others wait for."""
+    ranks = max((bucket.layout.ranks for bucket in buckets), default=1)
+    per_rank: list[dict[int, int]] = [{} for _ in range(ranks)]
+    for bucket in buckets:
+        for slot in bucket.layout.slots:
+            spec = slot.spec
+            if spec.name not in bucket.matrices or crosses(bucket.layout, spec) or not spec.numel:
+                continue
+            for rank in range(ranks):
+                rows = bucket.layout.fragment(rank, spec.name).rows if bucket.layout.ranks > 1 else spec.rows
+                flops = newton_schulz_flops(spec.shape) * rows // spec.rows
+                if flops:
+                    per_rank[rank][bucket.index] = per_rank[rank].get(bucket.index, 0) + flops
+    return max(per_rank, key=lambda work: sum(work.values()))
+
+
+def _names(batch: Batch) -> tuple[str, ...]:
+    return tuple(travel.name for travel in batch.travels)
+
+
+def _exchange(batch: Batch, group: str, dtype: torch.dtype, where: str) -> Event:
+    names = _names(batch)
+    return Event(
+        kind=Kind.EXCHANGE,
+        phase=Phase.OPTIMIZER,
+        bucket="",
+        bucket_index=-1,
+        params=names,
+        bytes=batch.numel * dtype.itemsize // batch.ranks,
+        dtype=dtype,
+        group=group,
+        stream="gather",
+        why=f"{len(names)} matrices that lie on several ranks, {where}",
+        reads=batch.buckets,
+    )
+
+
+def _orthogonalize(batch: Batch) -> Event:
+    """The owners' compute: as long as the owner with most to do takes."""
+    work = [0] * batch.ranks
+    for travel in batch.travels:
+        work[travel.owner] += newton_schulz_flops(travel.shape)
+    return Event(
+        kind=Kind.COMPUTE,
+        phase=Phase.OPTIMIZER,
+        bucket="",
+        bucket_index=-1,
+        params=_names(batch),
+        bytes=0,
+        dtype=torch.bfloat16,
+        group="",
+        stream="compute",
+        why=f"owners orthogonalize {len(batch.travels)} matrices",
+        flops=max(work),
+        traffic=3 * batch.numel * torch.float32.itemsize // batch.ranks,
+    )

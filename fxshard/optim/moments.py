@@ -1,0 +1,122 @@
+"""The optimizer state of one bucket, in flat tensors beside its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxshard.plan.layout import aligned
+from fxshard.runtime.bucket import Bucket
+
+
+class Moments:
+    """State tensors of a bucket, and a step count per parameter.
+
+    ``first`` is as long as the shard: AdamW's first moment, and the momentum of what Muon updates. ``second`` is
+    AdamW's alone, so it has room for AdamW's parameters only. The counts exist twice: as numbers, to find neighbours
+    that can be updated together without asking the device, and as a tensor, which is what the kernel reads.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.muon = frozenset(bucket.plan.matrices)
+        self.first = torch.zeros_like(bucket.master)
+        length = bucket.plan.second_moment_numel(bucket.rank)
+        self.second = torch.zeros(length, dtype=bucket.master.dtype, device=bucket.device)
+        self.counts = [0] * len(bucket.params)
+        self.steps = torch.zeros(len(bucket.params), dtype=torch.float32, device=bucket.device)
+        self._second_at = self._places()
+
+    def _places(self) -> list[int]:
+        """Where each parameter's second moment starts."""
+        if not self.muon:
+            return [fragment.offset for fragment in self.bucket.fragments]
+        places, cursor = [], 0
+        for fragment in self.bucket.fragments:
+            places.append(cursor)
+            cursor += aligned(fragment.numel) if fragment.name not in self.muon else 0
+        return places
+
+    # -- AdamW -------------------------------------------------------------------------------------------------------
+
+    def count_step(self) -> None:
+        """One more step for every parameter of AdamW's that has a gradient."""
+        params, names = self.bucket.params, self.bucket.plan.params
+        with_grad = [i for i, p in enumerate(params) if p.grad is not None and names[i] not in self.muon]
+        for i in with_grad:
+            self.counts[i] += 1
+        if len(with_grad) == len(self.counts):
+            self.steps.add_(1)
+        elif with_grad:
+            self.steps[with_grad] += 1
+
+    def stretches(self, group_of: Mapping[int, int]) -> Iterator[tuple[int, list[int]]]:
+        """(group, positions) of local neighbours that one call can update: same group, same step, with gradients."""
+        current: list[int] = []
+        previous: tuple[int, int, int] | None = None
+        for i, (fragment, parameter) in enumerate(zip(self.bucket.fragments, self.bucket.params, strict=True)):
+            if not fragment.numel:
+                continue
+            adamw = parameter.grad is not None and fragment.name not in self.muon
+            # Neighbours in the shard must be equally far apart in the second moment.
+            kind = (group_of[id(parameter)], self.counts[i], fragment.offset - self._second_at[i]) if adamw else None
+            if current and kind != previous:
+                assert previous is not None
+                yield previous[0], current
+                current = []
+            if kind is not None:
+                current.append(i)
+            previous = kind
+        if current and previous is not None:
+            yield previous[0], current
+
+    def tensors(self, positions: list[int]) -> tuple[torch.Tensor, ...]:
+        """(master, gradient, moments, step) of one stretch."""
+        bucket = self.bucket
+        assert bucket.grad is not None
+        begin, last = bucket.fragments[positions[0]], bucket.fragments[positions[-1]]
+        where = slice(begin.offset, last.offset + last.numel)
+        at = self._second_at[positions[0]]
+        return (
+            bucket.master[where],
+            bucket.grad[where],
+            self.first[where],
+            self.second[at : at + last.offset + last.numel - begin.offset],
+            self.steps[positions[0]],
+        )
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def state_of(self, i: int) -> dict[str, torch.Tensor]:
+        """What ``optimizer.state`` holds for a parameter: views of the flat tensors."""
+        bucket, name = self.bucket, self.bucket.plan.params[i]
+        if name in self.muon:
+            return {"momentum_buffer": bucket.as_param(self.first, name)}
+        at = self._second_at[i]
+        return {
+            "step": self.steps[i],
+            "exp_avg": bucket.as_param(self.first, name),
+            "exp_avg_sq": bucket.wrap(self.second[at : at + bucket.fragments[i].numel], name),
+        }
+
+    def load(self, i: int, state: Mapping[str, Any]) -> None:
+        """Copy loaded state of a parameter into the flat tensors."""
+        fragment = self.bucket.fragments[i]
+        first = self.first[fragment.offset : fragment.offset + fragment.numel]
+        if fragment.name in self.muon:
+            first.copy_(local_rows(state["momentum_buffer"]))
+            return
+        first.copy_(local_rows(state["exp_avg"]))
+        at = self._second_at[i]
+        self.second[at : at + fragment.numel].copy_(local_rows(state["exp_avg_sq"]))
+        self.counts[i] = int(state["step"])
+        self.steps[i] = float(self.counts[i])
+
+
+def local_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements, flat."""
+    local = tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
+    return local.reshape(-1)

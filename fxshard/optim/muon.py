@@ -1,0 +1,235 @@
+"""Muon over sharded matrices: owners hold them whole, or they travel to an owner and back in planned batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxshard.config import Muon, Split
+from fxshard.optim import muon_rule as rule
+from fxshard.optim.moments import Moments
+from fxshard.optim.newton_schulz import orthogonalize
+from fxshard.optim.plain_muon import check_loaded, groups, refuse
+from fxshard.optim.sharded import ShardedOptimizer
+from fxshard.plan.exchange import Batch, Travel
+from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
+from fxshard.runtime.engine import Engine, Sent
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """This rank's rows of one of Muon's parameters: the parameter itself, its gradient and its momentum."""
+
+    name: str
+    value: torch.Tensor
+    grad: torch.Tensor | None
+    momentum: torch.Tensor
+
+
+class ShardedMuon(ShardedOptimizer):
+    """What ``fxshard.compile(..., optimizer=fxshard.Muon(...))`` makes: Muon's groups first, then AdamW's.
+
+    Equal to Newton–Schulz of the full gradient followed by slicing. Momentum is sharded like the parameters.
+    """
+
+    def __init__(self, engine: Engine, choice: Muon, splits: Mapping[str, Split | None]) -> None:
+        trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
+        named = [pair for bucket in trained for pair in zip(bucket.plan.params, bucket.params, strict=True)]
+        self._choice, self._splits = choice, splits
+        super().__init__(engine, groups(choice, named, splits), {"lr": choice.lr})
+        self._travelling = {
+            travel.name: travel
+            for instruction in self._program
+            if isinstance(instruction, Exchange)
+            for travel in instruction.batch.travels
+        }
+        self._on_the_way: dict[int, Sent] = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_loaded(self.param_groups, state_dict["param_groups"])
+        super().load_state_dict(state_dict)
+
+    def _may_step(self) -> bool:
+        grads = {
+            name: moments.bucket.as_rows(moments.bucket.grad, name)
+            for moments in self._moments.values()
+            if moments.bucket.grad is not None
+            for name, parameter in zip(moments.bucket.plan.params, moments.bucket.params, strict=True)
+            if parameter.grad is not None
+        }
+        filled = [grad for grad in grads.values() if grad.numel()]
+        if bool(self._engine.on_all_ranks(rule.all_finite(filled))):
+            return True
+        bad = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
+        refuse(self._choice, bad or ["those of another rank"])
+        return False
+
+    def _run(self, instruction: Instruction) -> None:
+        match instruction:
+            case Local(buckets):
+                super()._run(instruction)
+                self._update([rows for index in buckets for rows in self._local_rows(self._moments[index])])
+            case Exchange(batch):
+                self._on_the_way[id(batch)] = self._send(batch)
+            case Orthogonalize(batch):
+                self._on_the_way[id(batch)] = self._return(batch, self._on_the_way.pop(id(batch)))
+            case Land(batch):
+                self._apply_returned(batch, self._on_the_way.pop(id(batch)))
+            case _:
+                super()._run(instruction)
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self.param_groups[0]
+
+    # -- on this rank ------------------------------------------------------------------------------------------------
+
+    def _local_rows(self, moments: Moments) -> Iterable[_Rows]:
+        for name in moments.bucket.plan.matrices:
+            rows = self._rows(moments, name)
+            if name not in self._travelling and rows.grad is not None and rows.value.numel():
+                yield rows
+
+    def _rows(self, moments: Moments, name: str) -> _Rows:
+        bucket = moments.bucket
+        has_grad = bucket.params[bucket.plan.layout.index[name]].grad is not None
+        grad = bucket.as_rows(bucket.grad, name) if has_grad and bucket.grad is not None else None
+        return _Rows(name, bucket.local(name), grad, bucket.as_rows(moments.first, name))
+
+    def _update(self, chosen: Sequence[_Rows]) -> None:
+        if not chosen:
+            return
+        splits = [self._splits[rows.name] for rows in chosen]
+        directions, factors = self._directions(self._momentum(chosen), splits)
+        group = self._group
+        rule.apply_([rows.value for rows in chosen], directions, group["lr"], group["weight_decay"], factors)
+
+    def _momentum(self, chosen: Sequence[_Rows]) -> list[torch.Tensor]:
+        grads = [rows.grad for rows in chosen if rows.grad is not None]
+        group = self._group
+        return rule.momentum_(grads, [rows.momentum for rows in chosen], group["momentum"], group["nesterov"])
+
+    def _directions(
+        self, updates: Sequence[torch.Tensor], splits: Sequence[Split | None]
+    ) -> tuple[list[torch.Tensor], list[float]]:
+        """The orthogonalized updates and what is left to scale them by."""
+        joined = [
+            rule.join_directions(pieces, split, update.shape, self._group["scale"])
+            for pieces, split, update in zip(self._orthogonal(updates, splits), splits, updates, strict=True)
+        ]
+        return [direction for direction, _ in joined], [factor for _, factor in joined]
+
+    def _orthogonal(self, updates: Sequence[torch.Tensor], splits: Sequence[Split | None]) -> list[list[torch.Tensor]]:
+        pieces = [rule.split_matrices(update, split) for update, split in zip(updates, splits, strict=True)]
+        group = self._group
+        done = iter(
+            orthogonalize(
+                [matrix for of_one in pieces for matrix in of_one],
+                steps=group["steps"],
+                coefficients=group["coefficients"],
+                form=self._choice.form,
+            )
+        )
+        return [[next(done) for _ in of_one] for of_one in pieces]
+
+    # -- there and back ----------------------------------------------------------------------------------------------
+
+    def _send(self, batch: Batch) -> Sent:
+        """Bring the momentum of this rank's rows up to date and send them to the owners of the matrices."""
+        rank = self._rank(batch)
+        held = _held(batch, rank)
+        rows = {travel.name: self._rows(self._moments[travel.bucket], travel.name) for travel in held}
+        ready = [rows[travel.name] for travel in held if rows[travel.name].grad is not None]
+        updates = dict(zip([r.name for r in ready], self._momentum(ready), strict=True))
+        # A gradient that is missing here counts as zero: the exchange has the same shape whatever happens.
+        parts = [updates.get(travel.name, torch.zeros_like(rows[travel.name].momentum)) for travel in held]
+        flat = self._flat(parts, torch.float32)
+        return self._engine.exchange(flat, batch.to_owners(rank), batch.from_holders(rank))
+
+    def _return(self, batch: Batch, sent: Sent) -> Sent:
+        """Orthogonalize what this rank owns and send each holder its rows of the result."""
+        rank = self._rank(batch)
+        parts = _received(batch, rank, sent.wait())
+        owned = [travel for travel in batch.travels if travel.owner == rank]
+        whole = [torch.cat(parts[travel.name]).view(travel.shape) for travel in owned]
+        splits = [self._splits[travel.name] for travel in owned]
+        directions = {
+            travel.name: rule.join_matrices(pieces, split, travel.shape).reshape(-1)
+            for travel, pieces, split in zip(owned, self._orthogonal(whole, splits), splits, strict=True)
+        }
+        back = [
+            directions[travel.name][begin : begin + numel]
+            for holder in range(batch.ranks)
+            for travel in owned
+            for begin, numel in [_part(travel, holder)]
+            if numel
+        ]
+        flat = self._flat(back, torch.bfloat16)
+        return self._engine.exchange(flat, batch.from_holders(rank), batch.to_owners(rank))
+
+    def _apply_returned(self, batch: Batch, sent: Sent) -> None:
+        rank, group = self._rank(batch), self._group
+        held = _held(batch, rank)
+        values, directions, factors = [], [], []
+        sizes = [_part(travel, rank)[1] for travel in held]
+        for travel, part in zip(held, sent.wait().split(sizes), strict=True):
+            rows = self._rows(self._moments[travel.bucket], travel.name)
+            if rows.grad is None:
+                continue
+            direction, factor = self._scaled(travel, part.view(rows.value.shape), rank)
+            values.append(rows.value)
+            directions.append(direction)
+            factors.append(factor)
+        rule.apply_(values, directions, group["lr"], group["weight_decay"], factors)
+
+    def _scaled(self, travel: Travel, direction: torch.Tensor, rank: int) -> tuple[torch.Tensor, float]:
+        """Some rows of a direction, and what is left to scale them by: matrices of a split may differ in that."""
+        split, (*_, columns) = self._splits[travel.name], travel.shape
+        one_column = rule.split_matrices(torch.empty(travel.shape[0], 1), split)
+        factors = [rule.scale_factor((*piece.shape[:-1], columns), self._group["scale"]) for piece in one_column]
+        if len(set(factors)) == 1:
+            return direction, factors[0]
+        by_row = [torch.full_like(piece, factor) for piece, factor in zip(one_column, factors, strict=True)]
+        begin = _part(travel, rank)[0] // columns
+        per_row = rule.join_matrices(by_row, split, (travel.shape[0], 1))[begin : begin + direction.shape[0]]
+        return direction.float() * per_row.to(direction.device), 1.0
+
+    def _rank(self, batch: Batch) -> int:
+        return self._moments[batch.travels[0].bucket].bucket.rank
+
+    def _flat(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        if not parts:
+            return torch.empty(0, dtype=dtype, device=self._engine.device)
+        return torch.cat([part.reshape(-1).to(dtype) for part in parts])
+
+
+def _held(batch: Batch, rank: int) -> list[Travel]:
+    """The matrices of which a rank holds rows, by owner: the order in which they are sent and come back."""
+    ours = [travel for travel in batch.travels if _part(travel, rank)[1]]
+    return sorted(ours, key=lambda travel: travel.owner)  # stable: within an owner, the order of the batch
+
+
+def _part(travel: Travel, rank: int) -> tuple[int, int]:
+    """(first element, number of elements) of a rank's rows of a matrix."""
+    begin = 0
+    for holder, numel in travel.parts:
+        if holder == rank:
+            return begin, numel
+        begin += numel
+    return begin, 0
+
+
+def _received(batch: Batch, rank: int, flat: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+    """What every holder sent of what this rank owns, by matrix, in the order of rows."""
+    parts: dict[str, list[torch.Tensor]] = {travel.name: [] for travel in batch.travels if travel.owner == rank}
+    cursor = 0
+    for holder in range(batch.ranks):
+        for travel in batch.travels:
+            numel = _part(travel, holder)[1] if travel.owner == rank else 0
+            if numel:
+                parts[travel.name].append(flat[cursor : cursor + numel])
+                cursor += numel
+    return parts

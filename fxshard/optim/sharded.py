@@ -1,0 +1,97 @@
+"""What the optimizers over buckets have in common: they run the program of a step and keep state in flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxshard import _compat
+from fxshard.optim.moments import Moments
+from fxshard.plan.step import Done, Instruction, Local, plan_step
+from fxshard.runtime.engine import Engine
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` over the sharded parameters: LR schedulers, groups and ``state_dict`` work as usual.
+
+    State lives in flat tensors, ``state[p]`` holds views of them. Parameters of a bucket that share a group and lie
+    side by side are updated by AdamW as one tensor, which for most models is the whole shard.
+    """
+
+    gathers_ahead = True
+    """Buckets that the next forward starts with are gathered here, each as soon as it is updated."""
+
+    def __init__(self, engine: Engine, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        super().__init__(groups, defaults)
+        self._engine = engine
+        self._moments = {b.plan.index: Moments(b) for b in engine.buckets if b.plan.trainable}
+        self._program = plan_step([bucket.plan for bucket in engine.buckets])
+        self._bind_state()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for moments in self._moments.values():
+            moments.bucket.adopt_gradients()
+        if self._may_step():
+            for instruction in self._program:
+                self._run(instruction)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for moments in self._moments.values():
+            moments.bucket.release_gradient()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        with torch.no_grad():
+            for moments in self._moments.values():
+                for i, parameter in enumerate(moments.bucket.params):
+                    if parameter in self.state:
+                        moments.load(i, self.state[parameter])
+        self._bind_state()
+
+    def _may_step(self) -> bool:
+        """Whether the gradients are such that a step may be made; asked on every rank, before anything is changed."""
+        return True
+
+    def _run(self, instruction: Instruction) -> None:
+        match instruction:
+            case Local(buckets):
+                self._adamw([self._moments[index] for index in buckets])
+            case Done(buckets):
+                for index in buckets:
+                    self._engine.carry(index)
+
+    def _adamw(self, chosen: Sequence[Moments]) -> None:
+        group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
+        for moments in chosen:
+            moments.count_step()
+            for number, positions in moments.stretches(group_of):
+                pieces[number].append(moments.tensors(positions))
+        for group, of_group in zip(self.param_groups, pieces, strict=True):
+            if of_group:
+                masters, grads, firsts, seconds, steps = (list(column) for column in zip(*of_group, strict=True))
+                _compat.fused_adamw(
+                    masters,
+                    grads,
+                    firsts,
+                    seconds,
+                    steps,
+                    lr=group["lr"],
+                    betas=group["betas"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                )
+
+    def _bind_state(self) -> None:
+        for moments in self._moments.values():
+            for i, parameter in enumerate(moments.bucket.params):
+                self.state[parameter] = moments.state_of(i)

@@ -1,0 +1,125 @@
+"""Row layouts under Muon: which matrices travel, to whom, and in which batches.
+
+Fixed when the model is sharded, from layouts alone: every rank makes the same plan, and a step exchanges no metadata.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.choice import crosses
+from fxshard.plan.matrices import least_loaded, matrix_cost
+
+BATCH_BYTES = 2**29
+"""What one rank receives at most at a time, unless a single matrix is larger."""
+
+SENT_ITEMSIZE = 4
+"""Matrices travel in fp32: an owner that normalises what was rounded before would compute something else."""
+
+
+@dataclass(frozen=True)
+class Travel:
+    """A matrix that lies on several ranks, and the one that orthogonalizes it."""
+
+    bucket: int
+    name: str
+    shape: tuple[int, ...]
+    owner: int
+    parts: tuple[tuple[int, int], ...]
+    """(rank, elements) of those who hold rows of it, in the order of the rows."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices that travel together: one all-to-all to their owners, one back."""
+
+    ranks: int
+    travels: tuple[Travel, ...]
+
+    @cached_property
+    def buckets(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(travel.bucket for travel in self.travels))
+
+    @property
+    def numel(self) -> int:
+        return sum(numel for travel in self.travels for _, numel in travel.parts)
+
+    def elements(self, holder: int, owner: int) -> int:
+        """How much of this batch goes from one rank to another."""
+        return sum(n for travel in self.travels if travel.owner == owner for rank, n in travel.parts if rank == holder)
+
+    def to_owners(self, rank: int) -> list[int]:
+        """Elements that ``rank`` sends to each rank: its rows of what the other owns."""
+        return [self.elements(rank, owner) for owner in range(self.ranks)]
+
+    def from_holders(self, rank: int) -> list[int]:
+        """Elements that ``rank`` gets from each rank: their rows of what it owns."""
+        return [self.elements(holder, rank) for holder in range(self.ranks)]
+
+
+def plan_exchange(buckets: Sequence[BucketPlan], limit: int = BATCH_BYTES) -> tuple[Batch, ...]:
+    """Batches in the order in which the next forward needs the buckets."""
+    sharded = [bucket for bucket in reversed(buckets) if bucket.layout.ranks > 1]
+    batches: list[Batch] = []
+    for ranks in sorted({bucket.layout.ranks for bucket in sharded}):
+        of_ranks = [bucket for bucket in sharded if bucket.layout.ranks == ranks]
+        batches += _batches(_with_owners(of_ranks, ranks), ranks, limit)
+    return tuple(batches)
+
+
+def local_work(buckets: Iterable[BucketPlan], ranks: int) -> list[float]:
+    """What each rank orthogonalizes of its own: matrices, and the matrices of stacks, that it holds alone."""
+    work = [0.0] * ranks
+    for bucket in buckets:
+        for slot in bucket.layout.slots:
+            spec = slot.spec
+            if spec.name not in bucket.matrices or crosses(bucket.layout, spec) or not spec.numel:
+                continue
+            for rank in range(ranks):
+                rows = bucket.layout.fragment(rank, spec.name).rows
+                work[rank] += matrix_cost(spec.shape) * rows / spec.rows
+    return work
+
+
+def _with_owners(buckets: Sequence[BucketPlan], ranks: int) -> list[Travel]:
+    """Every matrix that travels, in the order of the buckets.
+
+    Owners are dealt largest matrix first to whoever has least to do; what a rank holds alone counts first.
+    """
+    work = local_work(buckets, ranks)
+    crossing = [
+        (bucket, slot.spec)
+        for bucket in buckets
+        for slot in bucket.layout.slots
+        if slot.spec.name in bucket.matrices and crosses(bucket.layout, slot.spec)
+    ]
+    owners: dict[str, int] = {}
+    for _, spec in sorted(crossing, key=lambda entry: -matrix_cost(entry[1].shape)):
+        owners[spec.name] = least_loaded(work)
+        work[owners[spec.name]] += matrix_cost(spec.shape)
+    travels = []
+    for bucket, spec in crossing:
+        parts = [(rank, bucket.layout.fragment(rank, spec.name).numel) for rank in range(ranks)]
+        held = tuple((rank, numel) for rank, numel in parts if numel)
+        travels.append(Travel(bucket.index, spec.name, spec.shape, owners[spec.name], held))
+    return travels
+
+
+def _batches(travels: Sequence[Travel], ranks: int, limit: int) -> list[Batch]:
+    batches: list[Batch] = []
+    current: list[Travel] = []
+    received = [0] * ranks
+    for travel in travels:
+        size = math.prod(travel.shape) * SENT_ITEMSIZE
+        if current and received[travel.owner] + size > limit:
+            batches.append(Batch(ranks, tuple(current)))
+            current, received = [], [0] * ranks
+        current.append(travel)
+        received[travel.owner] += size
+    if current:
+        batches.append(Batch(ranks, tuple(current)))
+    return batches

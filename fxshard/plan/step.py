@@ -1,0 +1,98 @@
+"""The optimizer step as a program: what is updated when, what travels, and which buckets are ready to be gathered.
+
+All gradients are reduced when a step begins, so buckets are updated in the order in which the next forward needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.exchange import Batch, plan_exchange
+
+GROUP_NUMEL = 2**27
+"""Elements of a rank's shards that are updated together: equal matrices of neighbouring buckets make one batch."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Start sending a batch of matrices to their owners."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Local:
+    """Update what needs no other rank: AdamW's parameters, and matrices that lie on this rank alone."""
+
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Orthogonalize:
+    """Owners compute the matrices of a batch and start sending the result back."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Land:
+    """What came back is applied."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Done:
+    """The buckets have their new values: the next forward may gather them."""
+
+    buckets: tuple[int, ...]
+
+
+Instruction = Exchange | Local | Orthogonalize | Land | Done
+
+
+def plan_step(buckets: Sequence[BucketPlan]) -> tuple[Instruction, ...]:
+    """One batch is on its way to its owners while the one before is computed and the one before that comes back."""
+    batches = plan_exchange(buckets)
+    last_batch = {index: i for i, batch in enumerate(batches) for index in batch.buckets}
+    program: list[Instruction] = [Exchange(batches[0])] if batches else []
+    groups = _groups(buckets)
+    for group in groups:
+        program.append(Local(group))
+        settled = tuple(index for index in group if index not in last_batch)
+        if settled:
+            program.append(Done(settled))
+    for i, batch in enumerate(batches):
+        if i + 1 < len(batches):
+            program.append(Exchange(batches[i + 1]))
+        program.append(Orthogonalize(batch))
+        if i > 0:
+            program += _landed(batches, i - 1, last_batch)
+    if batches:
+        program += _landed(batches, len(batches) - 1, last_batch)
+    return tuple(program)
+
+
+def _landed(batches: Sequence[Batch], i: int, last_batch: dict[int, int]) -> list[Instruction]:
+    complete = tuple(index for index in batches[i].buckets if last_batch[index] == i)
+    return [Land(batches[i]), *([Done(complete)] if complete else [])]
+
+
+def _groups(buckets: Sequence[BucketPlan]) -> list[tuple[int, ...]]:
+    """Neighbouring buckets, as many as are worth a batch and no more than memory for temporaries allows."""
+    groups: list[tuple[int, ...]] = []
+    current: list[int] = []
+    held = 0
+    for bucket in reversed(buckets):
+        if not bucket.trainable:
+            continue
+        if current and held + bucket.layout.shard_numel > GROUP_NUMEL:
+            groups.append(tuple(current))
+            current, held = [], 0
+        current.append(bucket.index)
+        held += bucket.layout.shard_numel
+    if current:
+        groups.append(tuple(current))
+    return groups

@@ -1,0 +1,368 @@
+"""Sharded Muon is Newton–Schulz of the full gradient followed by slicing, in every layout and stage."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from fxshard.events import Kind, Phase
+from tests.pool import Pool
+from tests.toy import Llama
+from tests.training import full_gradients, llama, this_ranks_batch
+
+ADAMW = fxshard.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1)
+MUON = fxshard.Muon(lr=2e-2, weight_decay=0.1, adamw=ADAMW)
+
+
+def against_plain(choice: fxshard.Muon, make: Any = llama, steps: int = 3, **options: Any) -> list[str]:
+    """Step sharded and, beside it, plain, with the same full gradients; returns what differs in any bit."""
+    model = fxshard.shard(make(), optimizer=choice, **options)
+    plain = make()
+    plain.load_state_dict(model.full_state_dict())
+    reference = choice.build(plain)
+    different: list[str] = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        grads = {
+            name: torch.randn_like(p)
+            for name, p in plain.named_parameters()
+            if p.requires_grad and "unused" not in name
+        }
+        deliver(model, grads)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = grads.get(name)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        reference.step()
+        found = model.full_state_dict()
+        different += [
+            f"step {step}: {name}" for name, p in plain.state_dict().items() if not torch.equal(p, found[name])
+        ]
+    return different
+
+
+def deliver(model: fxshard.ShardedModule, grads: dict[str, torch.Tensor]) -> None:
+    """Give each rank its rows of full gradients, as reductions do."""
+    for bucket in model._sharding.buckets:
+        if not bucket.plan.trainable:
+            continue
+        flat = bucket.hold_gradient().zero_()
+        for fragment, parameter, own in zip(bucket.fragments, bucket.params, bucket.grads, strict=True):
+            if fragment.name in grads:
+                bucket.as_rows(flat, fragment.name).copy_(grads[fragment.name][fragment.row_start : fragment.row_stop])
+                parameter.grad = own
+
+
+def stages_and_layouts() -> dict[str, list[str]]:
+    found = {}
+    for zero in range(4):
+        for layout in ("whole", "rows") if zero else ("auto",):
+            found[f"ZeRO-{zero} {layout}"] = against_plain(MUON, zero=zero, layout=layout)
+    return found
+
+
+@pytest.mark.shows("O1")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_equals_the_plain_step_on_the_full_gradient_bitwise(ranks: Pool, world: int) -> None:
+    for found in ranks(world, stages_and_layouts):
+        assert found == {name: [] for name in found}
+
+
+def trained() -> tuple[list[str], bool, list[str]]:
+    """Losses go down, and every step of a real training equals the plain step on its gradients."""
+    model = fxshard.compile(llama(), optimizer=MUON, lowering="eager")
+    plain = llama()
+    plain.load_state_dict(model.full_state_dict())
+    reference = MUON.build(plain)
+    different, losses = [], []
+    for step in range(4):
+        loss = model(*this_ranks_batch(0))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        grads = full_gradients(model)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = grads[name].clone()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        reference.step()
+        found = model.full_state_dict()
+        different += [
+            f"step {step}: {name}" for name, p in plain.state_dict().items() if not torch.equal(p, found[name])
+        ]
+    kinds = [event.kind.value for event in model.schedule.events if event.phase is Phase.OPTIMIZER]
+    return different, losses[-1] < losses[0], kinds
+
+
+@pytest.mark.shows("O1")
+def test_training_end_to_end(ranks: Pool) -> None:
+    for different, went_down, kinds in ranks(2, trained):
+        assert different == []
+        assert went_down
+        assert "unshard" in kinds  # the next forward's first gathers start in the optimizer phase
+
+
+class Fused(nn.Module):
+    """A fused projection, a stack of experts, a bias, a frozen matrix, and a matrix that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_FusedBlock() for _ in range(2))
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.one_hot(x % 24, 24).float()
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).square().mean() + 0 * y.sum()
+
+
+class _FusedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(24, 24 + 2 * 8)
+        self.o = nn.Linear(24, 24)
+        self.experts = nn.Parameter(torch.randn(5, 24, 24) / 5)
+        self.frozen = nn.Parameter(torch.randn(24, 24) / 5, requires_grad=False)
+        self.unused = nn.Linear(24, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).split([24, 8, 8], -1)
+        x = self.o(q * (k.sum(-1, keepdim=True).tanh() + v.mean(-1, keepdim=True)))
+        return torch.einsum("bld,edf->blf", x, self.experts).tanh() + x @ self.frozen
+
+
+def tied() -> nn.Module:
+    return llama(tied=True)
+
+
+def fused() -> nn.Module:
+    torch.manual_seed(3)
+    return Fused()
+
+
+SPLIT = fxshard.Muon(lr=2e-2, scale="spectral", adamw=ADAMW, split={"*.qkv.weight": (24, 8, 8)})
+
+
+def splits_experts_and_the_rest() -> dict[str, list[str]]:
+    found = {
+        f"{zero} {layout}": against_plain(SPLIT, fused, steps=3, zero=zero, layout=layout)
+        for zero, layout in ((0, "auto"), (1, "whole"), (3, "rows"), (3, "auto"))
+    }
+    found["tied"] = against_plain(MUON, tied, zero=3, layout="rows")
+    found["no overlap"] = against_plain(MUON, zero=3, layout="rows", overlap=False)
+    bf16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+    found["mixed"] = against_plain(MUON, zero=3, layout="rows", precision=bf16)
+    return found
+
+
+@pytest.mark.shows("O1", "O9", "O10")
+def test_splits_experts_tied_frozen_and_unused_weights(ranks: Pool) -> None:
+    for found in ranks(3, splits_experts_and_the_rest):
+        assert found == {name: [] for name in found}
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    """Counts the collectives that torch.distributed starts while it is open."""
+
+    def __enter__(self) -> dict[str, int]:
+        from torch.profiler import ProfilerActivity, profile
+
+        self._profile = profile(activities=[ProfilerActivity.CPU])
+        self._profile.__enter__()
+        self.found: dict[str, int] = {}
+        return self.found
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        for entry in self._profile.key_averages():
+            if entry.key.startswith("gloo:"):
+                self.found[entry.key.removeprefix("gloo:")] = entry.count
+
+
+def collectives_of_a_step(optimizer: Any, **options: Any) -> dict[str, int]:
+    model = fxshard.compile(llama(), optimizer=optimizer, lowering="eager", **options)
+    found: dict[str, int] = {}
+    for step in range(2):
+        model(*this_ranks_batch(step)).backward()
+        dist.barrier()
+        with _Counter() as found:
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+            model(*this_ranks_batch(step)).backward()
+    return found
+
+
+def collectives() -> dict[str, dict[str, int]]:
+    return {
+        "adamw whole": collectives_of_a_step(ADAMW, zero=3, layout="whole"),
+        "muon whole": collectives_of_a_step(MUON, zero=3, layout="whole"),
+        "muon rows": collectives_of_a_step(MUON, zero=3, layout="rows"),
+        "adamw 0": collectives_of_a_step(ADAMW, zero=0),
+        "muon 0": collectives_of_a_step(MUON, zero=0),
+    }
+
+
+@pytest.mark.shows("O3", "O4")
+def test_a_whole_layout_adds_no_collective(ranks: Pool) -> None:
+    """But for the flag that says whether every rank's gradients are finite: four bytes."""
+    for found in ranks(2, collectives):
+        flag = {"all_reduce": 1}
+        for muon, adamw in (("muon whole", "adamw whole"), ("muon 0", "adamw 0")):
+            added = {k: n - found[adamw].get(k, 0) for k, n in found[muon].items() if n != found[adamw].get(k, 0)}
+            assert added == flag, found
+        assert found["muon rows"]["all_to_all"] == 2, found  # there and back, one batch
+
+
+@pytest.mark.shows("O4")
+def test_only_matrices_on_several_ranks_travel() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    schedule = fxshard.plan(llama(), (tokens, tokens), world_size=3, optimizer=MUON, layout="rows", lowering="eager")
+    crossing = {
+        name
+        for bucket in schedule.buckets
+        for name in bucket.matrices
+        if len([rank for rank in range(3) if bucket.layout.fragment(rank, name).numel]) > 1
+    }
+    exchanges = [event for _, event in schedule.of(Kind.EXCHANGE)]
+    assert crossing and {name for event in exchanges for name in event.params} == crossing
+    assert len(exchanges) == 2  # there and back
+    assert "EXCHANGE" in str(schedule).upper()
+    assert schedule.simulate("h200").step_seconds > 0
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def random_gradients(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn_like(parameter) for name, parameter in llama().named_parameters()}
+
+
+def momentum_bytes() -> tuple[int, int, int]:
+    model = fxshard.shard(llama(), optimizer=MUON, zero=3, layout="rows")
+    plans = model._sharding.plans
+    own = sum(
+        plan.second_moment_numel(bucket.rank) for plan, bucket in zip(plans, model._sharding.buckets, strict=True)
+    )
+    shards = sum(plan.layout.shard_numel for plan in plans)
+    return model.bytes_at_rest()["state"], 4 * shards, 4 * own
+
+
+@pytest.mark.shows("O6")
+def test_momentum_is_sharded(ranks: Pool) -> None:
+    for state, first, second in ranks(2, momentum_bytes):
+        assert first <= state <= first + second + 4 * 64
+        assert second < first
+
+
+def resumed() -> bool:
+    def fresh() -> fxshard.ShardedModule:
+        return fxshard.shard(llama(), optimizer=MUON, zero=3, layout="rows")
+
+    def train(model: fxshard.ShardedModule, steps: range) -> None:
+        for step in steps:
+            deliver(model, random_gradients(step))
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+
+    straight = fresh()
+    train(straight, range(4))
+    first = fresh()
+    train(first, range(2))
+    second = fresh()
+    second.load_state_dict(first.full_state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    train(second, range(2, 4))
+    return all(torch.equal(p, second.full_state_dict()[name]) for name, p in straight.full_state_dict().items())
+
+
+def test_state_dict_resumes_bitwise(ranks: Pool) -> None:
+    assert all(ranks(2, resumed))
+
+
+# -- bad gradients -----------------------------------------------------------------------------------------------------
+
+
+def with_nan(mode: str, poisoned_rank: int) -> tuple[str, bool]:
+    choice = fxshard.Muon(lr=2e-2, adamw=ADAMW, nan=mode)
+    model = fxshard.shard(llama(), optimizer=choice, zero=3, layout="rows")
+    deliver(model, random_gradients(0))
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+    before = model.full_state_dict()
+    momentum = {id(p): s["momentum_buffer"].clone() for p, s in model.optimizer.state.items() if "momentum_buffer" in s}
+    deliver(model, random_gradients(1))
+    if dist.get_rank() == poisoned_rank:
+        for parameter in model.parameters():
+            if parameter.grad.to_local().numel():
+                parameter.grad.to_local().view(-1)[0] = float("nan")
+                break
+    said = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model.optimizer.step()
+        except fxshard.FxshardError as error:
+            said = str(error)
+    said = said or "".join(str(w.message) for w in caught)
+    after = model.full_state_dict()
+    unchanged = all(torch.equal(before[name], after[name]) for name in before) and all(
+        torch.equal(model.optimizer.state[p]["momentum_buffer"].to_local(), momentum[id(p)].to_local())
+        for p in model.parameters()
+        if id(p) in momentum
+    )
+    return said, unchanged
+
+
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(ranks: Pool, mode: str) -> None:
+    for said, unchanged in ranks(2, with_nan, mode, 1):
+        assert "not finite" in said
+        assert unchanged
+
+
+def missing_on_one_rank() -> bool:
+    model = fxshard.shard(llama(), optimizer=MUON, zero=3, layout="rows")
+    for step in range(2):
+        deliver(model, random_gradients(step))
+        if dist.get_rank() == 0:
+            for parameter in model.parameters():
+                parameter.grad = None
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return bool(torch.stack([p.isfinite().all() for p in model.full_state_dict().values()]).all())
+
+
+@pytest.mark.shows("O5")
+def test_a_missing_gradient_on_one_rank_hangs_nobody(ranks: Pool) -> None:
+    assert all(ranks(2, missing_on_one_rank))
+
+
+def clipped_norms() -> tuple[float, float]:
+    model = fxshard.shard(llama(), optimizer=MUON, zero=3)
+    grads = random_gradients(0)
+    deliver(model, grads)
+    whole = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    return float(model.clip_grad_norm_(1.0)), float(whole)
+
+
+@pytest.mark.shows("O7")
+def test_gradient_norm_counts_every_element_once(ranks: Pool) -> None:
+    for norm, whole in ranks(3, clipped_norms):
+        assert norm == pytest.approx(whole, rel=1e-5)
+
+
+def test_bad_choices_are_errors() -> None:
+    with pytest.raises(fxshard.ConfigError, match="no matrix"):
+        fxshard.compile(llama(), optimizer=fxshard.Muon(use=lambda name, shape: "norm" in name))
+    with pytest.raises(fxshard.ConfigError, match="cannot be cut"):
+        fxshard.compile(Llama(), optimizer=fxshard.Muon(split={"*.q.weight": 5}))
