@@ -54,8 +54,8 @@ def compile(
     ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
     of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
     parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
-    ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
-    :class:`fxshard.config.Options`.
+    ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``fullgraph`` and ``dynamic`` are
+    ``torch.compile``'s; the other options are those of :class:`fxshard.config.Options`.
     """
     sharded = shard(
         model,
