@@ -13,6 +13,7 @@ from fxshard.errors import ConfigError, StateError
 from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
 from fxshard.plan.buckets import LayoutKind
+from fxshard.plan.domain import Reduction
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.units import UnitPatterns
 from fxshard.sharding import Sharding, take_apart
@@ -27,6 +28,7 @@ def compile(
     optimizer: AdamW | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "rows",
+    reduction: Reduction = "mean",
     lowering: str = "inductor",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -41,7 +43,7 @@ def compile(
     """Shard a model over the data-parallel ranks and compile its training step.
 
     Takes any ``nn.Module`` and keeps the ordinary loop. Without a process group it runs alone; under ``torchrun`` it
-    shards over all ranks, or over ``mesh``.
+    shards over all ranks, or over ``mesh``; of a mesh with two dimensions the first replicates and the second shards.
 
     >>> model = fxshard.compile(Transformer(config), zero=3, optimizer=fxshard.AdamW(lr=3e-4))
     >>> loss = model(x, y)
@@ -52,8 +54,9 @@ def compile(
 
     ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
     of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
-    parameters between rows, ``"whole"`` gives each parameter to one rank. ``memory_budget``: bytes, or ``"60GiB"``, for
-    shards and arena on a rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
+    parameters between rows, ``"whole"`` gives each parameter to one rank. ``reduction``: gradients are averaged over
+    ranks (``"mean"``), or added up (``"sum"``). ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a
+    rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
     :class:`fxshard.config.Options`.
     """
     sharded = shard(
@@ -64,6 +67,7 @@ def compile(
         optimizer=optimizer,
         precision=precision,
         layout=layout,
+        reduction=reduction,
         lowering=lowering,
         memory_budget=memory_budget,
         hardware=hardware,
@@ -86,6 +90,7 @@ def shard(
     optimizer: AdamW | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "rows",
+    reduction: Reduction = "mean",
     lowering: str = "inductor",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -116,7 +121,16 @@ def shard(
         hardware=hardware,
         verify=verify,
     )
-    sharding = take_apart(model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options)
+    sharding = take_apart(
+        model,
+        zero=zero,
+        mesh=mesh,
+        units=units,
+        precision=precision,
+        layout=layout,
+        options=options,
+        reduction=reduction,
+    )
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     if optimizer is not None:
         sharded._optimizer = _optimizer(optimizer, sharding)

@@ -197,8 +197,10 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
             needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
         elif event.kind is Kind.REDUCE:
             needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
-        elif event.kind in (Kind.FINISH, Kind.UPDATE):
+        elif event.kind in (Kind.ALL_REDUCE, Kind.FINISH):
             needs.add(latest.get((Kind.REDUCE, index)))
+        elif event.kind is Kind.UPDATE:
+            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ALL_REDUCE, index))}
         if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
             needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
         if event.kind in (Kind.RESHARD, Kind.FINISH):

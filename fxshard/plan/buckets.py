@@ -11,6 +11,7 @@ from torch import nn
 
 from fxshard.config import Precision
 from fxshard.errors import ConfigError
+from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
 from fxshard.plan.layout import Layout, TensorSpec
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement, bytes_at_rest
 from fxshard.plan.rows import row_layout
@@ -34,6 +35,7 @@ class BucketPlan:
     master_dtype: torch.dtype
     reduce_dtype: torch.dtype
     trainable: bool
+    domain: Domain = UNKNOWN
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -48,6 +50,27 @@ class BucketPlan:
     def grad_in_arena(self) -> bool:
         """Whether full gradients only exist during backward; otherwise they are written to where they stay."""
         return self.trainable and self.placement.grad and self.layout.ranks > 1
+
+    @property
+    def adds_replicas(self) -> bool:
+        """Whether a reduced shard is added up over its replicas by a collective of its own (HSDP).
+
+        What is not sharded needs none: its one all-reduce is over all ranks.
+        """
+        return self.trainable and self.layout.ranks > 1 and self.domain.replicas > 1
+
+    @property
+    def reducing_ranks(self) -> int:
+        """Ranks that a reduction of full gradients runs over: the shards, or everyone where there is one shard."""
+        return self.layout.ranks if self.layout.ranks > 1 else self.domain.ranks
+
+    def group(self, default: str, *, replicas: bool = False) -> str:
+        """What a schedule calls the process group of this bucket's collectives, or of those over its replicas."""
+        if not self.domain.device:
+            return default
+        return (
+            self.domain.group(self.domain.replicas, "replicas") if replicas else self.domain.group(self.reducing_ranks)
+        )
 
     @property
     def gathered_bytes(self) -> int:
@@ -79,36 +102,41 @@ def plan_buckets(
     ranks: int,
     precision: Precision | None = None,
     layout: LayoutKind = "rows",
+    domain_of: DomainOf | None = None,
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
-    Kinds differ in dtype and in whether they are trained. A scalar has no rows to shard and is replicated.
+    Kinds differ in dtype, in whether they are trained, and in the ranks they are data-parallel over (by default
+    ``ranks`` shards). A scalar has no rows to shard and is replicated.
     """
+    own = Domain(ranks, divisor=ranks)
     parameters = dict(model.named_parameters())
     stage = ZERO[zero]
     plans: list[BucketPlan] = []
     for unit in reversed(list(units)):
-        kinds: dict[tuple[torch.dtype, bool, bool], list[TensorSpec]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool, Domain], list[TensorSpec]] = {}
         for name in unit.params:
             parameter = parameters[name]
-            kind = (parameter.dtype, parameter.requires_grad, parameter.ndim == 0)
+            domain = domain_of(name) if domain_of is not None else own
+            kind = (parameter.dtype, parameter.requires_grad, parameter.ndim == 0, domain)
             kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape)))
-        for (dtype, trainable, scalar), specs in kinds.items():
+        for (dtype, trainable, scalar, domain), specs in kinds.items():
             placement = ZERO[0] if scalar else stage if trainable else Placement(stage.param, False, stage.param)
             sharded = placement.state
             param_dtype, master_dtype, reduce_dtype = _dtypes(dtype, precision)
-            suffix = _kind_suffix(dtype, trainable, scalar, among=kinds)
+            suffix = _kind_suffix(dtype, trainable, scalar, domain, among=kinds)
             plans.append(
                 BucketPlan(
                     index=len(plans),
                     name=unit.name + suffix,
                     unit=unit.name,
-                    layout=LAYOUTS[layout](specs, ranks if sharded else 1),
+                    layout=LAYOUTS[layout](specs, domain.shards if sharded else 1),
                     placement=placement,
                     param_dtype=param_dtype,
                     master_dtype=master_dtype if trainable else param_dtype,
                     reduce_dtype=reduce_dtype,
                     trainable=trainable,
+                    domain=domain,
                 )
             )
     if not plans:
@@ -125,7 +153,11 @@ def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtyp
 
 
 def _kind_suffix(
-    dtype: torch.dtype, trainable: bool, scalar: bool, among: Iterable[tuple[torch.dtype, bool, bool]]
+    dtype: torch.dtype,
+    trainable: bool,
+    scalar: bool,
+    domain: Domain,
+    among: Iterable[tuple[torch.dtype, bool, bool, Domain]],
 ) -> str:
     """A suffix that tells the buckets of one unit apart; empty where the unit has only one."""
     kinds = list(among)
@@ -136,4 +168,6 @@ def _kind_suffix(
         parts.append("trained" if trainable else "frozen")
     if len({kind[2] for kind in kinds}) > 1:
         parts.append("scalar" if scalar else "tensor")
+    if domain.name:
+        parts.append(domain.name)
     return f" [{', '.join(parts)}]" if parts else ""
