@@ -162,8 +162,9 @@ class UnevenDTensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         stride = torch.empty(shape, device="meta").stride()
-        placement = Shard(0) if sharded else Replicate()
-        example = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+        # Of two mesh dimensions the first replicates, the last shards.
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if sharded else Replicate()]
+        example = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         self._make, self._spec = DTensor, example._spec
         self._blank = local.new_empty(0)
 

@@ -14,6 +14,7 @@ from fxshard.optim.adamw import ShardedAdamW
 from fxshard.optim.muon import ShardedMuon
 from fxshard.optim.muon_rule import matrices
 from fxshard.plan.choice import LayoutKind
+from fxshard.plan.domain import Reduction
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.units import UnitPatterns
 from fxshard.sharding import take_apart
@@ -28,6 +29,7 @@ def compile(
     optimizer: AdamW | Muon | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
+    reduction: Reduction = "mean",
     lowering: str = "inductor",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -42,7 +44,7 @@ def compile(
     """Shard a model over the data-parallel ranks and compile its training step.
 
     Takes any ``nn.Module`` and keeps the ordinary loop. Without a process group it runs alone; under ``torchrun`` it
-    shards over all ranks, or over ``mesh``.
+    shards over all ranks, or over ``mesh``; of a mesh with two dimensions the first replicates and the second shards.
 
     >>> model = fxshard.compile(Transformer(config), zero=3, optimizer=fxshard.AdamW(lr=3e-4))
     >>> loss = model(x, y)
@@ -54,8 +56,9 @@ def compile(
     ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
     of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
     parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
-    ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``fullgraph`` and ``dynamic`` are
-    ``torch.compile``'s; the other options are those of :class:`fxshard.config.Options`.
+    ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``). ``memory_budget``: bytes, or
+    ``"60GiB"``, for shards and arena on a rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other
+    options are those of :class:`fxshard.config.Options`.
     """
     sharded = shard(
         model,
@@ -65,6 +68,7 @@ def compile(
         optimizer=optimizer,
         precision=precision,
         layout=layout,
+        reduction=reduction,
         lowering=lowering,
         memory_budget=memory_budget,
         hardware=hardware,
@@ -87,6 +91,7 @@ def shard(
     optimizer: AdamW | Muon | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
+    reduction: Reduction = "mean",
     lowering: str = "inductor",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -133,6 +138,7 @@ def shard(
         options=options,
         matrices=splits,
         own_optimizer=optimizer is not None,
+        reduction=reduction,
     )
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     if isinstance(optimizer, AdamW):

@@ -32,6 +32,7 @@ class Kind(StrEnum):
     RESHARD = "reshard"
     GRAD = "grad"
     REDUCE = "reduce"
+    ALL_REDUCE = "all_reduce"
     FINISH = "finish"
 
 
@@ -108,6 +109,11 @@ def reduce(bucket: str) -> None:
     _unbound("reduce")
 
 
+def all_reduce(bucket: str) -> None:
+    """Start adding up the reduced shard over its replicas (HSDP), once the reduction is over."""
+    _unbound("all_reduce")
+
+
 def finish(bucket: str) -> None:
     """The reduction is over: the sharded gradient is there and the full gradient bucket is free again."""
     _unbound("finish")
@@ -119,6 +125,7 @@ OPS: dict[Kind, Callable[..., Any]] = {
     Kind.RESHARD: reshard,
     Kind.GRAD: grad,
     Kind.REDUCE: reduce,
+    Kind.ALL_REDUCE: all_reduce,
     Kind.FINISH: finish,
 }
 
@@ -128,6 +135,7 @@ STREAM: dict[Kind, str] = {
     Kind.RESHARD: "compute",
     Kind.GRAD: "compute",
     Kind.REDUCE: "reduce",
+    Kind.ALL_REDUCE: "replicas",
     Kind.FINISH: "compute",
 }
 
@@ -135,9 +143,14 @@ STREAM: dict[Kind, str] = {
 def insert(
     graph: fx.Graph, kind: Kind, bucket: BucketPlan, *, phase: Phase, group: str, why: str, **args: Any
 ) -> fx.Node:
-    """Insert a runtime node at the graph's insertion point and stamp it."""
-    on_grads = kind in (Kind.GRAD, Kind.REDUCE, Kind.FINISH)
+    """Insert a runtime node at the graph's insertion point and stamp it.
+
+    ``group``: the process group of buckets that do not say which theirs is.
+    """
+    on_grads = kind in (Kind.GRAD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH)
+    over_replicas = kind is Kind.ALL_REDUCE
     dtype = bucket.reduce_dtype if on_grads else bucket.param_dtype
+    size = bucket.grad_bytes if on_grads else bucket.gathered_bytes
     node = graph.call_function(OPS[kind], (bucket.name,), args)
     node.meta[META] = Event(
         kind=kind,
@@ -145,9 +158,9 @@ def insert(
         bucket=bucket.name,
         bucket_index=bucket.index,
         params=bucket.params,
-        bytes=bucket.grad_bytes if on_grads else bucket.gathered_bytes,
+        bytes=size // bucket.layout.ranks if over_replicas else size,
         dtype=dtype,
-        group=group,
+        group=bucket.group(group, replicas=over_replicas),
         stream=STREAM[kind],
         why=why,
     )

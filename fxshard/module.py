@@ -17,6 +17,7 @@ from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceE
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
 from fxshard.runtime.agreement import COMMUNICATION
+from fxshard.runtime.norms import clip_gradients
 from fxshard.sharding import Sharding
 
 
@@ -162,9 +163,10 @@ class ShardedModule(nn.Module):
         for bucket in self._sharding.buckets:
             flat = bucket.master
             if bucket.plan.layout.ranks > 1:
-                assert self._sharding.mesh is not None
+                group = bucket.channels.gather
+                assert group is not None
                 flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.master.dtype, device=bucket.device)
-                _compat.all_gather(flat, bucket.master.contiguous(), self._sharding.mesh.get_group(), async_op=False)
+                _compat.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
             for parameter, view in zip(bucket.params, bucket.views(flat), strict=True):
                 full[id(parameter)] = view.detach().cpu().clone()
         state = self.state_dict(keep_vars=True)
@@ -216,8 +218,9 @@ class ShardedModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective."""
-        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm
+        sharding = self._sharding
+        device = sharding.buckets[0].device
+        return clip_gradients(sharding.buckets, sharding.channels, device, max_norm, norm_type)
 
     def _places(self) -> Iterator[tuple[Any, str, nn.Parameter]]:
         for bucket in self._sharding.buckets:

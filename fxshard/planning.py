@@ -20,6 +20,7 @@ from fxshard.optim.muon_rule import matrices
 from fxshard.passes.context import ParamRef
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.choice import LAYOUTS, LayoutKind
+from fxshard.plan.domain import Reduction, data_parallel
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.placement import ZERO
@@ -34,12 +35,14 @@ def plan(
     example_inputs: Sequence[Any] | Mapping[str, Any],
     *,
     world_size: int,
+    shard_size: int | None = None,
     hardware: str | Hardware = "h200",
     zero: int = 3,
     units: UnitPatterns | None = None,
     optimizer: AdamW | Muon | None = None,
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
+    reduction: Reduction = "mean",
     memory_budget: int | str | None = None,
     prefetch: int | None = None,
     keep_resident: bool = True,
@@ -48,7 +51,8 @@ def plan(
 ) -> Schedule:
     """The schedule that ``fxshard.compile`` would emit on ``world_size`` ranks: no process group, no GPU, no weights.
 
-    The model and the inputs may be on the meta device. Nothing of them is changed.
+    The model and the inputs may be on the meta device. Nothing of them is changed. ``shard_size``: over how many ranks
+    parameters are sharded; each shard then has ``world_size / shard_size`` replicas (HSDP). Default: over all.
 
     >>> with torch.device("meta"):
     ...     model = Transformer(config)
@@ -58,6 +62,9 @@ def plan(
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
+    shards = world_size if shard_size is None else shard_size
+    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1 or world_size % shards:
+        raise ConfigError(f"shard_size={shard_size!r}: expected a number of ranks that divides world_size={world_size}")
     if zero not in ZERO or isinstance(zero, bool):
         raise ConfigError(f"zero={zero!r}: expected 0, 1, 2 or 3")
     if layout not in LAYOUTS:
@@ -71,28 +78,30 @@ def plan(
         hardware=machine,
         verify=verify,
     )
+    domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
     twin = _hollow_twin(model, precision)
     plans = plan_buckets(
         model,
         find_units(model, units),
         zero=zero,
-        ranks=world_size,
+        ranks=shards,
         precision=precision,
         layout=layout,
+        domain_of=lambda name: domain,
         matrices=matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
     )
     device = torch.device("cpu")
     sharding = Sharding(
         plans,
         [],
-        Engine([], None, device, options),
+        Engine([], device, options),
         Agreement(None),
         SegmentCompiler("eager"),
         options,
         precision,
         None,
         zero,
-        group_name=f"{'cpu' if machine.name == 'cpu' else 'cuda'}×{world_size}" if world_size > 1 else "none",
+        group_name=domain.group(world_size) if domain.device else "none",
         ranks=world_size,
         own_optimizer=optimizer is not None,
         hardware=machine,

@@ -20,12 +20,14 @@ from fxshard.lowering import SegmentCompiler
 from fxshard.passes.context import ParamRef
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.choice import LAYOUTS, LayoutKind
+from fxshard.plan.domain import Domain, Reduction, data_parallel
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
-from fxshard.runtime.engine import Engine, Groups
+from fxshard.runtime.channels import Channels, connect, domain_ranks
+from fxshard.runtime.engine import Engine
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Hollow parameter → (its sharding, its place). This is how the backend recognises a parameter among graph inputs."""
@@ -47,6 +49,8 @@ class Sharding:
     group_name: str
     hollow: dict[str, nn.Parameter] = field(default_factory=dict)
 
+    channels: Channels = field(default_factory=lambda: Channels(Domain()))
+    """The process groups of the model's own ranks."""
     ranks: int = 1
     own_optimizer: bool = False
     """Whether one of fxshard's optimizers updates the model, which is known before the first program is scheduled."""
@@ -69,7 +73,7 @@ def register(hollow: nn.Parameter, sharding: Sharding, ref: ParamRef) -> None:
 
 def unsharded(options: Options, device: torch.device) -> Sharding:
     """The sharding of a model that is not sharded: nothing to gather, everything still lowered the same way."""
-    engine = Engine([], None, device, options)
+    engine = Engine([], device, options)
     return Sharding((), [], engine, Agreement(None), SegmentCompiler(options.lowering), options, None, None, 0, "none")
 
 
@@ -82,48 +86,44 @@ def take_apart(
     precision: Precision | None,
     layout: LayoutKind,
     options: Options,
+    reduction: Reduction = "mean",
     matrices: Collection[str] = (),
     own_optimizer: bool = False,
 ) -> Sharding:
     """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets."""
     mesh = _resolve_mesh(model, mesh)
-    if mesh is not None and mesh.ndim != 1:
-        raise ConfigError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the one-dimensional data-parallel mesh"
-        )
-    group = mesh.get_group() if mesh is not None else None
-    agreement = Agreement(group)
-    ranks = mesh.size() if mesh is not None else 1
+    agreement = Agreement(domain_ranks(mesh))
     try:
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
+        domain = _domain(mesh, reduction)
         machine(options, device)
         plans = plan_buckets(
             model,
             find_units(model, units),
             zero=zero,
-            ranks=ranks,
+            ranks=domain.shards,
             precision=precision,
             layout=layout,
+            domain_of=lambda name: domain,
             matrices=matrices,
         )
     except FxshardError as error:
         agreement.fail(error)
     agreement.check(PARAMETERS, [_line(plan) for plan in plans])
 
-    rank = mesh.get_local_rank() if mesh is not None else 0
+    channels = connect(domain, mesh, plans)
     originals = dict(model.named_parameters())
     buckets = []
     sharding_refs: dict[str, ParamRef] = {}
     for plan in plans:
-        bucket = Bucket(plan, rank, device, mesh)
-        _move_in(bucket, originals, group)
+        bucket = Bucket(plan, channels, device)
+        _move_in(bucket, originals)
         buckets.append(bucket)
         for position, name in enumerate(plan.params):
             sharding_refs[name] = ParamRef(plan.index, position)
-    if group is not None:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, group=group, group_src=0)
-    engine = Engine(buckets, _groups(group), device, options)
+    for buffer in model.buffers():
+        channels.broadcast(buffer)
+    engine = Engine(buckets, device, options)
     sharding = Sharding(
         plans,
         buckets,
@@ -134,15 +134,25 @@ def take_apart(
         precision,
         mesh,
         zero,
-        group_name=f"{mesh.device_type}×{ranks}" if mesh is not None else "none",
+        group_name=domain.group(domain.ranks) if domain.device else "none",
         hollow=originals,
-        ranks=ranks,
+        channels=channels,
+        ranks=domain.ranks,
         own_optimizer=own_optimizer,
         hardware=machine(options, device),
     )
     for name, ref in sharding_refs.items():
         register(originals[name], sharding, ref)
     return sharding
+
+
+def _domain(mesh: DeviceMesh | None, reduction: Reduction) -> Domain:
+    """The model's own ranks: of two mesh dimensions the first replicates and the second shards."""
+    if mesh is None:
+        return data_parallel(1, 1, reduction, "")
+    row = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
+    replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    return data_parallel(len(row), replicas, reduction, mesh.device_type, row[1] - row[0] if len(row) > 1 else 1)
 
 
 def machine(options: Options, device: torch.device) -> Hardware:
@@ -155,19 +165,7 @@ def machine(options: Options, device: torch.device) -> Hardware:
     return hardware(next((known for known in ("gb200", "b200", "h200", "h100", "a100") if known in name), "h100"))
 
 
-def _groups(group: dist.ProcessGroup | None) -> Groups | None:
-    """Gathers and reductions each in a group of their own.
-
-    Within a group ranks must start collectives in the same order. The order of gathers and the order of reductions
-    follow from the model; how the two interleave follows from durations, which differ between ranks whose batches do.
-    """
-    if group is None or group.size() == 1:
-        return None
-    members = dist.get_process_group_ranks(group)
-    return Groups(group, dist.new_group(members, use_local_synchronization=True))
-
-
-def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:
+def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter]) -> None:
     """Take the bucket's parameters over from the model, one at a time, freeing each behind us.
 
     Rank 0's values win: replicas must start equal, and ranks that were seeded differently would otherwise train a
@@ -177,8 +175,7 @@ def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter], group: dist.Pro
     for name in bucket.plan.params:
         parameter = originals[name]
         value = parameter.detach().contiguous()
-        if group is not None:
-            dist.broadcast(value, group=group, group_src=0)
+        bucket.channels.broadcast(value)
         bucket.load({name: value})
         _hollow_out(parameter, bucket.plan.param_dtype)
     if bucket.full is not None and bucket.plan.layout.ranks == 1:
@@ -230,6 +227,11 @@ def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str)
         raise ConfigError(
             "parameters are on the meta device; materialise them first (model.to_empty(device=...) and init)"
         )
+    if mesh is not None and mesh.ndim > 2:
+        raise ConfigError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the data-parallel part of it: one dimension "
+            'that shards, or two, of which the first replicates (mesh["dp"], mesh["replicate", "shard"])'
+        )
     if mesh is not None and mesh.size() > dist.get_world_size():
         raise ConfigError(f"mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}")
     if mesh is not None and mesh.device_type != device.type:
@@ -243,5 +245,5 @@ def _line(plan: BucketPlan) -> str:
     return (
         f"bucket {plan.index} {plan.name!r}: {len(plan.params)} parameters, "
         f"{plan.layout.ranks} × {plan.layout.shard_numel} elements, "
-        f"{plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, layout {slots}"
+        f"{plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, {plan.domain}, layout {slots}"
     )

@@ -19,8 +19,8 @@ from torch import fx
 
 from fxshard.events import META, Kind, Phase, event_of, events
 from fxshard.passes.context import PassContext
-from fxshard.plan.collectives import all_gather_seconds, replicated_reduce_seconds
 from fxshard.plan.cost import node_flops, node_traffic
+from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
 
 MARGIN = 1.25
 """Estimates of durations are stretched by this: a gather that starts a little early costs little, a late one stalls."""
@@ -104,9 +104,11 @@ def _gather_seconds(index: int, context: PassContext) -> float:
     """Time the link needs for a bucket. In backward it carries the reduction of another bucket in the meantime."""
     bucket, hardware = context.buckets[index], context.hardware
     assert hardware is not None
-    seconds = all_gather_seconds(bucket.gathered_bytes, bucket.layout.ranks, hardware)
+    seconds = gather_seconds(bucket, bucket.gathered_bytes, hardware)
     if context.phase is Phase.BACKWARD and bucket.trainable:
-        seconds += replicated_reduce_seconds(bucket.grad_bytes, bucket.layout.ranks, context.ranks, hardware)
+        seconds += reduce_seconds(bucket, bucket.grad_bytes, hardware)
+        if bucket.adds_replicas and link(bucket, hardware) == link(bucket, hardware, replicas=True):
+            seconds += replicas_seconds(bucket, bucket.grad_bytes, hardware)
     return seconds
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard.events import Kind, Phase
@@ -64,6 +65,10 @@ def stages_and_layouts() -> dict[str, list[str]]:
     for zero in range(4):
         for layout in ("whole", "rows") if zero else ("auto",):
             found[f"ZeRO-{zero} {layout}"] = against_plain(MUON, zero=zero, layout=layout)
+    if dist.get_world_size() == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for layout in ("whole", "rows"):
+            found[f"HSDP {layout}"] = against_plain(MUON, zero=3, layout=layout, mesh=mesh)
     return found
 
 

@@ -70,11 +70,12 @@ def full_gradients(model: fxshard.ShardedModule) -> dict[str, torch.Tensor]:
         if parameter.grad is None:
             continue
         local = parameter.grad.to_local() if dist.is_initialized() else parameter.grad
-        if not dist.is_initialized() or parameter.grad.placements[0].is_replicate():
+        if not dist.is_initialized() or parameter.grad.placements[-1].is_replicate():
             full[name] = local.clone()
             continue
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, local.clone())
+        mesh = parameter.grad.device_mesh  # of two dimensions the last shards
+        parts: list[Any] = [None] * mesh.size(mesh.ndim - 1)
+        dist.all_gather_object(parts, local.clone(), group=mesh.get_group(mesh.ndim - 1))
         full[name] = torch.cat(parts)
     return full
 
@@ -115,14 +116,14 @@ def plain_run(ranks: int, make: Make = llama, *, steps: int = 5, lr: float = 1e-
     return Run(losses, grads, {name: value.clone() for name, value in model.state_dict().items()})
 
 
-def fsdp2_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3) -> Run:
+def fsdp2_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3, mesh: Any = None) -> Run:
     """Train with FSDP2 on this rank's part of the batches."""
     from torch.distributed.fsdp import fully_shard
 
     model = make()
     for layer in model.get_submodule("layers").children():
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=True)
     losses, grads = [], {}
     for step in range(steps):

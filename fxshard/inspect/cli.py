@@ -31,6 +31,7 @@ Report = Callable[[str], None]
 EXAMPLES = """examples:
   fxshard inspect llama-70b --world-size 1024 --html schedule.html
   fxshard inspect my_model.py:build --world-size 8 --zero 2 --hardware h100 --budget 60GiB
+  fxshard inspect llama-70b --world-size 1024 --shard-size 8
   fxshard inspect moe-16b --world-size 64 --json > schedule.json
   fxshard bench train --nproc-per-node 2 --device cpu --size toy
 """
@@ -84,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
         "(module, example_inputs); the module may be on the meta device",
     )
     look.add_argument("--world-size", type=_positive, default=8, metavar="N", help="ranks (default: 8)")
+    look.add_argument(
+        "--shard-size",
+        type=_positive,
+        metavar="N",
+        help="ranks that hold different shards; the others hold replicas of them (HSDP; default: all ranks)",
+    )
     look.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default: 3)")
     look.add_argument("--hardware", default="h200", help="device and network to plan for (default: h200)")
     look.add_argument("--budget", metavar="SIZE", help='what a rank may hold, as "60GiB"')
@@ -186,6 +193,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
             model,
             inputs,
             world_size=arguments.world_size,
+            shard_size=arguments.shard_size,
             hardware=arguments.hardware,
             zero=arguments.zero,
             memory_budget=arguments.budget,
@@ -384,7 +392,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             tokens = torch.empty(4, 1024, dtype=torch.long)
         report("planning for 8 ranks")
         arguments.world_size, arguments.zero, arguments.hardware = 8, 3, "h200"
-        arguments.budget, arguments.precision = None, "bf16"
+        arguments.shard_size, arguments.budget, arguments.precision = None, None, "bf16"
         schedule = _plan(model, (tokens, tokens), arguments)
         simulation = simulate(schedule, "h200")
     print("A Llama of six layers, planned for eight H200s from shapes alone: no GPU, no process group, no weights.\n")

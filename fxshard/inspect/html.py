@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxshard.events import Event, Kind
-from fxshard.inspect.schedule import Schedule, size
+from fxshard.inspect.schedule import COMMUNICATES, Schedule, size
 from fxshard.inspect.trace import stream_order
 from fxshard.plan.buckets import BucketPlan
 
@@ -30,7 +30,7 @@ def to_html(schedule: Schedule, simulation: Simulation | None = None) -> str:
     >>> Path("schedule.html").write_text(to_html(schedule, simulate(schedule, hardware("h200"))))
     """
     template = resources.files("fxshard.inspect").joinpath("page.html").read_text(encoding="utf-8")
-    ranks = f"{schedule.ranks} rank" + "s" * (schedule.ranks != 1)
+    ranks = f"{schedule.ranks} rank" + "s" * (schedule.ranks != 1) + schedule.replicated
     data = {
         "title": f"ZeRO-{schedule.zero} on {ranks}",
         "subtitle": f"{len(schedule.buckets)} buckets · {len(schedule.events)} events · digest {schedule.digest}",
@@ -123,7 +123,7 @@ def _by_position(schedule: Schedule) -> Iterator[Drawn]:
     for i, event in enumerate(schedule.events):
         if event.kind in (Kind.COMPUTE, Kind.UPDATE):
             yield i, event.stream, i, i + 1
-        elif event.kind in (Kind.UNSHARD, Kind.REDUCE):
+        elif event.kind in COMMUNICATES:
             start_at = max(float(i), free.get(event.stream, 0.0))
             stop = max(float(over.get(i, i + 1)), start_at)
             free[event.stream] = stop

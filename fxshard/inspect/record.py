@@ -180,7 +180,7 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
     latest: dict[tuple[Kind, int], int] = {}
     last_write: dict[int, int] = {}
     last_read: dict[int, int] = {}
-    last_reduce: int | None = None
+    last_reduces: dict[int, Kind] = {}  # the last of each stream, which is in order
     travelling: dict[tuple[str, ...], int] = {}  # {matrices: the last event of their exchange}
     returned: dict[int, int] = {}
     places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
@@ -201,19 +201,21 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
             needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
         elif event.kind is Kind.REDUCE:
             needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
-        elif event.kind is Kind.FINISH:
+        elif event.kind in (Kind.ALL_REDUCE, Kind.FINISH):
             needs.add(latest.get((Kind.REDUCE, index)))
         elif event.kind is Kind.UPDATE:  # backward ends when all its reductions have
-            needs |= {latest.get((Kind.REDUCE, index)), last_reduce, returned.get(index)}
+            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ALL_REDUCE, index)), returned.get(index)}
+            needs |= last_reduces.keys()
         elif event.kind is Kind.EXCHANGE:
-            needs.add(last_reduce)
+            needs |= last_reduces.keys()
             returned.update(dict.fromkeys(event.writes, i))
         if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER:
             needs.add(latest.get((Kind.UPDATE, index)))
         if event.phase is Phase.OPTIMIZER and event.kind in (Kind.COMPUTE, Kind.EXCHANGE):
             needs.add(travelling.get(event.params))
             travelling[event.params] = i
-        last_reduce = i if event.kind is Kind.REDUCE else last_reduce
+        if event.kind in (Kind.REDUCE, Kind.ALL_REDUCE):
+            last_reduces = {at: kind for at, kind in last_reduces.items() if kind is not event.kind} | {i: event.kind}
         if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
             needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
         if event.kind in (Kind.RESHARD, Kind.FINISH):

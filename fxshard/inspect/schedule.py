@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fxshard.inspect.simulate import Simulation
     from fxshard.plan.hardware import Hardware
 
-COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.EXCHANGE)
+COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def comm_bytes(self) -> int:
-        """Bytes that one rank's collectives move per step, counted as the size of the unsharded buffers."""
+        """Bytes that one rank's collectives move per step, counted as the size of what they make or start from."""
         return sum(event.bytes for _, event in self.of(*COMMUNICATES))
 
     @property
@@ -56,10 +56,18 @@ class Schedule:
         """The most that one rank holds in shards and arena. Activations are not part of it."""
         return self.resident_bytes + self.arena_bytes
 
-    def communication(self) -> list[str]:
-        """The collectives, one line each, gathers and reductions each in launch order: what ranks have in common.
+    @property
+    def replicated(self) -> str:
+        """How a title says that shards have replicas (HSDP); empty where they have none."""
+        domain = next((bucket.domain for bucket in self.buckets if not bucket.domain.name), None)
+        if domain is None or domain.replicas == 1:
+            return ""
+        return f" ({domain.replicas} replicas of {domain.shards} shards)"
 
-        The two run in process groups of their own, so how they interleave may differ from rank to rank.
+    def communication(self) -> list[str]:
+        """The collectives, one line each, those of each kind in launch order: what ranks have in common.
+
+        Each kind runs in process groups of its own, so how they interleave may differ from rank to rank.
         """
         return [
             f"{event.phase} {event.kind} {event.bucket} {event.bytes} {event.dtype} in {event.group}"

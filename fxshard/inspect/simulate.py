@@ -1,9 +1,10 @@
 """How long a step takes, and what it holds, before there is a machine to run it on.
 
-Three streams, each in program order: ``compute``, ``gather`` (unshard) and ``reduce``. The host runs ahead, so an event
-starts when its stream is free and everything in ``waits_for`` is over; where it stands in the program only orders it on
-its stream. With ``shared_link`` gathers and reductions take turns on one network, whoever is ready first; without, each
-has the full bandwidth. See docs/simulation.md.
+Streams, each in program order: ``compute``, ``gather`` (unshard), ``reduce`` and, with HSDP, ``replicas`` (all_reduce).
+The host runs ahead, so an event starts when its stream is free and everything in ``waits_for`` is over; where it stands
+in the program only orders it on its stream. With ``shared_link`` collectives that are bound by the same links (inside
+nodes, or between them) take turns, whoever is ready first; without, each has the full bandwidth. See
+docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 from fxshard.events import Event, Kind, Phase
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.verify import GIVEN_BACK_BY, ScheduleError, Step
-from fxshard.plan.collectives import all_gather_seconds, all_to_all_seconds, replicated_reduce_seconds
+from fxshard.plan.collectives import all_to_all_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
+from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
 
-COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
-STREAMS = {Kind.UNSHARD: GATHER, Kind.EXCHANGE: GATHER, Kind.REDUCE: REDUCE}
+COMPUTE, GATHER, REDUCE, REPLICAS = "compute", "gather", "reduce", "replicas"
+STREAMS = {Kind.UNSHARD: GATHER, Kind.EXCHANGE: GATHER, Kind.REDUCE: REDUCE, Kind.ALL_REDUCE: REPLICAS}
 
 SETTLING = 4
 """Steps to run until one starts as it ends: the second does, unless gathers outlast the whole optimizer phase."""
@@ -81,31 +83,33 @@ def simulate(
     With ``steady`` the step is one of many: what the optimizer phase gathers for the next step runs while this one ends
     and the next begins. Without, the step is the first, and gathers that at its start.
     """
-    seconds = event_seconds(schedule, known(hardware))
+    machine = known(hardware)
+    seconds = event_seconds(schedule, machine)
+    links = [_link(event, schedule, machine, shared_link) for event in schedule.events]
     for i, given in (durations or {}).items():
         seconds[i] = given
     carried = Step(schedule).carried
-    run = _run(schedule, seconds, shared_link, _Start.cold(carried, seconds))
+    run = _run(schedule, seconds, links, _Start.cold(carried, seconds))
     if steady and carried:
         for _ in range(SETTLING):
             start = run.left_over(carried)
-            again = _run(schedule, seconds, shared_link, start)
+            again = _run(schedule, seconds, links, start)
             settled = again.left_over(carried) == start
             run = again
             if settled:
                 break
 
-    total = {COMPUTE: 0.0, GATHER: 0.0, REDUCE: 0.0}
-    for event, duration in zip(schedule.events, seconds, strict=True):
-        total[STREAMS.get(event.kind, COMPUTE)] += duration
-    network = total[GATHER] + total[REDUCE] if shared_link else max(total[GATHER], total[REDUCE])
+    busy: Counter[str] = Counter()
+    for taken, duration in zip(links, seconds, strict=True):
+        busy[taken] += duration  # type: ignore[assignment]
+    compute = busy.pop(COMPUTE, 0.0)
     memory = _memory(schedule, run, carried)
     return Simulation(
         step_seconds=run.stop,
-        compute_seconds=total[COMPUTE],
-        communication_seconds=total[GATHER] + total[REDUCE],
-        exposed_seconds=run.stop - total[COMPUTE],
-        bound_seconds=max(total[COMPUTE], network),
+        compute_seconds=compute,
+        communication_seconds=sum(busy.values()),
+        exposed_seconds=run.stop - compute,
+        bound_seconds=max([compute, *busy.values()]),
         spans=tuple(run.spans),
         memory=memory,
         peak_bytes=max(held for _, held in memory),
@@ -131,11 +135,12 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
     if event.kind is Kind.UNSHARD:
         bucket = schedule.buckets[event.bucket_index]
         # What is resident and frozen is gathered once, before the first step.
-        shards = 1 if bucket.resident and not bucket.trainable else bucket.layout.ranks
-        return all_gather_seconds(event.bytes, shards, hardware)
+        return 0.0 if bucket.resident and not bucket.trainable else gather_seconds(bucket, event.bytes, hardware)
     if event.kind is Kind.REDUCE:
-        shards = schedule.buckets[event.bucket_index].layout.ranks
-        return replicated_reduce_seconds(event.bytes, shards, schedule.ranks, hardware)
+        return reduce_seconds(schedule.buckets[event.bucket_index], event.bytes, hardware)
+    if event.kind is Kind.ALL_REDUCE:
+        bucket = schedule.buckets[event.bucket_index]
+        return replicas_seconds(bucket, event.bytes * bucket.layout.ranks, hardware)
     return 0.0
 
 
@@ -150,6 +155,14 @@ def _usual_dtype(schedule: Schedule) -> torch.dtype:
     for bucket in schedule.buckets:
         elements[bucket.param_dtype] += bucket.layout.numel
     return elements.most_common(1)[0][0] if elements else torch.float32
+
+
+def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) -> str:
+    """What an event keeps busy beside its stream: of collectives the links they share, or nothing but themselves."""
+    stream = STREAMS.get(event.kind, COMPUTE)
+    if stream == COMPUTE or not shared:
+        return stream
+    return link(schedule.buckets[event.bucket_index], hardware, replicas=event.kind is Kind.ALL_REDUCE)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -187,14 +200,15 @@ class _Run:
         return _Start({index: max(0.0, self.spans[i].stop - self.stop) for index, i in carried.items()})
 
 
-def _run(schedule: Schedule, seconds: list[float], shared_link: bool, start: _Start) -> _Run:
+def _run(schedule: Schedule, seconds: list[float], links: list[str], start: _Start) -> _Run:
     """Take, again and again, the event that can start first: all others start later, so nothing is overtaken."""
     events = schedule.events
     needs, earliest = _needs(events), _earliest(events, start)
-    streams: dict[str, list[int]] = {COMPUTE: [], GATHER: [], REDUCE: []}
+    streams: dict[str, list[int]] = {COMPUTE: [], GATHER: [], REDUCE: [], REPLICAS: []}
     for i in range(len(events) - 1, -1, -1):  # the next event of a stream is its last entry
         streams[STREAMS.get(events[i].kind, COMPUTE)].append(i)
-    free = {COMPUTE: 0.0, GATHER: start.network_free, REDUCE: start.network_free if shared_link else 0.0}
+    free = dict.fromkeys([*streams, *links], 0.0)  # streams, and links between ranks
+    free |= {links[i]: start.network_free for i, event in enumerate(events) if _for_next_step(event)}
     ready: dict[str, float | None] = dict.fromkeys(streams)  # when the next event of each may start, once that is known
     stops: list[float | None] = [None] * len(events)
     spans: list[Span] = []
@@ -207,7 +221,7 @@ def _run(schedule: Schedule, seconds: list[float], shared_link: bool, start: _St
             if time is None:
                 time = ready[stream] = _ready(queue[-1], needs, earliest, stops)
             if time is not None:
-                candidate = (max(time, free[stream]), queue[-1], stream)
+                candidate = (max(time, free[stream], free[links[queue[-1]]]), queue[-1], stream)
                 first = candidate if first is None else min(first, candidate)
         if first is None:
             raise _stuck(schedule, min(queue[-1] for queue in streams.values() if queue))
@@ -215,9 +229,7 @@ def _run(schedule: Schedule, seconds: list[float], shared_link: bool, start: _St
         stop = begin + seconds[i]
         stands_still = events[i].kind in (Kind.WAIT, Kind.GRAD)
         spans.append(Span(i, stream, free[stream] if stands_still else begin, stop))
-        stops[i] = free[stream] = stop
-        if shared_link and stream != COMPUTE:
-            free[GATHER] = free[REDUCE] = stop
+        stops[i] = free[stream] = free[links[i]] = stop
         streams[stream].pop()
         ready[stream] = None
 

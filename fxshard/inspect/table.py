@@ -26,6 +26,7 @@ LEAST_REPEATS = 3
 STYLES = {
     Kind.UNSHARD: "cyan",
     Kind.REDUCE: "magenta",
+    Kind.ALL_REDUCE: "magenta",
     Kind.UPDATE: "green",
     Kind.EXCHANGE: "yellow",
     Kind.COMPUTE: "dim",
@@ -86,7 +87,7 @@ def table(schedule: Schedule, width: int = WIDEST) -> Group:
 
 
 def _title(schedule: Schedule) -> Text:
-    ranks = f"{schedule.ranks} rank" + "s" * (schedule.ranks != 1)
+    ranks = f"{schedule.ranks} rank" + "s" * (schedule.ranks != 1) + schedule.replicated
     budget = f" of {size(schedule.budget)} budget" if schedule.budget is not None else ""
     held = f"{size(schedule.resident_bytes)} resident + {size(schedule.arena_bytes)} arena"
     return Text.assemble(

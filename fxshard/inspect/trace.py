@@ -12,7 +12,7 @@ from fxshard.inspect.schedule import Schedule, size
 if TYPE_CHECKING:
     from fxshard.inspect.simulate import Simulation, Span
 
-STREAMS = ("compute", "gather", "reduce")
+STREAMS = ("compute", "gather", "reduce", "replicas")
 """Tracks from top to bottom; a stream that is not listed comes below."""
 
 

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from fxshard.errors import FxshardError
 from fxshard.events import Event, Kind, Phase
+from fxshard.inspect.replica_rules import replicas_are_added_up_once
 from fxshard.inspect.schedule import COMMUNICATES, Schedule
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.memory import SlotRange
@@ -418,6 +419,7 @@ def dependencies_point_backwards(step: Step) -> None:
 WAITS_FOR_LATEST: dict[Kind, str] = {
     Kind.WAIT: Kind.UNSHARD,
     Kind.REDUCE: WRITE,
+    Kind.ALL_REDUCE: Kind.REDUCE,
     Kind.FINISH: Kind.REDUCE,
     Kind.UPDATE: Kind.REDUCE,
 }
@@ -455,6 +457,7 @@ RULES: tuple[Callable[[Step], None], ...] = (
     reads_between_wait_and_reshard,
     not_rewritten_before_reduced,
     reduce_after_all_writes,
+    replicas_are_added_up_once,
     at_most_two_gradient_buckets,
     every_reduced_bucket_is_updated_once,
     gather_after_update,

@@ -147,7 +147,7 @@ class ShardedMuon(ShardedOptimizer):
         # A gradient that is missing here counts as zero: the exchange has the same shape whatever happens.
         parts = [updates.get(travel.name, torch.zeros_like(rows[travel.name].momentum)) for travel in held]
         flat = self._flat(parts, torch.float32)
-        return self._engine.exchange(flat, batch.to_owners(rank), batch.from_holders(rank))
+        return self._engine.exchange(batch.buckets[0], flat, batch.to_owners(rank), batch.from_holders(rank))
 
     def _return(self, batch: Batch, sent: Sent) -> Sent:
         """Orthogonalize what this rank owns and send each holder its rows of the result."""
@@ -168,7 +168,7 @@ class ShardedMuon(ShardedOptimizer):
             if numel
         ]
         flat = self._flat(back, torch.bfloat16)
-        return self._engine.exchange(flat, batch.from_holders(rank), batch.to_owners(rank))
+        return self._engine.exchange(batch.buckets[0], flat, batch.from_holders(rank), batch.to_owners(rank))
 
     def _apply_returned(self, batch: Batch, sent: Sent) -> None:
         rank, group = self._rank(batch), self._group

@@ -11,6 +11,7 @@ from torch import nn
 from fxshard.config import Precision
 from fxshard.errors import ConfigError
 from fxshard.plan.choice import LARGEST_SHARE, LayoutKind, choose_layout, span_units
+from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
 from fxshard.plan.layout import Layout, TensorSpec, aligned
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement, bytes_at_rest
@@ -30,6 +31,7 @@ class BucketPlan:
     master_dtype: torch.dtype
     reduce_dtype: torch.dtype
     trainable: bool
+    domain: Domain = UNKNOWN
     matrices: tuple[str, ...] = ()
     """The parameters that Muon updates; the others are AdamW's."""
     why: str = ""
@@ -48,6 +50,27 @@ class BucketPlan:
     def grad_in_arena(self) -> bool:
         """Whether full gradients only exist during backward; otherwise they are written to where they stay."""
         return self.trainable and self.placement.grad and self.layout.ranks > 1
+
+    @property
+    def adds_replicas(self) -> bool:
+        """Whether a reduced shard is added up over its replicas by a collective of its own (HSDP).
+
+        What is not sharded needs none: its one all-reduce is over all ranks.
+        """
+        return self.trainable and self.layout.ranks > 1 and self.domain.replicas > 1
+
+    @property
+    def reducing_ranks(self) -> int:
+        """Ranks that a reduction of full gradients runs over: the shards, or everyone where there is one shard."""
+        return self.layout.ranks if self.layout.ranks > 1 else self.domain.ranks
+
+    def group(self, default: str, *, replicas: bool = False) -> str:
+        """What a schedule calls the process group of this bucket's collectives, or of those over its replicas."""
+        if not self.domain.device:
+            return default
+        return (
+            self.domain.group(self.domain.replicas, "replicas") if replicas else self.domain.group(self.reducing_ranks)
+        )
 
     @property
     def gathered_bytes(self) -> int:
@@ -96,14 +119,17 @@ def plan_buckets(
     ranks: int,
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
+    domain_of: DomainOf | None = None,
     matrices: Collection[str] = (),
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
-    Kinds differ in dtype and in whether they are trained. A scalar has no rows to shard and is replicated.
-    ``matrices`` are the parameters that Muon updates: they decide about layouts, and under ZeRO-1 and 2 about how many
-    units share a bucket. They share it with the parameters that AdamW updates, so Muon adds no collective.
+    Kinds differ in dtype, in whether they are trained, and in the ranks they are data-parallel over (by default
+    ``ranks`` shards). A scalar has no rows to shard and is replicated. ``matrices`` are the parameters that Muon
+    updates: they decide about layouts, and under ZeRO-1 and 2 about how many units share a bucket. They share it with
+    the parameters that AdamW updates, so Muon adds no collective.
     """
+    own = Domain(ranks, divisor=ranks)
     parameters = dict(model.named_parameters())
     stage = ZERO[zero]
     plans: list[BucketPlan] = []
@@ -111,30 +137,32 @@ def plan_buckets(
     if matrices and layout != "rows" and stage.state and not stage.param:
         longest = len(units) if not stage.grad else max(1, len(units) // LARGEST_SHARE)
         units = span_units(units, lambda unit: _specs(unit, parameters), ranks, matrices, longest=longest)
-    work = [0.0] * ranks
+    work: dict[Domain, list[float]] = {}
     for unit in reversed(units):
-        kinds: dict[tuple[torch.dtype, bool, bool], list[TensorSpec]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool, Domain], list[TensorSpec]] = {}
         for name in unit.params:
             parameter = parameters[name]
-            kind = (parameter.dtype, parameter.requires_grad, parameter.ndim == 0)
+            domain = domain_of(name) if domain_of is not None else own
+            kind = (parameter.dtype, parameter.requires_grad, parameter.ndim == 0, domain)
             kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape)))
-        for (dtype, trainable, scalar), specs in kinds.items():
+        for (dtype, trainable, scalar, domain), specs in kinds.items():
             placement = ZERO[0] if scalar else stage if trainable else Placement(stage.param, False, stage.param)
             sharded = placement.state
             param_dtype, master_dtype, reduce_dtype = _dtypes(dtype, precision)
-            suffix = _kind_suffix(dtype, trainable, scalar, among=kinds)
+            suffix = _kind_suffix(dtype, trainable, scalar, domain, among=kinds)
             gathers = 2 if placement.param else 1
+            of_ranks = work.setdefault(domain, [0.0] * domain.shards)
             chosen = choose_layout(
                 specs,
-                ranks if sharded else 1,
+                domain.shards if sharded else 1,
                 layout,
                 matrices=matrices if trainable else (),
-                work=work,
+                work=of_ranks,
                 bytes_moved=gathers * param_dtype.itemsize + reduce_dtype.itemsize,
             )
             for spec in specs:
                 if chosen.layout.whole and spec.name in matrices:
-                    work[chosen.layout.owner(spec.name)] += matrix_cost(spec.shape)
+                    of_ranks[chosen.layout.owner(spec.name)] += matrix_cost(spec.shape)
             plans.append(
                 BucketPlan(
                     index=len(plans),
@@ -146,6 +174,7 @@ def plan_buckets(
                     master_dtype=master_dtype if trainable else param_dtype,
                     reduce_dtype=reduce_dtype,
                     trainable=trainable,
+                    domain=domain,
                     matrices=tuple(spec.name for spec in specs if trainable and spec.name in matrices),
                     why=chosen.why,
                 )
@@ -169,7 +198,11 @@ def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtyp
 
 
 def _kind_suffix(
-    dtype: torch.dtype, trainable: bool, scalar: bool, among: Iterable[tuple[torch.dtype, bool, bool]]
+    dtype: torch.dtype,
+    trainable: bool,
+    scalar: bool,
+    domain: Domain,
+    among: Iterable[tuple[torch.dtype, bool, bool, Domain]],
 ) -> str:
     """A suffix that tells the buckets of one unit apart; empty where the unit has only one."""
     kinds = list(among)
@@ -180,4 +213,6 @@ def _kind_suffix(
         parts.append("trained" if trainable else "frozen")
     if len({kind[2] for kind in kinds}) > 1:
         parts.append("scalar" if scalar else "tensor")
+    if domain.name:
+        parts.append(domain.name)
     return f" [{', '.join(parts)}]" if parts else ""

@@ -65,9 +65,10 @@ def plan_exchange(buckets: Sequence[BucketPlan], limit: int = BATCH_BYTES) -> tu
     """Batches in the order in which the next forward needs the buckets."""
     sharded = [bucket for bucket in reversed(buckets) if bucket.layout.ranks > 1]
     batches: list[Batch] = []
-    for ranks in sorted({bucket.layout.ranks for bucket in sharded}):
-        of_ranks = [bucket for bucket in sharded if bucket.layout.ranks == ranks]
-        batches += _batches(_with_owners(of_ranks, ranks), ranks, limit)
+    for domain in dict.fromkeys(bucket.domain for bucket in sharded):
+        together = [bucket for bucket in sharded if bucket.domain == domain]
+        ranks = together[0].layout.ranks
+        batches += _batches(_with_owners(together, ranks), ranks, limit)
     return tuple(batches)
 
 

@@ -18,11 +18,10 @@ TIMEOUT = datetime.timedelta(minutes=10)
 class Agreement:
     """A side channel (gloo, whatever the model runs on) over which ranks compare what they are about to do."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, members: list[int] | None) -> None:
         self._control: dist.ProcessGroup | None = None
         self._agreed: dict[str, set[int]] = {}
-        if group is not None and group.size() > 1:
-            members = dist.get_process_group_ranks(group)
+        if members is not None and len(members) > 1:
             self._control = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
 
     def settled(self, topic: str) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fxshard import _compat
 from fxshard.plan.buckets import BucketPlan
+from fxshard.runtime.channels import Channels
 from fxshard.runtime.freshness import watch
 
 
@@ -22,12 +22,13 @@ class Bucket:
     shares memory with activations. ``grad_full`` exists only where full gradients are kept (ZeRO-1).
     """
 
-    def __init__(self, plan: BucketPlan, rank: int, device: torch.device, mesh: dist.DeviceMesh | None) -> None:
+    def __init__(self, plan: BucketPlan, channels: Channels, device: torch.device) -> None:
         self.plan = plan
         self.device = device
-        self.mesh = mesh
+        self.channels = channels
+        self.mesh = channels.mesh
         layout = plan.layout
-        self.rank = rank if layout.ranks > 1 else 0
+        self.rank = channels.shard if layout.ranks > 1 else 0
         begin = self.rank * layout.shard_numel
         self.full = self._empty(layout.numel, plan.param_dtype) if plan.resident else None
         if self.full is not None and plan.master_dtype == plan.param_dtype:

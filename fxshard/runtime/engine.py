@@ -19,14 +19,6 @@ from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import Token, streams_for
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The ranks, once for gathers and once for reductions."""
-
-    gather: dist.ProcessGroup
-    reduce: dist.ProcessGroup
-
-
 @dataclass
 class Gathered:
     """An unsharded bucket, or one on its way."""
@@ -46,7 +38,12 @@ class Reducing:
     flat: torch.Tensor
     slot: SlotRange | None
     accumulate: bool
+    result: torch.Tensor | None = None
+    """This rank's part of the sum, before it goes where gradients stay."""
     token: Token | None = None
+    """The full bucket is reduced and free again."""
+    settled: Token | None = None
+    """The gradient is where it stays: the same, or behind the sum over replicas."""
 
 
 @dataclass
@@ -65,14 +62,12 @@ class Sent:
 class Engine:
     """Moves buckets between sharded and unsharded. Called by programs only, in the order of the schedule."""
 
-    def __init__(self, buckets: list[Bucket], groups: Groups | None, device: torch.device, options: Options) -> None:
+    def __init__(self, buckets: list[Bucket], device: torch.device, options: Options) -> None:
         self.buckets = buckets
         self.options = options
         self.device = device
         self.arena = Arena(device, planned=options.arena)
-        self._groups = groups
-        self._ranks = groups.gather.size() if groups is not None else 1
-        self._averages = groups is not None and device.type == "cuda"
+        self._averages = device.type == "cuda"
         self._streams = streams_for(device)
         self._gathered: dict[int, Gathered] = {}
         self._reducing: dict[int, Reducing] = {}
@@ -103,16 +98,17 @@ class Engine:
     def end(self) -> None:
         """A program is over: what it reduced is there for whoever comes next."""
         for state in self._unsettled:
-            assert state.token is not None
-            state.token.wait()
+            assert state.settled is not None
+            state.settled.wait()
         self._unsettled.clear()
 
     def abort(self) -> None:
         """A program failed half-way: let what it started end and forget what it held: the next starts clean."""
         for state in [*self._reducing.values(), *self._unsettled]:
-            if state.token is not None:
-                with contextlib.suppress(RuntimeError):  # the failure that is being raised may be this very collective
-                    state.token.wait()
+            for token in (state.token, state.settled):
+                if token is not None:
+                    with contextlib.suppress(RuntimeError):  # the failure being raised may be this very collective
+                        token.wait()
             if state.slot is not None:
                 self.arena.release(state.slot, self._streams.mark())
         self._reducing.clear()
@@ -142,14 +138,14 @@ class Engine:
         held.version = bucket.version
         self._gathered[index] = held
 
-    def exchange(self, sends: torch.Tensor, to: list[int], from_each: list[int]) -> Sent:
-        """Send ``to[r]`` elements to each rank ``r`` and get ``from_each[r]`` back, beside compute."""
+    def exchange(self, index: int, sends: torch.Tensor, to: list[int], from_each: list[int]) -> Sent:
+        """Among the ranks that share a bucket, send ``to[r]`` elements to each rank ``r`` and get ``from_each[r]``."""
         brings = torch.empty(sum(from_each), dtype=sends.dtype, device=sends.device)
-        groups = self._groups
+        group = self.buckets[index].channels.gather
 
         def swap(async_op: bool) -> dist.Work | None:
-            assert groups is not None
-            return dist.all_to_all_single(brings, sends, from_each, to, group=groups.gather, async_op=async_op)
+            assert group is not None
+            return dist.all_to_all_single(brings, sends, from_each, to, group=group, async_op=async_op)
 
         token = self._streams.launch("gather", swap, after=[self._streams.mark()])
         if not self.options.overlap:
@@ -158,10 +154,9 @@ class Engine:
 
     def on_all_ranks(self, condition: torch.Tensor) -> torch.Tensor:
         """Whether something holds on every rank."""
-        if self._groups is None:
-            return condition
         held = condition.to(self.device, torch.int32)
-        dist.all_reduce(held, op=dist.ReduceOp.MIN, group=self._groups.reduce)
+        for channels in {id(bucket.channels): bucket.channels for bucket in self.buckets}.values():
+            channels.all_reduce(held, dist.ReduceOp.MIN)
         return held.bool()
 
     # -- parameters --------------------------------------------------------------------------------------------------
@@ -207,15 +202,15 @@ class Engine:
         in_place = own.data_ptr() == master.data_ptr()
         alone = bucket.plan.layout.ranks == 1
         send = master if master.dtype == flat.dtype and not alone else own
-        groups = self._groups
+        group = bucket.channels.gather
 
         def stage() -> None:
             if send is own and not in_place:
                 own.copy_(master)
 
         def gather(async_op: bool) -> dist.Work | None:
-            assert groups is not None
-            return _compat.all_gather(flat, send, groups.gather, async_op=async_op)
+            assert group is not None
+            return _compat.all_gather(flat, send, group, async_op=async_op)
 
         waits = list(after)
         if self._start is not None:
@@ -243,45 +238,76 @@ class Engine:
 
     def reduce(self, index: int) -> None:
         bucket, state = self.buckets[index], self._reducing[index]
-        flat, target, groups = state.flat, bucket.hold_gradient(), self._groups
+        flat, target, group = state.flat, bucket.hold_gradient(), bucket.channels.reducing(bucket.plan)
         alone = bucket.plan.layout.ranks == 1
         direct = not state.accumulate and flat.dtype == target.dtype
-        result = flat if alone else target if direct else None
-        operation = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        state.result = flat if alone else target if direct else None
+        operation = self._operation(bucket)
 
         def prepare() -> None:
-            nonlocal result
-            if result is None:
-                result = torch.empty(target.numel(), dtype=flat.dtype, device=flat.device)
+            if state.result is None:
+                state.result = torch.empty(target.numel(), dtype=flat.dtype, device=flat.device)
 
         def combine(async_op: bool) -> dist.Work | None:
-            assert groups is not None and result is not None
+            assert group is not None and state.result is not None
             if alone:
-                return dist.all_reduce(flat, op=operation, group=groups.reduce, async_op=async_op)
-            return _compat.reduce_scatter(result, flat, operation, groups.reduce, async_op=async_op)
-
-        def settle() -> None:
-            assert result is not None
-            if self._ranks > 1 and not self._averages:
-                result.div_(self._ranks)
-            if result is not target:
-                (target.add_ if state.accumulate else target.copy_)(result)
+                return dist.all_reduce(flat, op=operation, group=group, async_op=async_op)
+            return _compat.reduce_scatter(state.result, flat, operation, group, async_op=async_op)
 
         state.token = self._streams.launch(
-            "reduce", combine if self._ranks > 1 else None, before=prepare, then=settle, after=[self._streams.mark()]
+            "reduce",
+            combine if group is not None else None,
+            before=prepare,
+            then=None if bucket.plan.adds_replicas else lambda: self._settle(bucket, state),
+            after=[self._streams.mark()],
         )
+        if not bucket.plan.adds_replicas:
+            state.settled = state.token
         if not self.options.overlap:
             state.token.wait()
+
+    def all_reduce(self, index: int) -> None:
+        """The reduced shard is added up over its replicas, on a stream and in a group of its own."""
+        bucket, state = self.buckets[index], self._reducing[index]
+        assert state.token is not None, f"{bucket.plan.name} is added up before it is reduced"
+        group, operation = bucket.channels.replicas, self._operation(bucket)
+
+        def combine(async_op: bool) -> dist.Work | None:
+            assert group is not None and state.result is not None
+            return dist.all_reduce(state.result, op=operation, group=group, async_op=async_op)
+
+        state.settled = self._streams.launch(
+            "replicas", combine, then=lambda: self._settle(bucket, state), after=[state.token]
+        )
+        if not self.options.overlap:
+            state.settled.wait()
+
+    def _operation(self, bucket: Bucket) -> dist.ReduceOp.RedOpType:
+        """An average where the backend has one and it is what is asked for; else a sum, divided when it is there."""
+        domain = bucket.plan.domain
+        return dist.ReduceOp.AVG if self._averages and domain.divisor == domain.ranks else dist.ReduceOp.SUM
+
+    def _settle(self, bucket: Bucket, state: Reducing) -> None:
+        """Scale the sum and bring it to where gradients stay."""
+        result, target, divisor = state.result, bucket.grad, bucket.plan.domain.divisor
+        assert result is not None and target is not None
+        if divisor != 1 and self._operation(bucket) == dist.ReduceOp.SUM:
+            result.div_(divisor)
+        if result is not target:
+            (target.add_ if state.accumulate else target.copy_)(result)
+        if not bucket.plan.adds_replicas:  # scratch belongs to the stream of reductions, which is done with it
+            state.result = None
 
     def finish(self, index: int) -> None:
         state = self._reducing.pop(index)
         assert state.token is not None, f"{self.buckets[index].plan.name} is finished before it is reduced"
+        assert state.settled is not None, f"{self.buckets[index].plan.name} is finished before replicas are added up"
         # Kept until the end: scratch memory belongs to the compute stream and the reduction may still read it.
         self._unsettled.append(state)
         if state.slot is not None:
             self.arena.release(state.slot, state.token)
         if not self.arena.planned:
-            state.token.wait()  # the memory goes back to an allocator that knows this stream only
+            state.settled.wait()  # the memory goes back to an allocator that knows this stream only
         self.buckets[index].publish_gradients()
 
     def _gradient_target(self, bucket: Bucket, slot: SlotRange | None, accumulate: bool) -> torch.Tensor:

@@ -130,6 +130,7 @@ class Program:
             Kind.RESHARD: lambda _: engine.reshard(index),
             Kind.GRAD: lambda _: engine.grad(index, slot, zeros),  # type: ignore[arg-type]
             Kind.REDUCE: lambda _: engine.reduce(index),
+            Kind.ALL_REDUCE: lambda _: engine.all_reduce(index),
             Kind.FINISH: lambda _: engine.finish(index),
         }
         return actions[event.kind]

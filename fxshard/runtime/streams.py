@@ -85,11 +85,11 @@ class CpuStreams:
 
 
 class CudaStreams:
-    """CUDA: one stream for gathers, one for reductions. A launch waits only for the tokens it names."""
+    """CUDA: a stream each for gathers, reductions and sums over replicas. A launch waits only for what it names."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {"gather": torch.cuda.Stream(device), "reduce": torch.cuda.Stream(device)}
+        self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce", "replicas")}
 
     def launch(
         self,

@@ -9,6 +9,7 @@ from torch import nn
 from fxshard.events import STREAM, Event, Kind, Phase
 from fxshard.inspect.schedule import Schedule
 from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.domain import data_parallel
 from fxshard.plan.memory import Buffer, plan_slots
 from fxshard.plan.units import find_units
 
@@ -16,16 +17,25 @@ FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
 
 def zero3(
-    layers: int = 3, ranks: int = 2, *, prefetch: int = 1, keep_last: bool = True, carry: int = 0, zero: int = 3
+    layers: int = 3,
+    ranks: int = 2,
+    *,
+    prefetch: int = 1,
+    keep_last: bool = True,
+    carry: int = 0,
+    zero: int = 3,
+    replicas: int = 1,
 ) -> Schedule:
     """Build the schedule of a training step over ``layers`` linear layers.
 
     ``prefetch``: how many layers ahead a gather starts. ``keep_last``: the last layer stays gathered from forward to
-    backward. ``carry``: for how many layers the optimizer phase gathers for the next step.
+    backward. ``carry``: for how many layers the optimizer phase gathers for the next step. ``replicas``: how many ranks
+    hold each shard.
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
-    buckets = plan_buckets(model, find_units(model), zero=zero, ranks=ranks)
+    domain = data_parallel(ranks, replicas, "mean", "cuda")
+    buckets = plan_buckets(model, find_units(model), zero=zero, ranks=ranks, domain_of=lambda name: domain)
     by_layer = buckets[::-1]  # buckets are numbered in the order of backward
     events: list[Event] = []
     if buckets[0].resident:
@@ -39,7 +49,7 @@ def zero3(
     for bucket in buckets:
         events.append(_event(Kind.UPDATE, bucket, OPTIMIZER, traffic=7 * bucket.layout.shard_numel * 4))
     events += [_event(Kind.UNSHARD, bucket, OPTIMIZER) for bucket in by_layer if bucket.index in carried]
-    return finished(events, buckets, ranks, zero)
+    return finished(events, buckets, ranks * replicas, zero)
 
 
 def evaluation(layers: int = 3, ranks: int = 2, *, prefetch: int = 1, zero: int = 3) -> Schedule:
@@ -66,8 +76,9 @@ def linked(events: list[Event]) -> tuple[Event, ...]:
         sources: dict[Kind, tuple[Kind | str, ...]] = {
             Kind.WAIT: (Kind.UNSHARD,),
             Kind.REDUCE: ("write", Kind.GRAD),
+            Kind.ALL_REDUCE: (Kind.REDUCE,),
             Kind.FINISH: (Kind.REDUCE,),
-            Kind.UPDATE: (Kind.REDUCE,),
+            Kind.UPDATE: (Kind.REDUCE, Kind.ALL_REDUCE),
             Kind.UNSHARD: (Kind.UPDATE,),
         }
         for source in sources.get(event.kind, ()):
@@ -146,20 +157,23 @@ def _pass(
             events.append(_event(Kind.RESHARD, bucket, phase))
         if phase is BACKWARD:
             events.append(_event(Kind.REDUCE, bucket, phase))
+            if bucket.adds_replicas:
+                events.append(_event(Kind.ALL_REDUCE, bucket, phase))
             alive.append(bucket)
     events += [_event(Kind.FINISH, bucket, phase) for bucket in alive]
     return events
 
 
 def _event(kind: Kind, bucket: BucketPlan, phase: Phase, traffic: int = 0) -> Event:
-    on_grads = kind in (Kind.GRAD, Kind.REDUCE, Kind.FINISH)
+    on_grads = kind in (Kind.GRAD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH)
+    size = bucket.grad_bytes if on_grads else bucket.gathered_bytes
     return Event(
         kind=kind,
         phase=phase,
         bucket=bucket.name,
         bucket_index=bucket.index,
         params=bucket.params,
-        bytes=bucket.grad_bytes if on_grads else bucket.gathered_bytes,
+        bytes=size // bucket.layout.ranks if kind is Kind.ALL_REDUCE else size,
         dtype=bucket.reduce_dtype if on_grads else bucket.param_dtype,
         group="data",
         stream=STREAM.get(kind, "compute"),

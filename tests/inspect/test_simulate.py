@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxshard.errors import ConfigError
 from fxshard.events import Event, Kind, Phase
-from fxshard.inspect.schedule import Schedule
+from fxshard.inspect.schedule import COMMUNICATES, Schedule
 from fxshard.inspect.simulate import Simulation, event_seconds, simulate
 from fxshard.inspect.verify import ScheduleError
 from fxshard.plan.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
@@ -177,12 +177,29 @@ def test_collectives_by_placement() -> None:
 
 
 def test_hybrid_sharding_reduces_twice() -> None:
-    hybrid = replace(zero3(2, ranks=8), ranks=64)
+    hybrid = zero3(2, ranks=8, replicas=8)
     seconds = event_seconds(hybrid, H200)
     size = hybrid.buckets[0].grad_bytes
-    reduce = next(i for i, _ in hybrid.of(Kind.REDUCE))
-    across = all_reduce_seconds(size / 8, 8, H200, stride=8)
-    assert seconds[reduce] == reduce_scatter_seconds(size, 8, H200) + across
+    reduce, add = next(i for i, _ in hybrid.of(Kind.REDUCE)), next(i for i, _ in hybrid.of(Kind.ALL_REDUCE))
+    assert seconds[reduce] == reduce_scatter_seconds(size, 8, H200)
+    assert seconds[add] == all_reduce_seconds(size / 8, 8, H200, stride=8)
+
+
+def test_replicas_share_no_link_with_shards_inside_a_node() -> None:
+    """Shards are gathered and reduced over NVLink while the sums of the layer before cross the network, if they may."""
+    for ranks, same_link in ((8, False), (16, True)):  # on a machine with eight to a node
+        hybrid = zero3(6, ranks, replicas=4)
+        simulation = simulate(hybrid, H200, durations={i: 1.0 for i, _ in hybrid.of(*COMMUNICATES)})
+        kinds = [(hybrid.events[span.index].kind, span) for span in simulation.spans]
+        inner = [span for kind, span in kinds if kind in (Kind.UNSHARD, Kind.REDUCE)]
+        outer = [span for kind, span in kinds if kind is Kind.ALL_REDUCE]
+        at_once = any(a.start < b.stop and b.start < a.stop for a in inner for b in outer)
+        assert at_once is not same_link
+        assert all(span.stream == "replicas" for span in outer)
+        for span in outer:
+            bucket = hybrid.events[span.index].bucket
+            (reduced,) = [s for k, s in kinds if k is Kind.REDUCE and hybrid.events[s.index].bucket == bucket]
+            assert span.start >= reduced.stop
 
 
 def test_unknown_hardware_and_schedules_that_cannot_run_are_refused() -> None:

@@ -165,6 +165,43 @@ def a_third_gradient_bucket() -> Broken:
     return relinked(schedule, _moved(schedule, finish, grad)), grad - 1
 
 
+def replicas_not_added_up() -> Broken:
+    schedule = zero3(replicas=2)
+    return _without(schedule, place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)), place(
+        schedule, Kind.FINISH, 1, BACKWARD
+    ) - 1
+
+
+def replicas_added_up_twice() -> Broken:
+    schedule = zero3(replicas=2)
+    at = place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)
+    return _with(schedule, at, schedule.events[at]), at + 1
+
+
+def replicas_added_up_before_the_reduction() -> Broken:
+    schedule = zero3(replicas=2)
+    at = place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)
+    return relinked(schedule, _moved(schedule, at, at - 1)), at - 1
+
+
+def replicas_added_up_where_there_are_none() -> Broken:
+    schedule = zero3()
+    at = place(schedule, Kind.REDUCE, 1, BACKWARD)
+    return _with(schedule, at + 1, replace(schedule.events[at], kind=Kind.ALL_REDUCE)), at + 1
+
+
+def update_does_not_wait_for_the_replicas() -> Broken:
+    schedule = zero3(replicas=2)
+    at, added = place(schedule, Kind.UPDATE, 1, OPTIMIZER), place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)
+    return change(schedule, at, waits_for=tuple(set(schedule.events[at].waits_for) - {added})), at
+
+
+def replicas_do_not_wait_for_the_reduction() -> Broken:
+    schedule = zero3(replicas=2)
+    at = place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)
+    return change(schedule, at, waits_for=()), at
+
+
 def no_update() -> Broken:
     schedule = zero3()
     return _without(schedule, place(schedule, Kind.UPDATE, 1, OPTIMIZER)), place(schedule, Kind.REDUCE, 1, BACKWARD)
@@ -377,6 +414,13 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
         never_finished,
     ),
     "not_rewritten_before_reduced": (written_after_the_end, taken_again_while_reduced),
+    "replicas_are_added_up_once": (
+        replicas_not_added_up,
+        replicas_added_up_twice,
+        replicas_added_up_before_the_reduction,
+        replicas_added_up_where_there_are_none,
+        update_does_not_wait_for_the_replicas,
+    ),
     "at_most_two_gradient_buckets": (a_third_gradient_bucket,),
     "every_reduced_bucket_is_updated_once": (no_update, updated_twice, updated_before_reduced),
     "gather_after_update": (gathered_before_the_update, gathered_without_waiting_for_the_update),
@@ -402,6 +446,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
         wait_does_not_wait,
         reduction_does_not_wait_for_the_write,
         update_does_not_wait,
+        replicas_do_not_wait_for_the_reduction,
         gather_does_not_wait_for_its_place,
         gradient_does_not_wait_for_its_place,
     ),
@@ -441,9 +486,12 @@ def test_every_rule_has_a_mutation() -> None:
     keep_last=st.booleans(),
     carry=st.integers(0, 3),
     zero=st.integers(0, 3),
+    replicas=st.integers(1, 2),
 )
-def test_valid_schedules_pass(layers: int, ranks: int, prefetch: int, keep_last: bool, carry: int, zero: int) -> None:
-    schedule = zero3(layers, ranks, prefetch=prefetch, keep_last=keep_last, carry=carry, zero=zero)
+def test_valid_schedules_pass(
+    layers: int, ranks: int, prefetch: int, keep_last: bool, carry: int, zero: int, replicas: int
+) -> None:
+    schedule = zero3(layers, ranks, prefetch=prefetch, keep_last=keep_last, carry=carry, zero=zero, replicas=replicas)
     verify(schedule)
     verify(replace(schedule, budget=schedule.peak_bytes))
     verify(evaluation(layers, ranks, prefetch=prefetch, zero=zero))

@@ -1,0 +1,92 @@
+"""The process groups of one domain on this rank: who gathers, reduces and adds up replicas with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.domain import Domain
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Gathers, reductions and all-reduces over replicas, each in a group of their own.
+
+    Within a group ranks must start collectives in the same order. The order of each of the three follows from the
+    model; how they interleave follows from durations, which differ between ranks whose batches do.
+    """
+
+    domain: Domain
+    mesh: DeviceMesh | None = None
+    shard: int = 0
+    """Which of the shards this rank holds."""
+    replica: int = 0
+    """Which of its replicas this rank's is."""
+    gather: dist.ProcessGroup | None = None
+    reduce: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+    """All ranks, for what is not sharded; the same as ``reduce`` where there is one replica."""
+
+    def reducing(self, plan: BucketPlan) -> dist.ProcessGroup | None:
+        """The group that reduces a bucket's full gradients."""
+        return self.reduce if plan.layout.ranks > 1 else self.everyone
+
+    def counts(self, plan: BucketPlan) -> bool:
+        """Whether this rank is the one of several with the same elements that counts them, in a norm."""
+        return self.replica == 0 and (plan.layout.ranks > 1 or self.shard == 0)
+
+    def broadcast(self, value: torch.Tensor) -> None:
+        """The value of the first rank goes to all: inside each replica, then from replica to replica."""
+        for group in (self.gather, self.replicas):
+            if group is not None:
+                dist.broadcast(value, group=group, group_src=0)
+
+    def all_reduce(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        """Combine a small value over all ranks."""
+        for group in (self.gather, self.replicas):
+            if group is not None:
+                dist.all_reduce(value, op=operation, group=group)
+
+
+def connect(domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan]) -> Channels:
+    """Make the groups that the buckets of a domain need. Collective among its ranks."""
+    if mesh is None or domain.ranks == 1:
+        return Channels(domain, mesh)
+    inner = mesh.ndim - 1
+    outer = 0 if mesh.ndim == 2 else None
+    gather = mesh.get_group(inner) if domain.shards > 1 else None
+    reduce = _again(gather) if gather is not None else None
+    replicas = mesh.get_group(outer) if outer is not None and domain.replicas > 1 else None
+    everyone = reduce if replicas is None else None
+    if replicas is not None and any(plan.trainable and plan.layout.ranks == 1 for plan in plans):
+        everyone = dist.new_group(domain_ranks(mesh), use_local_synchronization=True)
+    return Channels(
+        domain,
+        mesh,
+        mesh.get_local_rank(inner),
+        mesh.get_local_rank(outer) if outer is not None else 0,
+        gather,
+        reduce,
+        replicas,
+        everyone,
+    )
+
+
+def domain_ranks(mesh: DeviceMesh | None) -> list[int]:
+    """The global ranks of a mesh, in its order."""
+    if mesh is None:
+        return []
+    if mesh.ndim == 1:
+        return dist.get_process_group_ranks(mesh.get_group())
+    return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
+def _again(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)

@@ -1,0 +1,63 @@
+"""The norm of all gradients, every element counted once: however parameters are sharded, replicated or spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.channels import Channels
+
+
+def clip_gradients(
+    buckets: Sequence[Bucket], channels: Channels, device: torch.device, max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before.
+
+    ``channels`` are those of the model's own ranks. Experts that live on some of them have ranks of their own, and are
+    different on others: each rank counts what it is the first to hold, and one sum over all ranks covers everything.
+    """
+    norm = gradient_norm(buckets, channels, device, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradients in _by_dtype([gradient for bucket in buckets for gradient in _local_gradients(bucket)]):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    return norm
+
+
+def gradient_norm(
+    buckets: Sequence[Bucket], channels: Channels, device: torch.device, norm_type: float
+) -> torch.Tensor:
+    """The norm over all ranks, in fp32 and equal on all of them. Collective."""
+    largest = norm_type == torch.inf
+    counted = [
+        gradient for bucket in buckets if bucket.channels.counts(bucket.plan) for gradient in _local_gradients(bucket)
+    ]
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    norms = [norm for same in _by_dtype(counted) for norm in torch._foreach_norm(same, norm_type, dtype=torch.float32)]
+    if norms:
+        stacked = torch.stack(norms)
+        total = stacked.max() if largest else stacked.pow(norm_type).sum()
+    channels.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return total if largest else total.pow(1 / norm_type)
+
+
+def _local_gradients(bucket: Bucket) -> list[torch.Tensor]:
+    """This rank's rows of the gradients that are there; none of them empty."""
+    found = []
+    for parameter in bucket.params:
+        gradient = parameter.grad
+        if gradient is not None:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local.numel():
+                found.append(local.detach())
+    return found
+
+
+def _by_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    return list(kinds.values())

@@ -1,0 +1,198 @@
+"""HSDP: shards inside, replicas outside, on a mesh of two by two; the same numbers as plain data parallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fxshard
+from fxshard.events import Kind
+from fxshard.inspect.schedule import Schedule
+from tests.pool import Pool
+from tests.toy import Llama, batch
+from tests.training import VOCAB, Run, fsdp2_run, full_gradients, llama, plain_run, sharded_run, this_ranks_batch
+
+
+def two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def small() -> nn.Module:
+    """One layer: four ranks on two cores mostly wait for their compilers."""
+    torch.manual_seed(0)
+    return Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
+
+
+def seeded_by_rank() -> nn.Module:
+    """Ranks start with different weights; rank 0's must win on all four."""
+    torch.manual_seed(dist.get_rank())
+    return Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
+
+
+def stages_and_peer() -> tuple[dict[int, Run], Run]:
+    mesh = two_by_two()
+    runs = {zero: sharded_run(seeded_by_rank, zero=zero, mesh=mesh) for zero in range(4)}
+    return runs, fsdp2_run(small, mesh=mesh)
+
+
+@pytest.mark.shows("S10")
+def test_equals_plain_data_parallel_and_fsdp2(ranks: Pool) -> None:
+    reference = plain_run(4, small)
+    found = ranks(4, stages_and_peer)
+    for runs, peer in found:
+        assert peer.distance(reference) < 1e-6
+        for zero, run in runs.items():
+            assert run.distance(reference) < 1e-6, f"ZeRO-{zero}"
+            assert run.distance(peer) < 1e-6, f"ZeRO-{zero}"
+            assert run.same(found[0][0][zero]), "replicas differ"
+        # Reduce-scatter and all-reduce add in the same order: (0 + 1) + (2 + 3).
+        assert runs[1].same(runs[3]) and runs[2].same(runs[3])
+
+
+# -- scaling, norms, state, schedule, memory: one trip to the ranks ----------------------------------------------------
+
+BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "bf16 mean": {"precision": BF16},
+    "bf16 sum, ZeRO-0": {"precision": BF16, "reduction": "sum", "zero": 0},
+    "no overlap, no arena": {"overlap": False, "arena": False},
+}
+
+
+def details() -> dict[str, Any]:
+    mesh = two_by_two()
+    found: dict[str, Any] = {"gradients": {}}
+    for name, options in SETTINGS.items():
+        model = fxshard.compile(small(), mesh=mesh, lowering="eager", **options)
+        model(*this_ranks_batch(0)).backward()
+        found["gradients"][name] = full_gradients(model)
+
+    model = fxshard.compile(small(), mesh=mesh, lowering="eager", optimizer=fxshard.AdamW())
+    model(*this_ranks_batch(0)).backward()
+    model(*this_ranks_batch(1)).backward()  # on top of gradients that are there
+    found["accumulated"] = full_gradients(model)
+    found["norms"] = [float(model.clip_grad_norm_(1e9, kind)) for kind in (2.0, float("inf"))]
+    found["torch's norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor())
+    weight = model.get_parameter("head.weight")
+    found["placements"] = [str(placement) for placement in weight.placements]
+    found["rows"] = weight.to_local().shape[0]
+    found["schedule"] = model.schedule
+    found["bytes"] = model.bytes_at_rest()
+    model.optimizer.step()
+    other = fxshard.compile(seeded_by_rank(), mesh=mesh, lowering="eager")
+    other.load_state_dict(model.full_state_dict())
+    full = model.full_state_dict()
+    found["state"] = all(torch.equal(value, full[name]) for name, value in other.full_state_dict().items())
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Pool) -> list[dict[str, Any]]:
+    return ranks(4, details)
+
+
+def plain_gradients(steps: int = 1) -> dict[str, torch.Tensor]:
+    model = small()
+    for step in range(steps):
+        parts = [batch(step, 4, rank, VOCAB) for rank in range(4)]
+        model(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.shows("S9")
+def test_scaling(found: list[dict[str, Any]]) -> None:
+    reference = plain_gradients()
+    for rank in found:
+        for name, gradients in rank["gradients"].items():
+            factor, close = (4 if "sum" in name else 1), (5e-2 if "bf16" in name else 1e-5)
+            for parameter, value in reference.items():
+                off = (gradients[parameter] - factor * value).norm() / (factor * value).norm()
+                assert off < close, f"{name}: {parameter}"
+        assert all(
+            torch.equal(value, rank["gradients"]["no overlap, no arena"][name])
+            for name, value in rank["gradients"]["mean"].items()
+        )
+
+
+@pytest.mark.shows("S9", "O7")
+def test_accumulation_norms_and_state(found: list[dict[str, Any]]) -> None:
+    reference = plain_gradients(2)
+    flat = torch.cat([value.flatten() for value in reference.values()])
+    for rank in found:
+        for name, value in reference.items():
+            torch.testing.assert_close(rank["accumulated"][name], value, rtol=1e-4, atol=1e-6)
+        assert rank["norms"] == pytest.approx([float(flat.norm()), float(flat.abs().max())], rel=1e-5)
+        assert rank["torch's norm"] == pytest.approx(float(flat.norm()), rel=1e-5)
+        assert rank["placements"] == ["R", "S(0)"]
+        assert rank["state"]
+    assert sum(rank["rows"] for rank in found[:2]) == sum(rank["rows"] for rank in found[2:]) == VOCAB
+
+
+@pytest.mark.shows("S10", "P2", "P5")
+def test_the_schedule_shows_both_and_plan_gives_it(found: list[dict[str, Any]]) -> None:
+    with torch.device("meta"):
+        model = Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
+    x, y = batch(0, 4, 0, VOCAB)
+    planned = fxshard.plan(model, (x, y), world_size=4, shard_size=2, hardware="cpu", lowering="eager")
+    for rank in found:
+        assert rank["schedule"] == planned
+    reduces, adds = (list(planned.of(kind)) for kind in (Kind.REDUCE, Kind.ALL_REDUCE))
+    assert len(reduces) == len(adds) == len(planned.buckets)
+    for (_, reduce), (i, add) in zip(reduces, adds, strict=True):
+        assert (add.bucket, add.stream, add.group, add.bytes) == (
+            reduce.bucket,
+            "replicas",
+            "cpu×2 replicas",
+            reduce.bytes // 2,
+        )
+        assert [planned.events[need].kind for need in planned.events[i].waits_for] == [Kind.REDUCE]
+        assert (reduce.stream, reduce.group) == ("reduce", "cpu×2")
+    assert fxshard.Schedule.from_json(planned.to_json()) == planned
+    assert "4 ranks (2 replicas of 2 shards)" in str(planned) and "all_reduce" in str(planned)
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def planned(zero: int = 3, shard_size: int | None = 8, world_size: int = 64) -> Schedule:
+    with torch.device("meta"):
+        model = Llama(vocab=512, dim=256, layers=2, heads=4, hidden=512)
+        tokens = torch.empty(4, 128, dtype=torch.long)
+    return fxshard.plan(
+        model, (tokens, tokens), world_size=world_size, shard_size=shard_size, zero=zero, lowering="eager"
+    )
+
+
+@pytest.mark.shows("S10")
+def test_replicas_cost_memory_and_save_traffic_between_nodes() -> None:
+    hybrid, full = planned(), planned(shard_size=None)
+    assert hybrid.ranks == full.ranks == 64 and hybrid.resident_bytes > full.resident_bytes
+    assert not list(full.of(Kind.ALL_REDUCE)) and list(hybrid.of(Kind.ALL_REDUCE))
+    assert hybrid.simulate("h200").step_seconds < full.simulate("h200").step_seconds  # all latency at this size
+    assert planned(shard_size=64) == full
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_other_stages_plan_too(zero: int) -> None:
+    schedule = planned(zero)
+    assert bool(list(schedule.of(Kind.ALL_REDUCE))) is (zero > 0)  # ZeRO-0 reduces once, over everyone
+    assert {event.group for _, event in schedule.of(Kind.REDUCE)} == {"cuda×64" if zero == 0 else "cuda×8"}
+    schedule.simulate("h200")
+
+
+@pytest.mark.parametrize("shard_size", [0, 7, 128, -8, 8.0, True])
+def test_wrong_shard_size(shard_size: Any) -> None:
+    with pytest.raises(fxshard.ConfigError, match="shard_size"):
+        planned(shard_size=shard_size)
+
+
+def test_wrong_reduction() -> None:
+    with pytest.raises(fxshard.ConfigError, match="'mean' or 'sum'"):
+        fxshard.compile(llama(), reduction="max")  # type: ignore[arg-type]
