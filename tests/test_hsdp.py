@@ -140,7 +140,8 @@ def test_the_schedule_shows_both_and_plan_gives_it(found: list[dict[str, Any]]) 
     with torch.device("meta"):
         model = Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
     x, y = batch(0, 4, 0, VOCAB)
-    planned = fxshard.plan(model, (x, y), world_size=4, shard_size=2, hardware="cpu", lowering="eager")
+    settings: dict[str, Any] = {"hardware": "cpu", "lowering": "eager", "optimizer": fxshard.AdamW()}
+    planned = fxshard.plan(model, (x, y), world_size=4, shard_size=2, **settings)
     for rank in found:
         assert rank["schedule"] == planned
     reduces, adds = (list(planned.of(kind)) for kind in (Kind.REDUCE, Kind.ALL_REDUCE))
