@@ -1,0 +1,297 @@
+"""GPU kernels for Newton–Schulz: products that are symmetric, at half the cost, and the product with the matrix itself.
+
+One kernel, written in Gluon (the explicit dialect of Triton) for Hopper: a warp that does nothing but start bulk copies
+runs ahead of eight warps that multiply, over tiles of 128 × 256; a persistent program per processor walks the tiles of
+the whole batch. Of a symmetric product only tiles that touch the lower triangle are computed, and each is stored twice.
+
+The tiles depend on the shape alone, never on the size of the batch or on a measurement: a matrix gives the same bits
+wherever it is computed. Sides must be multiples of ``TILE``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+try:
+    import triton  # noqa: F401
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    HAS_GLUON = True
+except ImportError:  # torch for the CPU comes without Triton: ``available`` says so
+    HAS_GLUON = False
+
+TILE = 128
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """Whether the kernel runs on this device: Gluon is there, and the GPU is a Hopper."""
+    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+if HAS_GLUON:
+
+    @gluon.jit
+    def _tile(index, height, across, SYMMETRIC: gl.constexpr, BAND: gl.constexpr):
+        """(matrix, row of tiles, column of tiles); rows are 128 high, columns 256 wide."""
+        if SYMMETRIC:
+            # Rows 2p and 2p + 1 have p + 1 tiles each that touch the lower triangle; p(p + 1) tiles come before them.
+            pairs = height // 2
+            tiles = pairs * (pairs + 1) + (height % 2) * (pairs + 1)
+            matrix = index // tiles
+            tile = index % tiles
+            pair = ((gl.sqrt(4.0 * tile.to(gl.float32) + 1.0) - 1.0) * 0.5).to(gl.int32)
+            # The square root may be off by one in either direction.
+            pair = gl.where(pair * (pair + 1) > tile, pair - 1, pair)
+            pair = gl.where((pair + 1) * (pair + 2) <= tile, pair + 1, pair)
+            rest = tile - pair * (pair + 1)
+            row = 2 * pair + rest // (pair + 1)
+            column = rest % (pair + 1)
+        else:
+            # Column by column within bands of rows: what runs together shares its operands in the cache.
+            tiles = height * across
+            matrix = index // tiles
+            tile = index % tiles
+            band = tile // (BAND * across)
+            in_band = gl.minimum(height - band * BAND, BAND)
+            rest = tile - band * BAND * across
+            row = band * BAND + rest % in_band
+            column = rest // in_band
+        return matrix, row, column
+
+    @gluon.jit
+    def _load(
+        a_desc, b_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows, depth,
+        SYMMETRIC: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, BAND: gl.constexpr,
+    ):  # fmt: skip
+        """The warp that copies: fills one stage after the other as they become free."""
+        STAGES: gl.constexpr = a_bufs.type.shape[0]
+        turn = 0
+        for index in range(gl.program_id(0), total, gl.num_programs(0)):
+            matrix, row, column = _tile(index, height, across, SYMMETRIC, BAND)
+            for step in range(0, depth, 64):
+                stage = turn % STAGES
+                mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+                if A_T:
+                    tma.async_copy_global_to_shared(
+                        a_desc, [matrix * a_rows + step, row * 128], bar, a_bufs.index(stage)
+                    )
+                else:
+                    tma.async_copy_global_to_shared(
+                        a_desc, [matrix * a_rows + row * 128, step], bar, a_bufs.index(stage)
+                    )
+                if B_T:
+                    tma.async_copy_global_to_shared(
+                        b_desc, [matrix * b_rows + column * 256, step], bar, b_bufs.index(stage)
+                    )
+                else:
+                    tma.async_copy_global_to_shared(
+                        b_desc, [matrix * b_rows + step, column * 256], bar, b_bufs.index(stage)
+                    )
+                turn += 1
+
+    @gluon.jit
+    def _halves(x, layout: gl.constexpr):
+        left, right = x.reshape([128, 2, 128]).permute(0, 2, 1).split()
+        return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+
+    @gluon.jit
+    def _polynomial(product, buffer, row, column, a, b, c, layout: gl.constexpr):
+        """a·I + b·A + c·A² on one half tile, in fp32; the half tile of A is in ``buffer``."""
+        r = row * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+        s = column + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+        diagonal = gl.where(r[:, None] == s[None, :], a, 0.0)
+        return diagonal + b * buffer.load(layout).to(gl.float32) + c * product
+
+    @gluon.jit
+    def _multiply(
+        d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, total, height, across, rows, depth, a, b, c,
+        SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, BAND: gl.constexpr,
+    ):  # fmt: skip
+        """The warps that multiply, and store what they have through two buffers of half a tile."""
+        STAGES: gl.constexpr = a_bufs.type.shape[0]
+        whole: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16])
+        half: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 128, 16])
+        first = epilogue.index(0)
+        second = epilogue.index(1)
+        turn = 0
+        tile_parity = 0
+        for index in range(gl.program_id(0), total, gl.num_programs(0)):
+            matrix, row, column = _tile(index, height, across, SYMMETRIC, BAND)
+            top = matrix * rows
+            tma.store_wait(0)
+            if POLYNOMIAL:
+                mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256], given, first)
+                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256 + 128], given, second)
+            sum = gl.zeros([128, 256], gl.float32, whole)
+            for step in range(0, depth, 64):
+                stage = turn % STAGES
+                mbarrier.wait(full.index(stage), turn // STAGES & 1)
+                a_buf = a_bufs.index(stage)
+                b_buf = b_bufs.index(stage)
+                if A_T:
+                    a_buf = a_buf.permute((1, 0))
+                if B_T:
+                    b_buf = b_buf.permute((1, 0))
+                sum = warpgroup_mma(a_buf, b_buf, sum, use_acc=step > 0, is_async=True)
+                # With this one queued, the one before is done, and its stage is free.
+                sum = warpgroup_mma_wait(1, (sum,))
+                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=step > 0)
+                turn += 1
+            sum = warpgroup_mma_wait(0, (sum,))
+            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
+            left, right = _halves(sum, half)
+            if POLYNOMIAL:
+                mbarrier.wait(given, tile_parity)
+                tile_parity ^= 1
+                left = _polynomial(left, first, row, column * 256, a, b, c, half)
+                right = _polynomial(right, second, row, column * 256 + 128, a, b, c, half)
+            left_out = left.to(out_desc.dtype)
+            right_out = right.to(out_desc.dtype)
+            first.store(left_out)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [top + row * 128, column * 256], first)
+            if SYMMETRIC:
+                if column * 2 < row:
+                    second.permute((1, 0)).store(left_out)
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(out_desc, [top + column * 256, row * 128], second)
+                # The right half lies below the diagonal, on it, or above, where another tile's mirror image goes.
+                if column * 2 + 1 <= row:
+                    tma.store_wait(1)
+                    first.store(right_out)
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(out_desc, [top + row * 128, column * 256 + 128], first)
+                if column * 2 + 1 < row:
+                    tma.store_wait(1)
+                    second.permute((1, 0)).store(right_out)
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(out_desc, [top + column * 256 + 128, row * 128], second)
+            else:
+                second.store(right_out)
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out_desc, [top + row * 128, column * 256 + 128], second)
+        tma.store_wait(0)
+
+    @gluon.jit
+    def _kernel(
+        a_desc, b_desc, d_desc, out_desc, batch, rows, columns, a_rows, b_rows, depth, a, b, c,
+        SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+        STAGES: gl.constexpr, BAND: gl.constexpr,
+    ):  # fmt: skip
+        dtype: gl.constexpr = a_desc.dtype
+        a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
+        b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+        epilogue = gl.allocate_shared_memory(dtype, [2, 128, 128], out_desc.layout)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(full.index(stage), count=1)
+            mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(given, count=1)
+        height = rows // 128
+        across = (columns + 255) // 256
+        if SYMMETRIC:
+            pairs = height // 2
+            total = batch * (pairs * (pairs + 1) + (height % 2) * (pairs + 1))
+        else:
+            total = batch * height * across
+        gl.warp_specialize(
+            [
+                (_multiply, (d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, total, height, across,
+                             rows, depth, a, b, c, SYMMETRIC, POLYNOMIAL, A_T, B_T, BAND)),
+                (_load, (a_desc, b_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows, depth,
+                         SYMMETRIC, A_T, B_T, BAND)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+
+
+def symmetric_product(left: torch.Tensor, right: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
+    """left·rightᵀ (of ``tall`` matrices: leftᵀ·right), which the caller knows to be symmetric: half of it is computed.
+
+    Both are [batch, side, depth], or [batch, depth, side] where tall.
+    """
+    return _launch(left, right, left.shape[-1] if tall else left.shape[-2], symmetric=True, a_t=tall, b_t=not tall)
+
+
+def polynomial(matrix: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
+    """a·I + b·A + c·A² of symmetric matrices."""
+    return _launch(matrix, matrix, matrix.shape[-1], symmetric=True, b_t=True, triple=(a, b, c))
+
+
+def product(factor: torch.Tensor, matrix: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
+    """factor·matrix (of ``tall`` matrices: matrix·factor), with a symmetric ``factor``."""
+    if tall:
+        return _launch(matrix, factor, matrix.shape[-1], b_t=True)
+    return _launch(factor, matrix, matrix.shape[-1])
+
+
+def _launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    columns: int,
+    *,
+    symmetric: bool = False,
+    a_t: bool = False,
+    b_t: bool = False,
+    triple: tuple[float, float, float] | None = None,
+    stages: int = 3,
+) -> torch.Tensor:
+    batch = a.shape[0]
+    depth, rows = (a.shape[1], a.shape[2]) if a_t else (a.shape[2], a.shape[1])
+    out = torch.empty(batch, rows, columns, dtype=a.dtype, device=a.device)
+    height, across = rows // TILE, -(-columns // 256)
+    pairs = height // 2
+    tiles = pairs * (pairs + 1) + height % 2 * (pairs + 1) if symmetric else height * across
+    given = a if triple is not None else out
+    _kernel[(min(batch * tiles, _processors(a.device)),)](
+        _descriptor(a, [64, 128] if a_t else [128, 64]),
+        _descriptor(b, [256, 64] if b_t else [64, 256]),
+        _descriptor(given, [128, 128]),
+        _descriptor(out, [128, 128]),
+        batch,
+        rows,
+        columns,
+        a.shape[1],
+        b.shape[1],
+        depth,
+        *(triple or (0.0, 0.0, 0.0)),
+        SYMMETRIC=symmetric,
+        POLYNOMIAL=triple is not None,
+        A_T=a_t,
+        B_T=b_t,
+        STAGES=stages,
+        BAND=16,
+        num_warps=8,
+        maxnreg=168,  # of 384 threads: 24 for those that copy leaves 240 for those that multiply
+    )
+    return out
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
+    """For bulk copies of blocks. A batch is its matrices below each other: their sides are multiples of the blocks."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block, layout)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
