@@ -11,7 +11,7 @@ _ROWS = 256
 
 
 def symmetric_product(left: torch.Tensor, right: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
-    """left·rightᵀ (of ``tall`` matrices: leftᵀ·right), known to be symmetric: rows up to the diagonal, then mirrored."""
+    """left·rightᵀ (of ``tall`` matrices: leftᵀ·right), known to be symmetric: up to the diagonal, and mirrored."""
     if tall:
         left, right = left.mT, right.mT
     out = left.new_empty(left.shape[0], left.shape[1], left.shape[1])

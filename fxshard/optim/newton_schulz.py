@@ -6,8 +6,8 @@ plain       gram = X·Xᵀ, B = b·gram + c·gram², X ← a·X + B·X, as every
 symmetric   Z = a·I + b·gram + c·gram², X ← Z·X, where gram and Z are symmetric, and half of each is computed.
 gram        iterates on the small gram matrix alone, and multiplies X by the product of all Z at the end of a stretch.
 
-What comes out for one matrix depends on its values, shape, dtype, device and form, never on which others are given with it:
-no product is chosen by the number of matrices, and norms are taken one matrix at a time.
+What comes out for one matrix depends on its values, shape, dtype, device and form, never on which others are given with
+it: no product is chosen by the number of matrices, and norms are taken one matrix at a time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 from fxshard import _compat
 from fxshard.errors import ConfigError
-from fxshard.optim import halves, symmetric
+from fxshard.optim import elementwise, halves, symmetric
 from fxshard.optim.coefficients import Triple, triples
 
 EPS = 1e-7
 # From this ratio of the sides on, the gram form multiplies less than the symmetric one.
 _GRAM_RATIO = 1.5
-# Below this, a matrix does not fill a tile, and padding it would cost more than half of it saves.
-_SMALLEST = 128
+# The kernels take no smaller sides, and padding smaller ones would cost more than half of them saves.
+_SMALLEST = 256
 
 
 @torch.no_grad()
@@ -87,6 +87,10 @@ def normalized(tensors: Sequence[torch.Tensor], multiple: int = 1) -> torch.Tens
     count = sum(len(stack) for stack in stacked)
     make = torch.empty if padded == [rows, columns] else torch.zeros
     batch = make((count, *padded), dtype=torch.bfloat16, device=stacked[0].device)
+    singles = [matrix for stack in stacked for matrix in stack]
+    if padded == [rows, columns] and len({single.dtype for single in singles}) == 1 and elementwise.fits(singles):
+        elementwise.normalize(singles, batch, EPS)
+        return batch
     wide = [stack.float() for stack in stacked]
     norms = _compat.foreach_norm([matrix for stack in wide for matrix in stack], 2.0) if count else []
     start = 0

@@ -5,7 +5,7 @@ runs ahead of eight warps that multiply, over tiles of 128 × 256; a persistent 
 the whole batch. Of a symmetric product only tiles that touch the lower triangle are computed, and each is stored twice.
 
 The tiles depend on the shape alone, never on the size of the batch or on a measurement: a matrix gives the same bits
-wherever it is computed. Sides must be multiples of ``TILE``.
+wherever it is computed. Sides must be multiples of ``TILE``, and two tiles at least.
 """
 
 from __future__ import annotations
@@ -110,6 +110,17 @@ if HAS_GLUON:
         return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
 
     @gluon.jit
+    def _rounded(x):
+        """fp32 to bf16, here and now.
+
+        Left to itself the compiler converts where the value is stored, and keeps the sums in fp32 until then, in the
+        registers that the products of the next tile already write: it would have to wait for each of them.
+        """
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=False, pack=2
+        )
+
+    @gluon.jit
     def _polynomial(product, buffer, row, column, a, b, c, layout: gl.constexpr):
         """a·I + b·A + c·A² on one half tile, in fp32; the half tile of A is in ``buffer``."""
         r = row * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
@@ -118,74 +129,100 @@ if HAS_GLUON:
         return diagonal + b * buffer.load(layout).to(gl.float32) + c * product
 
     @gluon.jit
+    def _step(total, turn, a_bufs, b_bufs, full, ADD: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr):
+        """Queue the product of the next stage, once it is filled."""
+        STAGES: gl.constexpr = a_bufs.type.shape[0]
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        a_buf = a_bufs.index(stage)
+        b_buf = b_bufs.index(stage)
+        if A_T:
+            a_buf = a_buf.permute((1, 0))
+        if B_T:
+            b_buf = b_buf.permute((1, 0))
+        return warpgroup_mma(a_buf, b_buf, total, use_acc=ADD, is_async=True)
+
+    @gluon.jit
+    def _release(total, turn, empty, STAGES: gl.constexpr):
+        """All queued products but the last are done: the stage before it may be filled again."""
+        total = warpgroup_mma_wait(1, (total,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
+        return total
+
+    @gluon.jit
+    def _store(out_desc, epilogue, value, top, row, column, nowhere, SYMMETRIC: gl.constexpr):
+        """Store half a tile at block (row, column), and its mirror image; what is not wanted goes ``nowhere``.
+
+        Beyond the last row, a bulk copy writes nothing. A branch instead would end the overlap with the products.
+        """
+        tma.store_wait(0)
+        first = epilogue.index(0)
+        first.store(value)
+        if SYMMETRIC:
+            second = epilogue.index(1)
+            second.permute((1, 0)).store(value)
+        fence_async_shared()
+        if SYMMETRIC:
+            # Below the diagonal, or on it; above, it is another tile's mirror image.
+            down = gl.where(column <= row, top + row * 128, nowhere)
+            across = gl.where(column < row, top + column * 128, nowhere)
+            tma.async_copy_shared_to_global(out_desc, [down, column * 128], first)
+            tma.async_copy_shared_to_global(out_desc, [across, row * 128], second)
+        else:
+            tma.async_copy_shared_to_global(out_desc, [top + row * 128, column * 128], first)
+
+    @gluon.jit
     def _multiply(
         d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, total, height, across, rows, depth, a, b, c,
         SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, BAND: gl.constexpr,
     ):  # fmt: skip
-        """The warps that multiply, and store what they have through two buffers of half a tile."""
+        """The warps that multiply. A tile is stored while the first products of the next one are under way."""
         STAGES: gl.constexpr = a_bufs.type.shape[0]
         whole: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16])
         half: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 128, 16])
-        first = epilogue.index(0)
-        second = epilogue.index(1)
         turn = 0
-        tile_parity = 0
+        parity = 0
+        nowhere = out_desc.shape[0]
+        left = gl.zeros([128, 128], out_desc.dtype, half)
+        right = gl.zeros([128, 128], out_desc.dtype, half)
+        # Before the first tile there is nothing to store.
+        old_top, old_row, old_column = nowhere, 0, 0
         for index in range(gl.program_id(0), total, gl.num_programs(0)):
             matrix, row, column = _tile(index, height, across, SYMMETRIC, BAND)
             top = matrix * rows
-            tma.store_wait(0)
-            if POLYNOMIAL:
-                mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256], given, first)
-                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256 + 128], given, second)
             sum = gl.zeros([128, 256], gl.float32, whole)
-            for step in range(0, depth, 64):
-                stage = turn % STAGES
-                mbarrier.wait(full.index(stage), turn // STAGES & 1)
-                a_buf = a_bufs.index(stage)
-                b_buf = b_bufs.index(stage)
-                if A_T:
-                    a_buf = a_buf.permute((1, 0))
-                if B_T:
-                    b_buf = b_buf.permute((1, 0))
-                sum = warpgroup_mma(a_buf, b_buf, sum, use_acc=step > 0, is_async=True)
-                # With this one queued, the one before is done, and its stage is free.
-                sum = warpgroup_mma_wait(1, (sum,))
-                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=step > 0)
+            sum = _step(sum, turn, a_bufs, b_bufs, full, False, A_T, B_T)
+            sum = _step(sum, turn + 1, a_bufs, b_bufs, full, True, A_T, B_T)
+            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, SYMMETRIC)
+            sum = _release(sum, turn + 1, empty, STAGES)
+            sum = _step(sum, turn + 2, a_bufs, b_bufs, full, True, A_T, B_T)
+            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, SYMMETRIC)
+            sum = _release(sum, turn + 2, empty, STAGES)
+            sum = _step(sum, turn + 3, a_bufs, b_bufs, full, True, A_T, B_T)
+            if POLYNOMIAL:
+                tma.store_wait(0)
+                mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256], given, epilogue.index(0))
+                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256 + 128], given, epilogue.index(1))
+            sum = _release(sum, turn + 3, empty, STAGES)
+            turn += 4
+            for _ in range(256, depth, 64):
+                sum = _step(sum, turn, a_bufs, b_bufs, full, True, A_T, B_T)
+                sum = _release(sum, turn, empty, STAGES)
                 turn += 1
             sum = warpgroup_mma_wait(0, (sum,))
             mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-            left, right = _halves(sum, half)
+            new_left, new_right = _halves(sum, half)
             if POLYNOMIAL:
-                mbarrier.wait(given, tile_parity)
-                tile_parity ^= 1
-                left = _polynomial(left, first, row, column * 256, a, b, c, half)
-                right = _polynomial(right, second, row, column * 256 + 128, a, b, c, half)
-            left_out = left.to(out_desc.dtype)
-            right_out = right.to(out_desc.dtype)
-            first.store(left_out)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [top + row * 128, column * 256], first)
-            if SYMMETRIC:
-                if column * 2 < row:
-                    second.permute((1, 0)).store(left_out)
-                    fence_async_shared()
-                    tma.async_copy_shared_to_global(out_desc, [top + column * 256, row * 128], second)
-                # The right half lies below the diagonal, on it, or above, where another tile's mirror image goes.
-                if column * 2 + 1 <= row:
-                    tma.store_wait(1)
-                    first.store(right_out)
-                    fence_async_shared()
-                    tma.async_copy_shared_to_global(out_desc, [top + row * 128, column * 256 + 128], first)
-                if column * 2 + 1 < row:
-                    tma.store_wait(1)
-                    second.permute((1, 0)).store(right_out)
-                    fence_async_shared()
-                    tma.async_copy_shared_to_global(out_desc, [top + column * 256 + 128, row * 128], second)
-            else:
-                second.store(right_out)
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [top + row * 128, column * 256 + 128], second)
+                mbarrier.wait(given, parity)
+                parity ^= 1
+                new_left = _polynomial(new_left, epilogue.index(0), row, column * 256, a, b, c, half)
+                new_right = _polynomial(new_right, epilogue.index(1), row, column * 256 + 128, a, b, c, half)
+            left = _rounded(new_left)
+            right = _rounded(new_right)
+            old_top, old_row, old_column = top, row, column
+        _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, SYMMETRIC)
+        _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, SYMMETRIC)
         tma.store_wait(0)
 
     @gluon.jit
