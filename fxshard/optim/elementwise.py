@@ -70,6 +70,14 @@ if HAS_TRITON:
         tl.store(param + where, p * keep - rate * d, mask=inside)
 
     @triton.jit
+    def _finite_kernel(table, count, size, bad, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+        where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(_pointer(table, 0, count, DTYPE) + where, mask=where < size, other=0.0).to(tl.float32)
+        # Nothing but infinities and NaN differ from themselves after subtraction from themselves.
+        if tl.max((x - x != 0.0).to(tl.int32)) > 0:
+            tl.store(bad, 1)
+
+    @triton.jit
     def _squares_kernel(table, count, size, parts, each, sums, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
         source = _pointer(table, 0, count, DTYPE)
         begin = tl.program_id(0) * each
@@ -92,6 +100,17 @@ if HAS_TRITON:
         inside = where < size
         x = tl.load(_pointer(table, 0, count, DTYPE) + where, mask=inside).to(tl.float32)
         tl.store(out + tl.program_id(1).to(tl.int64) * size + where, tl.div_rn(x, norm), mask=inside)
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """See ``muon_rule.all_finite``."""
+    bad = torch.zeros((), dtype=torch.int32, device=tensors[0].device)
+    for size, (dtype,), table in _launches(tensors):
+        count = table.shape[1]
+        _finite_kernel[(triton.cdiv(size, _BLOCK), count)](
+            table, count, size, bad, DTYPE=dtype, BLOCK=_BLOCK, num_warps=8
+        )
+    return bad == 0
 
 
 def momentum_(

@@ -192,6 +192,8 @@ def all_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """A boolean on the device: no gradient holds an infinity or NaN. For the caller to look at, or to reduce first."""
     if not grads:
         return torch.tensor(True)
+    if elementwise.fits(grads):
+        return elementwise.all_finite(grads)
     # The largest magnitude is finite exactly if all elements are; a sum of squares can overflow on its own.
     largest = _compat.foreach_norm(list(grads), ord=math.inf)
     return torch.stack([norm.float() for norm in largest]).isfinite().all()

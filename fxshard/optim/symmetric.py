@@ -150,26 +150,28 @@ if HAS_GLUON:
         return total
 
     @gluon.jit
-    def _store(out_desc, epilogue, value, top, row, column, nowhere, SYMMETRIC: gl.constexpr):
-        """Store half a tile at block (row, column), and its mirror image; what is not wanted goes ``nowhere``.
+    def _store(out_desc, epilogue, value, top, row, column, nowhere, PIECE: gl.constexpr, SYMMETRIC: gl.constexpr):
+        """Store half a tile at block (row, column), or its mirror image if PIECE is odd. Some of it goes nowhere.
 
         Beyond the last row, a bulk copy writes nothing. A branch instead would end the overlap with the products.
         """
-        tma.store_wait(0)
-        first = epilogue.index(0)
-        first.store(value)
-        if SYMMETRIC:
-            second = epilogue.index(1)
-            second.permute((1, 0)).store(value)
-        fence_async_shared()
-        if SYMMETRIC:
+        BUFFERS: gl.constexpr = epilogue.type.shape[0]
+        buffer = epilogue.index(PIECE % BUFFERS)
+        tma.store_wait(BUFFERS - 1)
+        if PIECE % 2 == 0:
             # Below the diagonal, or on it; above, it is another tile's mirror image.
-            down = gl.where(column <= row, top + row * 128, nowhere)
+            if SYMMETRIC:
+                down = gl.where(column <= row, top + row * 128, nowhere)
+            else:
+                down = top + row * 128
+            buffer.store(value)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [down, column * 128], buffer)
+        elif SYMMETRIC:
             across = gl.where(column < row, top + column * 128, nowhere)
-            tma.async_copy_shared_to_global(out_desc, [down, column * 128], first)
-            tma.async_copy_shared_to_global(out_desc, [across, row * 128], second)
-        else:
-            tma.async_copy_shared_to_global(out_desc, [top + row * 128, column * 128], first)
+            buffer.permute((1, 0)).store(value)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [across, row * 128], buffer)
 
     @gluon.jit
     def _multiply(
@@ -187,25 +189,29 @@ if HAS_GLUON:
         right = gl.zeros([128, 128], out_desc.dtype, half)
         # Before the first tile there is nothing to store.
         old_top, old_row, old_column = nowhere, 0, 0
+        matrix, row, column = _tile(gl.program_id(0), height, across, SYMMETRIC, BAND)
         for index in range(gl.program_id(0), total, gl.num_programs(0)):
-            matrix, row, column = _tile(index, height, across, SYMMETRIC, BAND)
             top = matrix * rows
             sum = gl.zeros([128, 256], gl.float32, whole)
             sum = _step(sum, turn, a_bufs, b_bufs, full, False, A_T, B_T)
+            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 0, SYMMETRIC)
             sum = _step(sum, turn + 1, a_bufs, b_bufs, full, True, A_T, B_T)
-            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, SYMMETRIC)
+            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 1, SYMMETRIC)
             sum = _release(sum, turn + 1, empty, STAGES)
             sum = _step(sum, turn + 2, a_bufs, b_bufs, full, True, A_T, B_T)
-            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, SYMMETRIC)
+            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 2, SYMMETRIC)
             sum = _release(sum, turn + 2, empty, STAGES)
             sum = _step(sum, turn + 3, a_bufs, b_bufs, full, True, A_T, B_T)
+            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 3, SYMMETRIC)
+            sum = _release(sum, turn + 3, empty, STAGES)
             if POLYNOMIAL:
                 tma.store_wait(0)
                 mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256], given, epilogue.index(0))
                 tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256 + 128], given, epilogue.index(1))
-            sum = _release(sum, turn + 3, empty, STAGES)
             turn += 4
+            # Where the next tile lies is found out while products are under way, not between two tiles.
+            new_matrix, new_row, new_column = _tile(index + gl.num_programs(0), height, across, SYMMETRIC, BAND)
             for _ in range(256, depth, 64):
                 sum = _step(sum, turn, a_bufs, b_bufs, full, True, A_T, B_T)
                 sum = _release(sum, turn, empty, STAGES)
@@ -221,8 +227,11 @@ if HAS_GLUON:
             left = _rounded(new_left)
             right = _rounded(new_right)
             old_top, old_row, old_column = top, row, column
-        _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, SYMMETRIC)
-        _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, SYMMETRIC)
+            matrix, row, column = new_matrix, new_row, new_column
+        for piece in gl.static_range(2):
+            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, piece, SYMMETRIC)
+        for piece in gl.static_range(2):
+            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 2 + piece, SYMMETRIC)
         tma.store_wait(0)
 
     @gluon.jit
@@ -234,7 +243,7 @@ if HAS_GLUON:
         dtype: gl.constexpr = a_desc.dtype
         a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
         b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-        epilogue = gl.allocate_shared_memory(dtype, [2, 128, 128], out_desc.layout)
+        epilogue = gl.allocate_shared_memory(dtype, [2 if POLYNOMIAL else 1, 128, 128], out_desc.layout)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -290,7 +299,6 @@ def _launch(
     a_t: bool = False,
     b_t: bool = False,
     triple: tuple[float, float, float] | None = None,
-    stages: int = 3,
 ) -> torch.Tensor:
     batch = a.shape[0]
     depth, rows = (a.shape[1], a.shape[2]) if a_t else (a.shape[2], a.shape[1])
@@ -315,7 +323,7 @@ def _launch(
         POLYNOMIAL=triple is not None,
         A_T=a_t,
         B_T=b_t,
-        STAGES=stages,
+        STAGES=4 if triple is None else 3,  # as many as fit beside the buffers for results
         BAND=16,
         num_warps=8,
         maxnreg=168,  # of 384 threads: 24 for those that copy leaves 240 for those that multiply
