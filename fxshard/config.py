@@ -72,8 +72,8 @@ class Split:
     """How the rows of a fused weight fall into matrices that are orthogonalised apart.
 
     ``parts``: a number of equal parts, or the rows of each part. ``groups``: the parts repeat this often along the
-    rows, as in ``[q k v | q k v | ...]``; the pieces of a part are one matrix. ``head_rows``: cut each part further into
-    matrices of this many rows (one number, or one for each part): a head, or a group of heads.
+    rows, as in ``[q k v | q k v | ...]``; the pieces of a part are one matrix. ``head_rows``: cut each part further
+    into matrices of this many rows (one number, or one for each part): a head, or a group of heads.
 
     >>> Split(3)                                    # q, k, v of equal size below each other
     >>> Split((2048, 512, 512), head_rows=128)      # grouped-query attention, every head by itself
@@ -106,11 +106,12 @@ class Muon:
 
     ``lr`` and ``weight_decay`` are Muon's; ``adamw`` has its own. ``scale`` multiplies the update of a matrix by
     "rms": 0.2·√max(out, in), which gives it the size of an AdamW update; "spectral": √max(1, out/in); "ratio":
-    √(out/in); or nothing. Weight decay is decoupled and uses ``lr`` without that factor. ``coefficients`` names a set of
-    ``fxshard.optim.coefficients``. ``use(name, shape)`` says which parameters are Muon's; by default all matrices that
-    are no embeddings or output heads. ``split`` maps name patterns to how fused weights are cut before
+    √(out/in); or nothing. Weight decay is decoupled and uses ``lr`` without that factor. ``coefficients`` names a set
+    of ``fxshard.optim.coefficients``. ``use(name, shape)`` says which parameters are Muon's; by default all matrices
+    that are no embeddings or output heads. ``split`` maps name patterns to how fused weights are cut before
     orthogonalisation (a ``Split``, or its ``parts``). ``form`` chooses how Newton–Schulz is computed. ``nan``: what to
-    do when a gradient is not finite, before anything has changed: raise ``StateError``, or skip the step with a warning.
+    do when a gradient is not finite, before anything has changed: "raise" a ``StateError``, or "skip" the step with a
+    warning.
 
     >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
     """

@@ -15,6 +15,7 @@ from torch import nn
 from fxshard import _compat
 from fxshard.config import Muon, Split
 from fxshard.errors import ConfigError
+from fxshard.optim import elementwise
 
 # Parts of a parameter's name that say what it is, where no module can be asked.
 _EMBEDDINGS = ("embed", "wte", "wpe")
@@ -42,7 +43,8 @@ def matrices(choice: Muon, model: nn.Module | Iterable[tuple[str, torch.Tensor]]
     its first name, and as an embedding if any of its owners is one. Raises ``ConfigError`` for what cannot work.
     """
     if isinstance(model, nn.Module):
-        named, apart = list(model.named_parameters()), _not_hidden(model)
+        named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+        apart = _not_hidden(model)
     else:
         named, apart = list(model), set()
     chosen: dict[str, Split | None] = {}
@@ -190,6 +192,8 @@ def all_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """A boolean on the device: no gradient holds an infinity or NaN. For the caller to look at, or to reduce first."""
     if not grads:
         return torch.tensor(True)
+    if elementwise.fits(grads):
+        return elementwise.all_finite(grads)
     # The largest magnitude is finite exactly if all elements are; a sum of squares can overflow on its own.
     largest = _compat.foreach_norm(list(grads), ord=math.inf)
     return torch.stack([norm.float() for norm in largest]).isfinite().all()
@@ -199,9 +203,11 @@ def all_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 def momentum_(
     grads: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor], momentum: float, nesterov: bool
 ) -> list[torch.Tensor]:
-    """Bring the momenta up to date and return what is to be orthogonalised. Elementwise: shards of any shape will do."""
+    """Bring the momenta up to date, and return what is to be orthogonalised. Elementwise: any shape will do."""
     if not grads:
         return []
+    if elementwise.fits(grads, momenta):
+        return elementwise.momentum_(grads, momenta, momentum, nesterov)
     _compat.foreach_lerp_(list(momenta), list(grads), 1 - momentum)
     if not nesterov:
         return list(momenta)
@@ -218,6 +224,9 @@ def apply_(
 ) -> None:
     """p ← (1 − lr·weight_decay)·p − lr·factor·direction, elementwise. The decay knows nothing of the factor."""
     if not params:
+        return
+    if elementwise.fits(params, directions):
+        elementwise.apply_(params, directions, lr, weight_decay, factors)
         return
     if weight_decay:
         _compat.foreach_mul_(list(params), 1 - lr * weight_decay)

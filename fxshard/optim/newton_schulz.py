@@ -1,19 +1,32 @@
 """Newton–Schulz: the orthogonal factor of many matrices at once, nearly.
 
-Each matrix is normalised in fp32 and multiplied in bf16. What comes out for one matrix does not depend on which others
-are given with it: no product is chosen by the number of matrices.
+Each matrix is normalised in fp32 and multiplied in bf16. Three forms compute the same polynomial of it:
+
+plain       gram = X·Xᵀ, B = b·gram + c·gram², X ← a·X + B·X, as everyone writes it: two and a half full products.
+symmetric   Z = a·I + b·gram + c·gram², X ← Z·X, where gram and Z are symmetric, and half of each is computed.
+gram        iterates on the small gram matrix alone, and multiplies X by the product of all Z at the end of a stretch.
+
+What comes out for one matrix depends on its values, shape, dtype, device and form, never on which others are given with
+it: no product is chosen by the number of matrices, and norms are taken one matrix at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
+from fxshard import _compat
 from fxshard.errors import ConfigError
+from fxshard.optim import elementwise, halves, symmetric
 from fxshard.optim.coefficients import Triple, triples
 
 EPS = 1e-7
+# From this ratio of the sides on, the gram form multiplies less than the symmetric one.
+_GRAM_RATIO = 1.5
+# The kernels take no smaller sides, and padding smaller ones would cost more than half of them saves.
+_SMALLEST = 256
 
 
 @torch.no_grad()
@@ -23,41 +36,143 @@ def orthogonalize(
     steps: int = 5,
     coefficients: str = "quintic",
     form: str = "auto",
-    max_batch_bytes: int = 2**31,
+    max_batch_bytes: int = 2**30,
 ) -> list[torch.Tensor]:
     """For each [rows, columns] or [batch, rows, columns], a bf16 tensor of its shape with singular values near one.
 
-    Matrices of equal size run as one batch, of at most ``max_batch_bytes`` of bf16 (or one tensor, if that is more).
+    Matrices of equal size run as one batch of at most ``max_batch_bytes`` of bf16 (or of one tensor, if that has more).
+    Results may share memory with each other, never with the inputs.
     """
-    polynomial = triples(coefficients, steps)
-    results: list[torch.Tensor] = [None] * len(matrices)  # type: ignore[list-item]
-    for matrix in matrices:
-        if matrix.ndim not in (2, 3):
-            raise ConfigError(
-                f"orthogonalize: a tensor of shape {list(matrix.shape)} is neither a matrix nor a batch of them"
-            )
+    iteration = triples(coefficients, steps)
+    results: dict[int, torch.Tensor] = {}
+    for members in _batches(matrices, max_batch_bytes):
+        first = matrices[members[0]]
+        chosen, kernels = choose(first.shape, first.device, form)
+        batch = normalized([matrices[i] for i in members], symmetric.TILE if kernels else 1)
+        tall = first.shape[-2] > first.shape[-1]
+        done = _FORMS[chosen](batch, iteration, tall, symmetric if kernels else halves)
+        done = done[:, : first.shape[-2], : first.shape[-1]]
+        start = 0
+        for i in members:
+            shape = matrices[i].shape
+            count = shape[0] if len(shape) == 3 else 1
+            results[i] = done[start : start + count].reshape(shape)
+            start += count
+    return [results[i] for i in range(len(matrices))]
+
+
+def choose(shape: Sequence[int], device: torch.device, form: str = "auto") -> tuple[str, bool]:
+    """(form, whether the GPU kernels compute it) for matrices of this shape. Looks at nothing else."""
+    small, large = sorted(shape[-2:])
+    kernels = symmetric.available(device) and small >= _SMALLEST
+    if form == "auto":
+        form = "plain" if not kernels else "gram" if large > _GRAM_RATIO * small else "symmetric"
+    return form, kernels and form != "plain"
+
+
+def explain(shape: Sequence[int], device: torch.device, form: str = "auto") -> str:
+    """Which form and which kernels a matrix of this shape gets, in words."""
+    chosen, kernels = choose(shape, device, form)
+    return f"{chosen}, by {'Triton kernels' if kernels else 'torch.mm, one matrix at a time'}"
+
+
+def normalized(tensors: Sequence[torch.Tensor], multiple: int = 1) -> torch.Tensor:
+    """One bf16 batch of all matrices, each divided by its Frobenius norm (zero stays zero) in fp32, before rounding.
+
+    Sides are padded with zeros to multiples of ``multiple``: they stay zeros in every product.
+    """
+    stacked = [tensor if tensor.ndim == 3 else tensor.unsqueeze(0) for tensor in tensors]
+    rows, columns = stacked[0].shape[1:]
+    padded = [-(-side // multiple) * multiple for side in (rows, columns)]
+    count = sum(len(stack) for stack in stacked)
+    make = torch.empty if padded == [rows, columns] else torch.zeros
+    batch = make((count, *padded), dtype=torch.bfloat16, device=stacked[0].device)
+    singles = [matrix for stack in stacked for matrix in stack]
+    if padded == [rows, columns] and len({single.dtype for single in singles}) == 1 and elementwise.fits(singles):
+        elementwise.normalize(singles, batch, EPS)
+        return batch
+    wide = [stack.float() for stack in stacked]
+    norms = _compat.foreach_norm([matrix for stack in wide for matrix in stack], 2.0) if count else []
+    start = 0
+    for stack in wide:
+        end = start + len(stack)
+        if end > start:
+            divisor = torch.stack(norms[start:end]).clamp_(min=EPS).view(-1, 1, 1)
+            torch.div(stack, divisor, out=batch[start:end, :rows, :columns])
+        start = end
+    return batch
+
+
+def stretches(iteration: Sequence[Triple]) -> list[list[Triple]]:
+    """Where the gram form starts afresh from X.
+
+    Rounding leaves an error in the gram matrix, which every further step multiplies by up to a². In the first stretch
+    the gram matrix of a normalised X has small eigenvalues, so that more is tolerable than later.
+    """
+    parts: list[list[Triple]] = [[]]
+    growth, tolerable = 1.0, 150.0
+    for triple in iteration:
+        if parts[-1]:
+            growth *= parts[-1][-1][0] ** 2
+            if growth > tolerable:
+                parts.append([])
+                growth, tolerable = 1.0, 16.0
+        parts[-1].append(triple)
+    return parts
+
+
+def _batches(matrices: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Positions of tensors that can run together: same device and size of matrix, and not too many."""
+    open_batches: dict[tuple[torch.device, torch.Size], list[int]] = {}
+    sizes: dict[tuple[torch.device, torch.Size], int] = {}
+    closed = []
     for i, matrix in enumerate(matrices):
-        wide = _wide(matrix)
-        out = torch.stack([_plain(x, polynomial) for x in normalized(wide)]) if wide.numel() else wide.bfloat16()
-        results[i] = (out.mT if matrix.shape[-2] > matrix.shape[-1] else out).reshape(matrix.shape)
-    return results
+        if matrix.ndim not in (2, 3):
+            raise ConfigError(f"orthogonalize: shape {list(matrix.shape)} is neither a matrix nor a batch of matrices")
+        key = (matrix.device, matrix.shape[-2:])
+        size = matrix.numel() * torch.bfloat16.itemsize
+        if key in open_batches and sizes[key] + size > limit:
+            closed.append(open_batches.pop(key))
+        if key not in open_batches:
+            open_batches[key], sizes[key] = [], 0
+        open_batches[key].append(i)
+        sizes[key] += size
+    return closed + list(open_batches.values())
 
 
-def _wide(matrix: torch.Tensor) -> torch.Tensor:
-    batch = matrix if matrix.ndim == 3 else matrix.unsqueeze(0)
-    return batch.mT if matrix.shape[-2] > matrix.shape[-1] else batch
+def _plain(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels: ModuleType) -> torch.Tensor:
+    done = []
+    for matrix in batch:
+        x = matrix.mT if tall else matrix
+        for a, b, c in iteration:
+            gram = x @ x.mT
+            update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.addmm(x, update, x, beta=a)
+        done.append(x.mT if tall else x)
+    return torch.stack(done) if done else batch
 
 
-def normalized(batch: torch.Tensor) -> torch.Tensor:
-    """bf16 matrices of Frobenius norm one (zero stays zero); the norm is taken in fp32, before rounding."""
-    batch = batch.float()
-    norms = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True)
-    return (batch / norms.clamp(min=EPS)).bfloat16()
-
-
-def _plain(x: torch.Tensor, polynomial: Sequence[Triple]) -> torch.Tensor:
-    for a, b, c in polynomial:
-        gram = x @ x.mT
-        update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, update, x, beta=a)
+def _symmetric(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels: ModuleType) -> torch.Tensor:
+    x = batch
+    for a, b, c in iteration:
+        gram = kernels.symmetric_product(x, x, tall=tall)
+        x = kernels.product(kernels.polynomial(gram, a, b, c), x, tall=tall)
     return x
+
+
+def _gram(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels: ModuleType) -> torch.Tensor:
+    x = batch
+    for part in stretches(iteration):
+        gram = kernels.symmetric_product(x, x, tall=tall)
+        factor = None
+        for i, (a, b, c) in enumerate(part):
+            z = kernels.polynomial(gram, a, b, c)
+            # All these commute, being polynomials of one matrix: their products are symmetric too.
+            factor = z if factor is None else kernels.symmetric_product(z, factor)
+            if i + 1 < len(part):
+                gram = kernels.symmetric_product(z, kernels.symmetric_product(z, gram))
+        x = kernels.product(factor, x, tall=tall)
+    return x
+
+
+_FORMS = {"plain": _plain, "symmetric": _symmetric, "gram": _gram}

@@ -1,0 +1,183 @@
+"""Momentum, normalisation and update, each as one pass over memory for many tensors, in Triton.
+
+Tensors of one size share a launch: the kernel finds them through a table of addresses. ``fits`` says whether it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+    _DTYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+except ImportError:  # torch for the CPU comes without Triton
+    HAS_TRITON = False
+    _DTYPES = {}
+
+_BLOCK = 4096
+_PARTS = 1024
+
+
+def fits(*lists: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels take these tensors: fp32 or bf16 on a GPU, contiguous, aligned, addressable with 32 bits."""
+    return HAS_TRITON and all(
+        tensor.is_cuda
+        and tensor.dtype in _DTYPES
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % 16 == 0
+        and tensor.numel() < 2**31 - _BLOCK
+        for tensors in lists
+        for tensor in tensors
+    )
+
+
+if HAS_TRITON:
+
+    @triton.jit
+    def _pointer(table, row, count, DTYPE: tl.constexpr):
+        address = tl.load(table + row * count + tl.program_id(1))
+        return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+    @triton.jit
+    def _momentum_kernel(
+        table, count, size, keep, GRAD: tl.constexpr, STATE: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = where < size
+        momentum = _pointer(table, 1, count, STATE)
+        g = tl.load(_pointer(table, 0, count, GRAD) + where, mask=inside).to(tl.float32)
+        m = tl.load(momentum + where, mask=inside).to(tl.float32)
+        m += (1 - keep) * (g - m)
+        tl.store(momentum + where, m, mask=inside)
+        if NESTEROV:
+            tl.store(_pointer(table, 2, count, STATE) + where, m - (m - g) * (1 - keep), mask=inside)
+
+    @triton.jit
+    def _update_kernel(
+        table, count, size, keep, rate, PARAM: tl.constexpr, DIRECTION: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = where < size
+        param = _pointer(table, 0, count, PARAM)
+        p = tl.load(param + where, mask=inside).to(tl.float32)
+        d = tl.load(_pointer(table, 1, count, DIRECTION) + where, mask=inside).to(tl.float32)
+        tl.store(param + where, p * keep - rate * d, mask=inside)
+
+    @triton.jit
+    def _finite_kernel(table, count, size, bad, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+        where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(_pointer(table, 0, count, DTYPE) + where, mask=where < size, other=0.0).to(tl.float32)
+        # Nothing but infinities and NaN differ from themselves after subtraction from themselves.
+        if tl.max((x - x != 0.0).to(tl.int32)) > 0:
+            tl.store(bad, 1)
+
+    @triton.jit
+    def _squares_kernel(table, count, size, parts, each, sums, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+        source = _pointer(table, 0, count, DTYPE)
+        begin = tl.program_id(0) * each
+        end = tl.minimum(begin + each, size)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(begin, end, BLOCK):
+            where = start + tl.arange(0, BLOCK)
+            x = tl.load(source + where, mask=where < end, other=0.0).to(tl.float32)
+            total += x * x
+        tl.store(sums + tl.program_id(1) * parts + tl.program_id(0), tl.sum(total))
+
+    @triton.jit
+    def _normalize_kernel(
+        table, count, size, parts, sums, out, eps, DTYPE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        part = tl.arange(0, PARTS)
+        squares = tl.load(sums + tl.program_id(1) * parts + part, mask=part < parts, other=0.0)
+        norm = tl.maximum(tl.sqrt_rn(tl.sum(squares)), eps)
+        where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = where < size
+        x = tl.load(_pointer(table, 0, count, DTYPE) + where, mask=inside).to(tl.float32)
+        tl.store(out + tl.program_id(1).to(tl.int64) * size + where, tl.div_rn(x, norm), mask=inside)
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """See ``muon_rule.all_finite``."""
+    bad = torch.zeros((), dtype=torch.int32, device=tensors[0].device)
+    for size, (dtype,), table in _launches(tensors):
+        count = table.shape[1]
+        _finite_kernel[(triton.cdiv(size, _BLOCK), count)](
+            table, count, size, bad, DTYPE=dtype, BLOCK=_BLOCK, num_warps=8
+        )
+    return bad == 0
+
+
+def momentum_(
+    grads: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor], momentum: float, nesterov: bool
+) -> list[torch.Tensor]:
+    """See ``muon_rule.momentum_``."""
+    updates = [torch.empty_like(buffer) if nesterov else buffer for buffer in momenta]
+    for size, (grad, state, _), table in _launches(grads, momenta, updates):
+        count = table.shape[1]
+        _momentum_kernel[(triton.cdiv(size, _BLOCK), count)](
+            table, count, size, momentum, GRAD=grad, STATE=state, NESTEROV=nesterov, BLOCK=_BLOCK, num_warps=8
+        )
+    return updates
+
+
+def apply_(
+    params: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor],
+    lr: float,
+    weight_decay: float,
+    factors: Sequence[float],
+) -> None:
+    """See ``muon_rule.apply_``."""
+    for factor in dict.fromkeys(factors):
+        chosen = [i for i, other in enumerate(factors) if other == factor]
+        for size, (param, direction), table in _launches([params[i] for i in chosen], [directions[i] for i in chosen]):
+            count = table.shape[1]
+            _update_kernel[(triton.cdiv(size, _BLOCK), count)](
+                table,
+                count,
+                size,
+                1 - lr * weight_decay,
+                lr * factor,
+                PARAM=param,
+                DIRECTION=direction,
+                BLOCK=_BLOCK,
+                num_warps=8,
+            )
+
+
+def normalize(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -> None:
+    """Each matrix divided by its Frobenius norm, into its place in the batch ``out``.
+
+    Sums are taken in an order that depends on the size of a matrix alone, so that equal matrices have equal norms.
+    """
+    start = 0
+    for size, (dtype,), table in _launches(matrices):
+        count = table.shape[1]
+        each = triton.cdiv(triton.cdiv(size, _PARTS), _BLOCK) * _BLOCK
+        parts = triton.cdiv(size, each)
+        sums = torch.empty(count, parts, dtype=torch.float32, device=out.device)
+        _squares_kernel[(parts, count)](table, count, size, parts, each, sums, DTYPE=dtype, BLOCK=_BLOCK, num_warps=8)
+        _normalize_kernel[(triton.cdiv(size, _BLOCK), count)](
+            table, count, size, parts, sums, out[start:], eps, DTYPE=dtype, PARTS=_PARTS, BLOCK=_BLOCK, num_warps=8
+        )
+        start += count
+
+
+def _launches(*columns: Sequence[torch.Tensor]) -> Iterator[tuple[int, tuple[Any, ...], torch.Tensor]]:
+    """(size, dtypes, table of addresses) of tensors that can share a launch."""
+    groups: dict[tuple[Any, ...], list[list[int]]] = {}
+    for row in zip(*columns, strict=True):
+        if row[0].numel():
+            key = (row[0].device, row[0].numel(), *(_DTYPES[tensor.dtype] for tensor in row))
+            groups.setdefault(key, []).append([tensor.data_ptr() for tensor in row])
+    for (device, size, *dtypes), rows in groups.items():
+        addresses = [list(column) for column in zip(*rows, strict=True)]
+        # From pinned memory: the host does not wait for the copy.
+        table = torch.tensor(addresses, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+        yield size, tuple(dtypes), table

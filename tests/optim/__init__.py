@@ -1,0 +1,1 @@
+"""Tests of the optimizers' mathematics, in one process."""
