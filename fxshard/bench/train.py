@@ -26,7 +26,8 @@ SIZES = {
     "toy": (LlamaConfig(vocab=1000, dim=256, layers=8, heads=4, hidden=704), 4, 128),
     "1b": (LlamaConfig(), 4, 4096),
 }
-Step = Callable[[], torch.Tensor]
+ADAMW = fxshard.AdamW(lr=1e-4)
+MUON = fxshard.Muon(lr=1e-3, adamw=ADAMW)
 
 
 @dataclass
@@ -58,8 +59,10 @@ def fsdp2(
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def ours(model: nn.Module, precision: fxshard.Precision | None, zero: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=fxshard.AdamW(lr=1e-4))
+def ours(
+    model: nn.Module, precision: fxshard.Precision | None, zero: int, optimizer: fxshard.AdamW | fxshard.Muon = ADAMW
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=optimizer)
     return sharded, sharded.optimizer
 
 
@@ -72,6 +75,8 @@ def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn
 
 CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
     "fxshard": lambda model, precision: ours(model, precision, 3),
+    "fxshard-muon": lambda model, precision: ours(model, precision, 3, MUON),
+    "fxshard-muon-zero1": lambda model, precision: ours(model, precision, 1, MUON),
     "fxshard-zero2": lambda model, precision: ours(model, precision, 2),
     "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
     "fxshard-zero0": lambda model, precision: ours(model, precision, 0),
