@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def"
+# Kernels have no types that Python knows.
 """Momentum, normalisation and update, each as one pass over memory for many tensors, in Triton.
 
 Tensors of one size share a launch: the kernel finds them through a table of addresses. ``fits`` says whether it can.

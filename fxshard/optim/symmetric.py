@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def"
+# Kernels have no types that Python knows.
 """GPU kernels for Newton–Schulz: products that are symmetric, at half the cost, and the product with the matrix itself.
 
 One kernel, written in Gluon (the explicit dialect of Triton) for Hopper: a warp that does nothing but start bulk copies

@@ -1,0 +1,126 @@
+"""A Muon step of this package against ``torch.optim.Muon`` over the hidden matrices of a Llama, in one run.
+
+python -m fxshard.bench.optimizer --device cuda --json optimizer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fxshard
+from fxshard.optim import muon_rule as rule
+from fxshard.optim.newton_schulz import explain, normalized, orthogonalize
+from fxshard.optim.symmetric import TILE
+
+
+def shapes(layers: int, dim: int, hidden: int) -> list[tuple[int, int]]:
+    """The hidden matrices of a Llama: attention, gate and up, down."""
+    return [(dim, dim)] * 4 * layers + [(hidden, dim)] * 2 * layers + [(dim, hidden)] * layers
+
+
+def timed(run: Callable[[], object], device: str, repeat: int) -> float:
+    """Milliseconds per call, of ``repeat`` calls in a row."""
+    if device == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeat):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / repeat
+    start = time.perf_counter()
+    for _ in range(repeat):
+        run()
+    return (time.perf_counter() - start) * 1e3 / repeat
+
+
+def take_turns(contenders: dict[str, Callable[[], object]], device: str, rounds: int, repeat: int) -> dict[str, float]:
+    """Median milliseconds per call; in every round each contender runs once, after one call to warm up."""
+    for run in contenders.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(timed(run, device, repeat))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, Callable[[], object]]:
+    """What a step is made of, each by itself."""
+    grads = [parameter.grad for parameter in params if parameter.grad is not None]
+    momenta = [torch.zeros_like(parameter) for parameter in params]
+    updates = rule.momentum_(grads, momenta, choice.momentum, choice.nesterov)
+    directions = orthogonalize(updates, form=choice.form)
+    factors = [rule.scale_factor(parameter.shape, choice.scale) for parameter in params]
+    by_shape = [[u for u in updates if u.shape == shape] for shape in dict.fromkeys(u.shape for u in updates)]
+    return {
+        "are gradients finite": lambda: rule.all_finite(grads),
+        "momentum": lambda: rule.momentum_(grads, momenta, choice.momentum, choice.nesterov),
+        "normalisation": lambda: [normalized(stack, TILE) for stack in by_shape],
+        "orthogonalize, normalisation included": lambda: orthogonalize(updates, form=choice.form),
+        "update": lambda: rule.apply_(params, directions, 1e-9, choice.weight_decay, factors),
+    }
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = arguments.device
+    sizes = shapes(arguments.layers, arguments.dim, arguments.hidden)
+    params = [torch.nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in sizes]
+    for parameter in params:
+        parameter.grad = torch.randn_like(parameter)
+    choice = fxshard.Muon(lr=1e-3, weight_decay=0.1, form=arguments.form)
+    named = [(f"layers.{i}.weight", parameter) for i, parameter in enumerate(params)]
+    contenders: dict[str, Callable[[], object]] = {
+        "torch.optim.Muon": torch.optim.Muon(params, lr=1e-3, weight_decay=0.1).step,
+        "fxshard.Muon": choice.build(named).step,
+        "torch.optim.AdamW, fused": torch.optim.AdamW(params, lr=1e-9, fused=True).step,
+    }
+    steps = take_turns(contenders, device, arguments.rounds, arguments.repeat)
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "matrices": len(sizes),
+        "parameters": sum(rows * columns for rows, columns in sizes),
+        "forms": {str(list(shape)): explain(shape, params[0].device, arguments.form) for shape in dict.fromkeys(sizes)},
+        "step_ms": steps,
+        "ratio": steps["fxshard.Muon"] / steps["torch.optim.Muon"],
+        "parts_ms": take_turns(parts(params, choice), device, arguments.rounds, arguments.repeat),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--layers", type=int, default=16 if cuda else 2)
+    parser.add_argument("--dim", type=int, default=2048 if cuda else 128)
+    parser.add_argument("--hidden", type=int, default=5632 if cuda else 352)
+    parser.add_argument("--form", default="auto", help="auto, plain, symmetric or gram")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=3, help="calls in a row within a round")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    figures = measure(arguments)
+    print(f"{figures['matrices']} matrices, {figures['parameters'] / 1e6:.1f} M parameters, {figures['device']}")
+    for shape, form in figures["forms"].items():
+        print(f"  {shape}: {form}")
+    for title in ("step_ms", "parts_ms"):
+        print()
+        for name, milliseconds in figures[title].items():
+            print(f"{name:<40}{milliseconds:>10.2f} ms")
+    print(f"\nfxshard.Muon takes {figures['ratio']:.3f} of torch.optim.Muon")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

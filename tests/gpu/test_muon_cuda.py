@@ -1,0 +1,100 @@
+"""Muon on a GPU: the kernels compute what torch computes, a matrix gives the same bits in any company."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fxshard
+from fxshard.optim import halves, symmetric
+from fxshard.optim import muon_rule as rule
+from fxshard.optim.newton_schulz import choose, normalized, orthogonalize
+from tests.optim.reference import distance, orthogonalized
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if not symmetric.available(CUDA):
+        pytest.skip("the kernels are for Hopper")
+
+
+# Numbers of tiles that are odd, even, fewer than and more than the processors of the device.
+@pytest.mark.parametrize(("batch", "side", "depth"), [(1, 256, 256), (3, 384, 640), (2, 640, 1408), (40, 512, 512)])
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.shows("O13")
+def test_kernels_equal_torch(batch: int, side: int, depth: int, tall: bool) -> None:
+    x = (torch.randn(batch, side, depth, device=CUDA) / depth**0.5).bfloat16()
+    x = x.mT.contiguous() if tall else x
+    gram = symmetric.symmetric_product(x, x, tall=tall)
+    assert torch.equal(gram, gram.mT)
+    assert distance(gram, halves.symmetric_product(x, x, tall=tall)) < 3e-3
+    z = symmetric.polynomial(gram, 3.4445, -4.775, 2.0315)
+    assert distance(z, halves.polynomial(gram, 3.4445, -4.775, 2.0315)) < 3e-3
+    assert distance(symmetric.symmetric_product(z, gram), z.double() @ gram.double()) < 3e-3
+    assert distance(symmetric.product(z, x, tall=tall), halves.product(z, x, tall=tall)) < 3e-3
+
+
+@pytest.mark.shows("O13")
+@pytest.mark.parametrize("shape", [(512, 512), (256, 704), (704, 256), (300, 1000), (4, 256, 384)])
+@pytest.mark.parametrize("form", ["plain", "symmetric", "gram", "auto"])
+def test_forms_compute_the_named_polynomial(form: str, shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape, device=CUDA)
+    result = orthogonalize([matrix], form=form)[0]
+    for one, given in zip(result.reshape(-1, *shape[-2:]), matrix.reshape(-1, *shape[-2:]), strict=True):
+        assert distance(one, orthogonalized(given)) < 0.04
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (256, 704), (704, 256), (300, 1000), (64, 96)])
+@pytest.mark.parametrize("form", ["plain", "auto"])
+def test_a_matrix_does_not_see_its_neighbours(form: str, shape: tuple[int, int]) -> None:
+    matrices = [torch.randn(shape, device=CUDA) for _ in range(7)] + [torch.randn(3, *shape, device=CUDA)]
+    together = orthogonalize(matrices, form=form)
+    for matrix, result in zip(matrices, together, strict=True):
+        assert torch.equal(result, orthogonalize([matrix], form=form)[0])
+
+
+def test_the_form_is_chosen_by_shape() -> None:
+    assert choose((2048, 2048), CUDA) == ("symmetric", True)
+    assert choose((2048, 5632), CUDA) == choose((8, 5632, 2048), CUDA) == ("gram", True)
+    assert choose((64, 2048), CUDA) == ("plain", False)
+
+
+def test_elementwise_kernels_equal_torch() -> None:
+    shapes = [(300, 70), (70, 300), (5000,), (3, 64, 64)]
+    grads = [torch.randn(shape, device=CUDA) for shape in shapes]
+    momenta = [torch.randn(shape, device=CUDA) for shape in shapes]
+    params = [torch.randn(shape, device=CUDA) for shape in shapes]
+    mine, theirs = copy.deepcopy((momenta, params)), [[t.cpu() for t in tensors] for tensors in (momenta, params)]
+    updates = rule.momentum_(grads, mine[0], 0.95, True)
+    expected = rule.momentum_([grad.cpu() for grad in grads], theirs[0], 0.95, True)
+    directions = [update.bfloat16() for update in updates]
+    rule.apply_(mine[1], directions, 0.1, 0.2, [1.0, 2.0, 1.0, 3.0])
+    rule.apply_(theirs[1], [direction.cpu() for direction in directions], 0.1, 0.2, [1.0, 2.0, 1.0, 3.0])
+    for one, other in zip([*updates, *mine[0], *mine[1]], [*expected, *theirs[0], *theirs[1]], strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
+    batch = normalized([grads[3]])
+    torch.testing.assert_close(batch.cpu(), normalized([grads[3].cpu()]), rtol=1e-2, atol=1e-6)
+    assert rule.all_finite(grads)
+    grads[2][4999] = float("nan")
+    assert not rule.all_finite(grads)
+
+
+@pytest.mark.shows("O2")
+def test_equals_torch_within_bf16_rounding() -> None:
+    mine = [torch.nn.Parameter(torch.randn(shape, device=CUDA)) for shape in [(512, 512), (704, 256), (256, 704)]]
+    theirs, start = copy.deepcopy(mine), copy.deepcopy(mine)
+    ours = fxshard.Muon(lr=0.05, weight_decay=0.1).build([(f"{i}.weight", p) for i, p in enumerate(mine)])
+    torchs = torch.optim.Muon(theirs, lr=0.05, weight_decay=0.1)
+    for _ in range(4):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        ours.step()
+        torchs.step()
+    for one, other, before in zip(mine, theirs, start, strict=True):
+        assert (one - other).norm() < 0.03 * (other - before).norm()
