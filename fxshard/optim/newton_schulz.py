@@ -145,9 +145,9 @@ def _plain(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels
     for matrix in batch:
         x = matrix.mT if tall else matrix
         for a, b, c in iteration:
-            gram = x @ x.mT
-            update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-            x = torch.addmm(x, update, x, beta=a)
+            gram = halves.multiply(x, x.mT)
+            update = halves.multiply(gram, gram, add=gram, alpha=c, beta=b)
+            x = halves.multiply(update, x, add=x, beta=a)
         done.append(x.mT if tall else x)
     return torch.stack(done) if done else batch
 
