@@ -10,6 +10,27 @@ import torch
 _ROWS = 256
 
 
+def multiply(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    add: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> torch.Tensor:
+    """alpha·left·right + beta·add, multiplied in bf16, summed in fp32 and rounded once.
+
+    On a CPU in fp32: bf16 values multiply exactly there, and many CPUs have no fast product of bf16 matrices.
+    """
+    if left.device.type == "cpu":
+        wide = (
+            left.float() @ right.float()
+            if add is None
+            else torch.addmm(add.float(), left.float(), right.float(), alpha=alpha, beta=beta)
+        )
+        return wide.to(left.dtype)
+    return left @ right if add is None else torch.addmm(add, left, right, alpha=alpha, beta=beta)
+
+
 def symmetric_product(left: torch.Tensor, right: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
     """left·rightᵀ (of ``tall`` matrices: leftᵀ·right), known to be symmetric: up to the diagonal, and mirrored."""
     if tall:
@@ -18,7 +39,7 @@ def symmetric_product(left: torch.Tensor, right: torch.Tensor, *, tall: bool = F
     for one, x, y in zip(out, left, right, strict=True):
         for begin in range(0, len(x), _ROWS):
             end = min(begin + _ROWS, len(x))
-            one[begin:end, :end] = x[begin:end] @ y[:end].mT
+            one[begin:end, :end] = multiply(x[begin:end], y[:end].mT)
             one[:begin, begin:end] = one[begin:end, :begin].mT
     return out
 
@@ -40,4 +61,4 @@ def polynomial(matrix: torch.Tensor, a: float, b: float, c: float) -> torch.Tens
 def product(factor: torch.Tensor, matrix: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
     """factor·matrix (of ``tall`` matrices: matrix·factor)."""
     pairs = zip(factor, matrix, strict=True)
-    return torch.stack([x @ f if tall else f @ x for f, x in pairs])
+    return torch.stack([multiply(x, f) if tall else multiply(f, x) for f, x in pairs])

@@ -47,6 +47,7 @@ class ShardedMuon(ShardedOptimizer):
             for travel in instruction.batch.travels
         }
         self._on_the_way: dict[int, Sent] = {}
+        self._views: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         check_loaded(self.param_groups, state_dict["param_groups"])
@@ -95,9 +96,11 @@ class ShardedMuon(ShardedOptimizer):
 
     def _rows(self, moments: Moments, name: str) -> _Rows:
         bucket = moments.bucket
+        if name not in self._views:  # parameters and momentum stay where they are, gradients do not
+            self._views[name] = (bucket.local(name), bucket.as_rows(moments.first, name))
         has_grad = bucket.params[bucket.plan.layout.index[name]].grad is not None
         grad = bucket.as_rows(bucket.grad, name) if has_grad and bucket.grad is not None else None
-        return _Rows(name, bucket.local(name), grad, bucket.as_rows(moments.first, name))
+        return _Rows(name, self._views[name][0], grad, self._views[name][1])
 
     def _update(self, chosen: Sequence[_Rows]) -> None:
         if not chosen:

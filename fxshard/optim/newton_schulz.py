@@ -145,23 +145,11 @@ def _plain(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels
     for matrix in batch:
         x = matrix.mT if tall else matrix
         for a, b, c in iteration:
-            x = _step_on_cpu(x, a, b, c) if x.device.type == "cpu" else _step(x, a, b, c)
+            gram = halves.multiply(x, x.mT)
+            update = halves.multiply(gram, gram, add=gram, alpha=c, beta=b)
+            x = halves.multiply(update, x, add=x, beta=a)
         done.append(x.mT if tall else x)
     return torch.stack(done) if done else batch
-
-
-def _step(x: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
-    gram = x @ x.mT
-    update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-    return torch.addmm(x, update, x, beta=a)
-
-
-def _step_on_cpu(x: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
-    """The same values: bf16 numbers, multiplied and added up in fp32, rounded. Few CPUs multiply bf16 themselves."""
-    wide = x.float()
-    gram = (wide @ wide.mT).bfloat16().float()
-    update = torch.addmm(gram, gram, gram, beta=b, alpha=c).bfloat16().float()
-    return torch.addmm(wide, update, wide, beta=a).bfloat16()
 
 
 def _symmetric(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels: ModuleType) -> torch.Tensor:
