@@ -31,7 +31,7 @@ def _with_safety(triples: Sequence[Triple], factor: float) -> tuple[Triple, ...]
 
 
 COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
-    # Keller Jordan's: the steepest slope at zero; singular values end between 0.68 and 1.14, not at 1.
+    # Keller Jordan's: the steepest slope at zero; singular values end between 0.68 and 1.21, not at 1.
     "quintic": ((3.4445, -4.7750, 2.0315),),
     # Converge to 1, from small values slowly: for many steps, or for reference.
     "cubic": ((1.5, -0.5, 0.0),),
