@@ -22,7 +22,10 @@ META = "fxshard"
 
 
 class Kind(StrEnum):
-    """What an event does. All but ``COMPUTE`` and ``UPDATE`` are runtime nodes of a graph."""
+    """What an event does. All but ``COMPUTE``, ``UPDATE`` and ``ACCUMULATE`` are runtime nodes of a graph.
+
+    ``ACCUMULATE`` is what a program does in place of ``REDUCE`` inside ``no_sync``.
+    """
 
     COMPUTE = "compute"
     UPDATE = "update"
@@ -32,6 +35,7 @@ class Kind(StrEnum):
     GRAD = "grad"
     REDUCE = "reduce"
     ALL_REDUCE = "all_reduce"
+    ACCUMULATE = "accumulate"
     FINISH = "finish"
 
 

@@ -147,6 +147,12 @@ def trained() -> dict[str, Any]:
         steps(model, model.optimizer, 4, rank)
         found[f"moe {zero}"] = (full_gradients(model), model.full_state_dict(), float(model.clip_grad_norm_(1e9)))
         found["schedule"] = model.schedule
+        model.optimizer.zero_grad()
+        mine = [value.chunk(4)[rank] for value in batch(2)]
+        with model.no_sync():
+            (model(*mine) / 4).backward()
+        (model(*mine) * 3 / 4).backward()
+        found[f"accumulated {zero}"] = full_gradients(model)
     given = fxshard.Group(mesh["ep_dp"], divisor=1)
     model = fxshard.compile(Moe(*where), groups={"*.experts.*": given}, reduction="mean", lowering="eager")
     model(*(value.chunk(4)[rank] for value in batch(0))).backward()
@@ -205,8 +211,10 @@ def test_experts_train_as_in_one_process(found: list[dict[str, Any]]) -> None:
     for rank, by_case in enumerate(found):
         for zero in (0, 1, 3):
             mine, params, clipped = by_case[f"moe {zero}"]
+            again = by_case[f"accumulated {zero}"]
             for name, value in gradients.items():
                 torch.testing.assert_close(mine[name], part(name, value, rank), rtol=1e-4, atol=1e-7, msg=name)
+                torch.testing.assert_close(again[name], part(name, value, rank), rtol=1e-4, atol=1e-7, msg=name)
             for name, value in state.items():
                 torch.testing.assert_close(params[name], part(name, value, rank), rtol=1e-5, atol=1e-6, msg=name)
             assert clipped == pytest.approx(float(norm), rel=1e-5)

@@ -23,15 +23,15 @@ def two_by_two() -> DeviceMesh:
 
 
 def small() -> nn.Module:
-    """One layer: four ranks on two cores mostly wait for their compilers."""
+    """Two layers: four ranks on two cores mostly wait for their compilers."""
     torch.manual_seed(0)
-    return Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
+    return Llama(vocab=VOCAB, dim=32, layers=2, heads=4, hidden=88)
 
 
 def seeded_by_rank() -> nn.Module:
     """Ranks start with different weights; rank 0's must win on all four."""
     torch.manual_seed(dist.get_rank())
-    return Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
+    return Llama(vocab=VOCAB, dim=32, layers=2, heads=4, hidden=88)
 
 
 def stages_and_peer() -> tuple[dict[int, Run], Run]:
@@ -78,6 +78,11 @@ def details() -> dict[str, Any]:
     model(*this_ranks_batch(0)).backward()
     model(*this_ranks_batch(1)).backward()  # on top of gradients that are there
     found["accumulated"] = full_gradients(model)
+    model.optimizer.zero_grad()
+    with model.no_sync():
+        model(*this_ranks_batch(0)).backward()
+    model(*this_ranks_batch(1)).backward()
+    found["reduced once"] = full_gradients(model)
     found["norms"] = [float(model.clip_grad_norm_(1e9, kind)) for kind in (2.0, float("inf"))]
     found["torch's norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor())
     weight = model.get_parameter("head.weight")
@@ -121,13 +126,14 @@ def test_scaling(found: list[dict[str, Any]]) -> None:
         )
 
 
-@pytest.mark.shows("S9", "O7")
+@pytest.mark.shows("S9", "S11", "O7")
 def test_accumulation_norms_and_state(found: list[dict[str, Any]]) -> None:
     reference = plain_gradients(2)
     flat = torch.cat([value.flatten() for value in reference.values()])
     for rank in found:
         for name, value in reference.items():
             torch.testing.assert_close(rank["accumulated"][name], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(rank["reduced once"][name], value, rtol=1e-4, atol=1e-6)
         assert rank["norms"] == pytest.approx([float(flat.norm()), float(flat.abs().max())], rel=1e-5)
         assert rank["torch's norm"] == pytest.approx(float(flat.norm()), rel=1e-5)
         assert rank["placements"] == ["R", "S(0)"]
@@ -138,7 +144,7 @@ def test_accumulation_norms_and_state(found: list[dict[str, Any]]) -> None:
 @pytest.mark.shows("S10", "P2", "P5")
 def test_the_schedule_shows_both_and_plan_gives_it(found: list[dict[str, Any]]) -> None:
     with torch.device("meta"):
-        model = Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
+        model = Llama(vocab=VOCAB, dim=32, layers=2, heads=4, hidden=88)
     x, y = batch(0, 4, 0, VOCAB)
     planned = fxshard.plan(model, (x, y), world_size=4, shard_size=2, hardware="cpu", lowering="eager")
     for rank in found:

@@ -41,7 +41,7 @@ def record(
     if Phase.BACKWARD in graphs:
         found += _updates(found, buckets)
     resident = resident_bytes(buckets)
-    events = tuple(_with_dependencies(found))
+    events = tuple(with_dependencies(found))
     return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
 
 
@@ -177,7 +177,7 @@ def _updates(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
     return updates
 
 
-def _with_dependencies(events: list[Event]) -> list[Event]:
+def with_dependencies(events: list[Event]) -> list[Event]:
     """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
     latest: dict[tuple[Kind, int], int] = {}
     last_write: dict[int, int] = {}
@@ -195,10 +195,10 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
             last_read.update(dict.fromkeys(event.reads, i))
         elif event.kind is Kind.RESHARD:
             needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
-        elif event.kind is Kind.REDUCE:
+        elif event.kind in (Kind.REDUCE, Kind.ACCUMULATE):
             needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
         elif event.kind in (Kind.ALL_REDUCE, Kind.FINISH):
-            needs.add(latest.get((Kind.REDUCE, index)))
+            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ACCUMULATE, index))}
         elif event.kind is Kind.UPDATE:
             needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ALL_REDUCE, index))}
         if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:

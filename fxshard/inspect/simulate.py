@@ -127,7 +127,7 @@ def event_seconds(schedule: Schedule, hardware: Hardware) -> list[float]:
 def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.dtype) -> float:
     if event.kind is Kind.COMPUTE:
         return hardware.compute_seconds(event.flops, event.traffic, _dtype(event, schedule, usual))
-    if event.kind is Kind.UPDATE:
+    if event.kind in (Kind.UPDATE, Kind.ACCUMULATE):
         return hardware.compute_seconds(event.flops, event.traffic, event.dtype)
     if event.kind is Kind.UNSHARD:
         bucket = schedule.buckets[event.bucket_index]
