@@ -190,17 +190,12 @@ def updated_though_only_kept() -> Broken:
 
 
 def gather_does_not_wait_for_the_place_of_kept_gradients() -> Broken:
-    schedule = zero3().accumulating()
-    at = place(schedule, Kind.FINISH, 2, BACKWARD)
-    slot = schedule.events[place(schedule, Kind.GRAD, 2, BACKWARD)].slot
-    gathers = [i for i, event in schedule.of(Kind.UNSHARD, phase=BACKWARD) if i > at]
-    if gathers:
-        return change(schedule, gathers[0], slot=slot, waits_for=()), gathers[0]
-    events = list(schedule.events)
-    again = replace(events[place(schedule, Kind.UNSHARD, 2, FORWARD)], slot=slot, phase=Phase.OPTIMIZER, waits_for=())
-    wait = replace(again, kind=Kind.WAIT, waits_for=(len(events),), slot=None)
-    release = replace(again, kind=Kind.RESHARD, slot=None)
-    return replace(schedule, events=(*events, again, wait, release)), len(events)
+    schedule = zero3(layers=4, prefetch=0).accumulating()
+    taken, freed = place(schedule, Kind.GRAD, 3, BACKWARD), place(schedule, Kind.FINISH, 3, BACKWARD)
+    gather = next(i for i, _ in schedule.of(Kind.UNSHARD, phase=BACKWARD) if i > freed)
+    of_their_own = SlotRange(schedule.arena_bytes, schedule.events[taken].bytes)
+    schedule = change(change(schedule, taken, slot=of_their_own), gather, slot=of_their_own, waits_for=())
+    return replace(schedule, arena_bytes=of_their_own.end), gather
 
 
 def replicas_not_added_up() -> Broken:
