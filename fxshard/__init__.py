@@ -18,6 +18,7 @@ from fxshard.errors import (
     RankDivergenceError,
     StateError,
 )
+from fxshard.groups import Group
 from fxshard.inspect.files import ScheduleFileError
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.verify import ScheduleError
@@ -32,6 +33,7 @@ __all__ = [
     "CaptureError",
     "ConfigError",
     "FxshardError",
+    "Group",
     "LayoutError",
     "Muon",
     "PassError",

@@ -9,6 +9,7 @@ from fxshard.backend import backend_of
 from fxshard.capture import capture
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
+from fxshard.groups import Groups
 from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
 from fxshard.optim.muon import ShardedMuon
@@ -30,6 +31,7 @@ def compile(
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
     reduction: Reduction = "mean",
+    groups: Groups | None = None,
     lowering: str = "inductor",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -56,9 +58,10 @@ def compile(
     ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
     of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
     parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
-    ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``). ``memory_budget``: bytes, or
-    ``"60GiB"``, for shards and arena on a rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other
-    options are those of :class:`fxshard.config.Options`.
+    ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``). ``groups``: patterns of
+    parameter names whose replicas are on a mesh of their own, ``{"*.experts.*": mesh["ep_dp"]}`` (or
+    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``fullgraph`` and
+    ``dynamic`` are ``torch.compile``'s; the other options are those of :class:`fxshard.config.Options`.
     """
     sharded = shard(
         model,
@@ -69,6 +72,7 @@ def compile(
         precision=precision,
         layout=layout,
         reduction=reduction,
+        groups=groups,
         lowering=lowering,
         memory_budget=memory_budget,
         hardware=hardware,
@@ -92,6 +96,7 @@ def shard(
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
     reduction: Reduction = "mean",
+    groups: Groups | None = None,
     lowering: str = "inductor",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -139,6 +144,7 @@ def shard(
         matrices=splits,
         own_optimizer=optimizer is not None,
         reduction=reduction,
+        groups=groups,
     )
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     if isinstance(optimizer, AdamW):

@@ -162,6 +162,11 @@ class Capture:
         for phase, module in self._scheduled.items():
             self._backend.graphs[phase.value] = module
         self._backend.schedules["train" if Phase.FORWARD in modules else "eval"] = emitted
+        if Phase.BACKWARD in modules and sharding.ranks > 1:
+            kept = emitted.accumulating()
+            if sharding.options.verify:
+                kept.verify()
+            self._backend.schedules["accumulate"] = kept
 
     def _lower(self, phase: Phase) -> Callable[..., Any]:
         if self._backend.lower is not None:

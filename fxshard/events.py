@@ -22,7 +22,10 @@ META = "fxshard"
 
 
 class Kind(StrEnum):
-    """What an event does. All but the first three are runtime nodes of a graph."""
+    """What an event does. ``COMPUTE``, ``UPDATE``, ``EXCHANGE`` and ``ACCUMULATE`` are no runtime nodes of a graph.
+
+    ``ACCUMULATE`` is what a program does in place of ``REDUCE`` inside ``no_sync``.
+    """
 
     COMPUTE = "compute"
     UPDATE = "update"
@@ -33,6 +36,7 @@ class Kind(StrEnum):
     GRAD = "grad"
     REDUCE = "reduce"
     ALL_REDUCE = "all_reduce"
+    ACCUMULATE = "accumulate"
     FINISH = "finish"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.norms import clip_gradients
+from fxshard.runtime.unreduced import refuse_unreduced
 from fxshard.sharding import Sharding
 
 
@@ -118,6 +120,11 @@ class ShardedModule(nn.Module):
         return schedules.get("train") or schedules["eval"]
 
     @property
+    def schedules(self) -> dict[str, Schedule]:
+        """All emitted schedules: ``train``, ``eval``, and ``accumulate`` for micro-batches inside ``no_sync``."""
+        return dict(self._backend.schedules)
+
+    @property
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The rewritten graphs by phase: ``print(model.graphs["forward"].graph)``, likewise backward and eval."""
         return dict(self._backend.graphs)
@@ -216,9 +223,33 @@ class ShardedModule(nn.Module):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward calls in here keep full-size local gradients; the next one outside reduces them with its own.
+
+        >>> with model.no_sync():
+        ...     for x, y in micro_batches[:-1]:
+        ...         model(x, y).backward()
+        >>> model(*micro_batches[-1]).backward()
+        >>> model.optimizer.step()
+        """
+        engine = self._sharding.engine
+        before, engine.synchronises = engine.synchronises, False
+        try:
+            yield
+        finally:
+            engine.synchronises = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, those that ``no_sync`` kept included."""
+        super().zero_grad(set_to_none)
+        for bucket in self._sharding.buckets:
+            bucket.release_gradient()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective."""
         sharding = self._sharding
+        refuse_unreduced(sharding.buckets, "clip_grad_norm_()")
         device = sharding.buckets[0].device
         return clip_gradients(sharding.buckets, sharding.channels, device, max_norm, norm_type)
 

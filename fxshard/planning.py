@@ -14,6 +14,7 @@ from fxshard.backend import Backend
 from fxshard.capture import FAILURES, capture, cast_floats, explained
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError
+from fxshard.groups import check_patterns, domain_by_name, planned_domains
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import SegmentCompiler
 from fxshard.optim.muon_rule import matrices
@@ -43,6 +44,7 @@ def plan(
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
     reduction: Reduction = "mean",
+    groups: Mapping[str, int] | None = None,
     memory_budget: int | str | None = None,
     prefetch: int | None = None,
     keep_resident: bool = True,
@@ -53,6 +55,7 @@ def plan(
 
     The model and the inputs may be on the meta device. Nothing of them is changed. ``shard_size``: over how many ranks
     parameters are sharded; each shard then has ``world_size / shard_size`` replicas (HSDP). Default: over all.
+    ``groups``: of parameters that match a pattern, the number of ranks that hold the same.
 
     >>> with torch.device("meta"):
     ...     model = Transformer(config)
@@ -79,6 +82,9 @@ def plan(
         verify=verify,
     )
     domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
+    domains = planned_domains(groups, domain)
+    domain_of = domain_by_name(domains, domain)
+    check_patterns(domains, [name for name, _ in model.named_parameters()], domain_of)
     twin = _hollow_twin(model, precision)
     plans = plan_buckets(
         model,
@@ -87,7 +93,7 @@ def plan(
         ranks=shards,
         precision=precision,
         layout=layout,
-        domain_of=lambda name: domain,
+        domain_of=domain_of,
         matrices=matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
     )
     device = torch.device("cpu")

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxshard.config import Options, Precision
 from fxshard.errors import ConfigError, FxshardError, StateError
+from fxshard.groups import Groups, check_patterns, domain_by_name, meshes_of
 from fxshard.lowering import SegmentCompiler
 from fxshard.passes.context import ParamRef
 from fxshard.plan.buckets import BucketPlan, plan_buckets
@@ -26,7 +28,7 @@ from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
-from fxshard.runtime.channels import Channels, connect, domain_ranks
+from fxshard.runtime.channels import Channels, connect, domain_ranks, shape_of
 from fxshard.runtime.engine import Engine
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -87,6 +89,7 @@ def take_apart(
     layout: LayoutKind,
     options: Options,
     reduction: Reduction = "mean",
+    groups: Groups | None = None,
     matrices: Collection[str] = (),
     own_optimizer: bool = False,
 ) -> Sharding:
@@ -96,6 +99,10 @@ def take_apart(
     try:
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
         domain = _domain(mesh, reduction)
+        others = meshes_of(groups, mesh, domain)
+        domains = [other for other, _ in others.values()]
+        domain_of = domain_by_name(domains, domain)
+        check_patterns(domains, [name for name, _ in model.named_parameters()], domain_of)
         machine(options, device)
         plans = plan_buckets(
             model,
@@ -104,25 +111,28 @@ def take_apart(
             ranks=domain.shards,
             precision=precision,
             layout=layout,
-            domain_of=lambda name: domain,
+            domain_of=domain_of,
             matrices=matrices,
         )
     except FxshardError as error:
         agreement.fail(error)
     agreement.check(PARAMETERS, [_line(plan) for plan in plans])
 
-    channels = connect(domain, mesh, plans)
+    channels = {
+        chosen: connect(chosen, where, [plan for plan in plans if plan.domain == chosen])
+        for chosen, where in [(domain, mesh), *others.values()]
+    }
     originals = dict(model.named_parameters())
     buckets = []
     sharding_refs: dict[str, ParamRef] = {}
     for plan in plans:
-        bucket = Bucket(plan, channels, device)
+        bucket = Bucket(plan, channels[plan.domain], device)
         _move_in(bucket, originals)
         buckets.append(bucket)
         for position, name in enumerate(plan.params):
             sharding_refs[name] = ParamRef(plan.index, position)
-    for buffer in model.buffers():
-        channels.broadcast(buffer)
+    for name, buffer in model.named_buffers():
+        channels[domain_of(name)].broadcast(buffer)
     engine = Engine(buckets, device, options)
     sharding = Sharding(
         plans,
@@ -136,7 +146,7 @@ def take_apart(
         zero,
         group_name=domain.group(domain.ranks) if domain.device else "none",
         hollow=originals,
-        channels=channels,
+        channels=channels[domain],
         ranks=domain.ranks,
         own_optimizer=own_optimizer,
         hardware=machine(options, device),
@@ -150,9 +160,8 @@ def _domain(mesh: DeviceMesh | None, reduction: Reduction) -> Domain:
     """The model's own ranks: of two mesh dimensions the first replicates and the second shards."""
     if mesh is None:
         return data_parallel(1, 1, reduction, "")
-    row = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
-    replicas = mesh.size(0) if mesh.ndim == 2 else 1
-    return data_parallel(len(row), replicas, reduction, mesh.device_type, row[1] - row[0] if len(row) > 1 else 1)
+    shards, replicas, stride = shape_of(mesh)
+    return data_parallel(shards, replicas, reduction, mesh.device_type, stride)
 
 
 def machine(options: Options, device: torch.device) -> Hardware:
@@ -168,8 +177,8 @@ def machine(options: Options, device: torch.device) -> Hardware:
 def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter]) -> None:
     """Take the bucket's parameters over from the model, one at a time, freeing each behind us.
 
-    Rank 0's values win: replicas must start equal, and ranks that were seeded differently would otherwise train a
-    model that is a patchwork of theirs.
+    The values of the first rank that holds them win: replicas must start equal, and ranks that were seeded differently
+    would otherwise train a model that is a patchwork of theirs.
     """
     bucket.make_params(originals)
     for name in bucket.plan.params:
@@ -216,6 +225,11 @@ def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str)
     for name, parameter in parameters.items():
         if sharding_of(parameter) is not None:
             raise StateError(f"{type(model).__name__} is sharded already ({name!r} is hollow); compile a model once")
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"{name!r} is a DTensor with placements {parameter.placements}: fxshard shards plain parameters only; "
+                "keep the local part as the parameter and communicate with torch.distributed._functional_collectives"
+            )
         if parameter.grad is not None:
             raise StateError(f"{name!r} has a gradient in flight; call zero_grad() before sharding the model")
     devices = {parameter.device for parameter in parameters.values()}

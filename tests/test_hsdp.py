@@ -14,8 +14,10 @@ import fxshard
 from fxshard.events import Kind
 from fxshard.inspect.schedule import Schedule
 from tests.pool import Pool
-from tests.toy import Llama, batch
-from tests.training import VOCAB, Run, fsdp2_run, full_gradients, llama, plain_run, sharded_run, this_ranks_batch
+from tests.stack import Stack
+from tests.stack import batch as stack_batch
+from tests.toy import Llama
+from tests.training import EPS, VOCAB, Run, fsdp2_run, full_gradients, llama, plain_run, sharded_run
 
 
 def two_by_two() -> DeviceMesh:
@@ -23,35 +25,31 @@ def two_by_two() -> DeviceMesh:
 
 
 def small() -> nn.Module:
-    """One layer: four ranks on two cores mostly wait for their compilers."""
+    """Two layers: four ranks on two cores mostly wait for their compilers."""
     torch.manual_seed(0)
-    return Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
+    return Llama(vocab=VOCAB, dim=32, layers=2, heads=4, hidden=88)
 
 
 def seeded_by_rank() -> nn.Module:
     """Ranks start with different weights; rank 0's must win on all four."""
     torch.manual_seed(dist.get_rank())
-    return Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
+    return Llama(vocab=VOCAB, dim=32, layers=2, heads=4, hidden=88)
 
 
-def stages_and_peer() -> tuple[dict[int, Run], Run]:
+def run_and_peer() -> tuple[Run, Run]:
     mesh = two_by_two()
-    runs = {zero: sharded_run(seeded_by_rank, zero=zero, mesh=mesh) for zero in range(4)}
-    return runs, fsdp2_run(small, mesh=mesh)
+    return sharded_run(seeded_by_rank, zero=3, mesh=mesh), fsdp2_run(small, mesh=mesh)
 
 
 @pytest.mark.shows("S10")
 def test_equals_plain_data_parallel_and_fsdp2(ranks: Pool) -> None:
     reference = plain_run(4, small)
-    found = ranks(4, stages_and_peer)
-    for runs, peer in found:
+    found = ranks(4, run_and_peer)
+    for run, peer in found:
         assert peer.distance(reference) < 1e-6
-        for zero, run in runs.items():
-            assert run.distance(reference) < 1e-6, f"ZeRO-{zero}"
-            assert run.distance(peer) < 1e-6, f"ZeRO-{zero}"
-            assert run.same(found[0][0][zero]), "replicas differ"
-        # Reduce-scatter and all-reduce add in the same order: (0 + 1) + (2 + 3).
-        assert runs[1].same(runs[3]) and runs[2].same(runs[3])
+        assert run.distance(reference) < 1e-6
+        assert run.distance(peer) < 1e-6
+        assert run.same(found[0][0]), "replicas differ"
 
 
 # -- scaling, norms, state, schedule, memory: one trip to the ranks ----------------------------------------------------
@@ -66,18 +64,37 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return stack_batch(step, dist.get_rank())
+
+
 def details() -> dict[str, Any]:
     mesh = two_by_two()
     found: dict[str, Any] = {"gradients": {}}
     for name, options in SETTINGS.items():
-        model = fxshard.compile(small(), mesh=mesh, lowering="eager", **options)
-        model(*this_ranks_batch(0)).backward()
+        model = fxshard.compile(Stack(), mesh=mesh, lowering="eager", **options)
+        model(*batch_of(0)).backward()
         found["gradients"][name] = full_gradients(model)
 
-    model = fxshard.compile(small(), mesh=mesh, lowering="eager", optimizer=fxshard.AdamW())
-    model(*this_ranks_batch(0)).backward()
-    model(*this_ranks_batch(1)).backward()  # on top of gradients that are there
+    for zero in range(4):
+        model = fxshard.compile(
+            Stack(), mesh=mesh, zero=zero, lowering="eager", optimizer=fxshard.AdamW(lr=1e-2, eps=EPS)
+        )
+        for step in range(5):
+            model(*batch_of(step)).backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+        found[f"ZeRO-{zero}"] = model.full_state_dict()
+
+    model = fxshard.compile(Stack(), mesh=mesh, lowering="eager", optimizer=fxshard.AdamW())
+    model(*batch_of(0)).backward()
+    model(*batch_of(1)).backward()  # on top of gradients that are there
     found["accumulated"] = full_gradients(model)
+    model.optimizer.zero_grad()
+    with model.no_sync():
+        model(*batch_of(0)).backward()
+    model(*batch_of(1)).backward()
+    found["reduced once"] = full_gradients(model)
     found["norms"] = [float(model.clip_grad_norm_(1e9, kind)) for kind in (2.0, float("inf"))]
     found["torch's norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor())
     weight = model.get_parameter("head.weight")
@@ -86,7 +103,7 @@ def details() -> dict[str, Any]:
     found["schedule"] = model.schedule
     found["bytes"] = model.bytes_at_rest()
     model.optimizer.step()
-    other = fxshard.compile(seeded_by_rank(), mesh=mesh, lowering="eager")
+    other = fxshard.compile(Stack(), mesh=mesh, lowering="eager")
     other.load_state_dict(model.full_state_dict())
     full = model.full_state_dict()
     found["state"] = all(torch.equal(value, full[name]) for name, value in other.full_state_dict().items())
@@ -99,11 +116,30 @@ def found(ranks: Pool) -> list[dict[str, Any]]:
 
 
 def plain_gradients(steps: int = 1) -> dict[str, torch.Tensor]:
-    model = small()
+    model = Stack()
     for step in range(steps):
-        parts = [batch(step, 4, rank, VOCAB) for rank in range(4)]
+        parts = [stack_batch(step, rank) for rank in range(4)]
         model(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.shows("S10")
+def test_all_stages_train_as_one_process_does(found: list[dict[str, Any]]) -> None:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS, fused=True)
+    for step in range(5):
+        parts = [stack_batch(step, rank) for rank in range(4)]
+        model(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in found:
+        for name, value in model.state_dict().items():
+            for zero in range(4):
+                mine = rank[f"ZeRO-{zero}"][name]
+                assert (mine - value).norm() / value.norm() < 1e-6, f"ZeRO-{zero} {name}"
+            # Reduce-scatter and all-reduce add in the same order: (0 + 1) + (2 + 3).
+            assert torch.equal(rank["ZeRO-1"][name], rank["ZeRO-3"][name])
+            assert torch.equal(rank["ZeRO-2"][name], rank["ZeRO-3"][name])
 
 
 @pytest.mark.shows("S9")
@@ -121,27 +157,27 @@ def test_scaling(found: list[dict[str, Any]]) -> None:
         )
 
 
-@pytest.mark.shows("S9", "O7")
+@pytest.mark.shows("S9", "S11", "O7")
 def test_accumulation_norms_and_state(found: list[dict[str, Any]]) -> None:
     reference = plain_gradients(2)
     flat = torch.cat([value.flatten() for value in reference.values()])
     for rank in found:
         for name, value in reference.items():
             torch.testing.assert_close(rank["accumulated"][name], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(rank["reduced once"][name], value, rtol=1e-4, atol=1e-6)
         assert rank["norms"] == pytest.approx([float(flat.norm()), float(flat.abs().max())], rel=1e-5)
         assert rank["torch's norm"] == pytest.approx(float(flat.norm()), rel=1e-5)
         assert rank["placements"] == ["R", "S(0)"]
         assert rank["state"]
-    assert sum(rank["rows"] for rank in found[:2]) == sum(rank["rows"] for rank in found[2:]) == VOCAB
+    assert sum(rank["rows"] for rank in found[:2]) == sum(rank["rows"] for rank in found[2:]) == 5
 
 
 @pytest.mark.shows("S10", "P2", "P5")
 def test_the_schedule_shows_both_and_plan_gives_it(found: list[dict[str, Any]]) -> None:
     with torch.device("meta"):
-        model = Llama(vocab=VOCAB, dim=32, layers=1, heads=4, hidden=88)
-    x, y = batch(0, 4, 0, VOCAB)
+        model = Stack()
     settings: dict[str, Any] = {"hardware": "cpu", "lowering": "eager", "optimizer": fxshard.AdamW()}
-    planned = fxshard.plan(model, (x, y), world_size=4, shard_size=2, **settings)
+    planned = fxshard.plan(model, stack_batch(0, 0), world_size=4, shard_size=2, **settings)
     for rank in found:
         assert rank["schedule"] == planned
     reduces, adds = (list(planned.of(kind)) for kind in (Kind.REDUCE, Kind.ALL_REDUCE))

@@ -51,7 +51,7 @@ def record(
         else:
             found += [update(event, buckets[index]) for index, event in reduced.items()]
     resident = resident_bytes(buckets)
-    events = tuple(_with_dependencies(found))
+    events = tuple(with_dependencies(found))
     return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
 
 
@@ -175,7 +175,7 @@ def _group(events: list[Event]) -> str:
     return next((event.group for event in events if event.kind is Kind.UNSHARD), "none")
 
 
-def _with_dependencies(events: list[Event]) -> list[Event]:
+def with_dependencies(events: list[Event]) -> list[Event]:
     """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
     latest: dict[tuple[Kind, int], int] = {}
     last_write: dict[int, int] = {}
@@ -199,10 +199,10 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
             last_read.update(dict.fromkeys(event.reads, i))
         elif event.kind is Kind.RESHARD:
             needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
-        elif event.kind is Kind.REDUCE:
+        elif event.kind in (Kind.REDUCE, Kind.ACCUMULATE):
             needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
         elif event.kind in (Kind.ALL_REDUCE, Kind.FINISH):
-            needs.add(latest.get((Kind.REDUCE, index)))
+            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ACCUMULATE, index))}
         elif event.kind is Kind.UPDATE:  # backward ends when all its reductions have
             needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ALL_REDUCE, index)), returned.get(index)}
             needs |= last_reduces.keys()

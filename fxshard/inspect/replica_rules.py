@@ -32,7 +32,9 @@ def replicas_are_added_up_once(step: Step) -> None:
                 if added is not None:
                     step.broken(rule, i, f"adds up again what event {added} adds up")
                 added = i
-            elif what == Kind.FINISH and bucket.adds_replicas and added is None:
-                step.broken(rule, i, "ends a reduction whose replicas are not added up")
+            elif what == Kind.FINISH and reduced is not None:
+                if bucket.adds_replicas and added is None:
+                    step.broken(rule, i, "ends a reduction whose replicas are not added up")
+                reduced = None
             elif what == Kind.UPDATE and added is not None and added not in step.event(i).waits_for:
                 step.broken(rule, i, f"does not wait for event {added}, which adds up the replicas")

@@ -80,6 +80,12 @@ class Schedule:
         """Equal on all ranks, or the ranks refuse to start."""
         return hashlib.sha256("\n".join(self.communication()).encode()).hexdigest()[:16]
 
+    def accumulating(self) -> Schedule:
+        """The same micro-batch inside ``no_sync``: gradients are kept, not reduced, and nothing is updated."""
+        from fxshard.inspect.accumulation import accumulating
+
+        return accumulating(self)
+
     def verify(self) -> None:
         """Prove that the schedule is safe to run; raises :class:`fxshard.ScheduleError` naming rule and event."""
         from fxshard.inspect.verify import verify

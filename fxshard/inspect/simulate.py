@@ -130,6 +130,8 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
         return hardware.compute_seconds(event.flops, event.traffic, _dtype(event, schedule, usual))
     if event.kind is Kind.UPDATE:
         return hardware.compute_seconds(event.flops, event.traffic, torch.bfloat16)  # Newton–Schulz multiplies in it
+    if event.kind is Kind.ACCUMULATE:
+        return hardware.compute_seconds(event.flops, event.traffic, event.dtype)
     if event.kind is Kind.EXCHANGE:
         return all_to_all_seconds(event.bytes, schedule.buckets[event.reads[0]].layout.ranks, hardware)
     if event.kind is Kind.UNSHARD:

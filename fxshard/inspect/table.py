@@ -168,7 +168,7 @@ def _rows(schedule: Schedule) -> list[Row]:
             dtype = ""
         else:
             label = event.bucket
-            amount = size(event.bytes) if event.kind in (*COMMUNICATES, Kind.UPDATE) else ""
+            amount = size(event.bytes) if event.kind in (*COMMUNICATES, Kind.ACCUMULATE, Kind.UPDATE) else ""
             dtype = str(event.dtype).removeprefix("torch.") if amount else ""
             key = (event.phase, event.kind, event.bytes, event.dtype, _pattern(label), _pattern(event.why))
         numbers = tuple(int(digits) for digits in re.findall(r"\d+", label))

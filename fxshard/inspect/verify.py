@@ -195,14 +195,14 @@ def reads_between_wait_and_reshard(step: Step) -> None:
 
 
 def reduce_after_all_writes(step: Step) -> None:
-    """Each gradient bucket that is taken is reduced once, and behind its last write."""
+    """Each gradient bucket that is taken is reduced once (or, inside no_sync, kept once), and behind its last write."""
     rule = reduce_after_all_writes
     for trail in step.trails.values():
         taken = reduced = None
         for i, what in trail:
             if what == Kind.GRAD:
                 taken, reduced = i, None
-            elif what == Kind.REDUCE:
+            elif what in (Kind.REDUCE, Kind.ACCUMULATE):
                 if taken is None:
                     step.broken(rule, i, "reduces a gradient bucket that was not taken")
                 if reduced is not None:
@@ -440,7 +440,8 @@ def _takes_what_is_free(step: Step, rule: Callable[[Step], None]) -> None:
 def _waits_until_free(step: Step, i: int, freed: int) -> bool:
     """Whether event ``i`` starts behind the release at ``freed``, which may be implied: streams are in order."""
     event, release = step.event(i), step.event(freed)
-    if release.kind is Kind.RESHARD:
+    reductions_before = any(step.event(need).kind is Kind.REDUCE for need in release.waits_for)
+    if release.kind is Kind.RESHARD or not reductions_before:  # given back by compute
         needs = [need for need in event.waits_for if step.event(need).kind not in COMMUNICATES]
         return event.kind not in COMMUNICATES or max(needs, default=-1) >= freed
     reduced = max((need for need in release.waits_for if step.event(need).kind is Kind.REDUCE), default=freed)

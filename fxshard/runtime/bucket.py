@@ -11,6 +11,7 @@ from fxshard import _compat
 from fxshard.plan.buckets import BucketPlan
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.freshness import watch
+from fxshard.runtime.unreduced import guard
 
 
 class Bucket:
@@ -36,6 +37,8 @@ class Bucket:
         else:
             self.master = self._empty(layout.shard_numel, plan.master_dtype)
         self.grad: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None
+        """Full gradients of this rank's own micro-batches inside ``no_sync``, not reduced yet."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
         self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
         self.fragments = layout.fragments(self.rank)
@@ -67,6 +70,7 @@ class Bucket:
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
+            guard(parameter, self)
             watch(parameter, self.master, resident=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
@@ -135,7 +139,12 @@ class Bucket:
         return self.grad
 
     def release_gradient(self) -> None:
-        """Give the gradient's memory back if every parameter let go of it (``zero_grad``)."""
+        """``zero_grad``: forget what was kept, and give the gradient's memory back if every parameter let go of it."""
+        self.kept = None
+        self.reclaim_gradient()
+
+    def reclaim_gradient(self) -> None:
+        """Give the gradient's memory back if every parameter let go of it."""
         if self.grad is not None and all(parameter.grad is None for parameter in self.params):
             self.grad, self.grads = None, []
 
@@ -174,7 +183,10 @@ class Bucket:
             param, master = master, 0
         elif self.full is not None and not mixed:
             master = 0
-        grads = [tensor.untyped_storage().nbytes() for tensor in (self.grad, self.grad_full) if tensor is not None]
+        kept = self.kept if self.kept is not self.grad_full else None
+        grads = [
+            tensor.untyped_storage().nbytes() for tensor in (self.grad, self.grad_full, kept) if tensor is not None
+        ]
         return {"param": param, "grad": sum(grads), "state": master}
 
     def _shaped(self, part: torch.Tensor, name: str) -> torch.Tensor:

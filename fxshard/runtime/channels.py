@@ -87,6 +87,12 @@ def domain_ranks(mesh: DeviceMesh | None) -> list[int]:
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
+def shape_of(mesh: DeviceMesh) -> tuple[int, int, int]:
+    """(shards, replicas, how many ranks apart neighbouring shards are): of two dimensions the first replicates."""
+    row = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
+    return len(row), mesh.size(0) if mesh.ndim == 2 else 1, row[1] - row[0] if len(row) > 1 else 1
+
+
 def _again(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of the same ranks."""
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)

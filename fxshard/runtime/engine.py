@@ -67,6 +67,8 @@ class Engine:
         self.options = options
         self.device = device
         self.arena = Arena(device, planned=options.arena)
+        self.synchronises = True
+        """Whether backward reduces gradients; inside ``no_sync`` it keeps them. Ranks choose alike."""
         self._averages = device.type == "cuda"
         self._streams = streams_for(device)
         self._gathered: dict[int, Gathered] = {}
@@ -87,7 +89,7 @@ class Engine:
             self.arena.reserve(arena_bytes)
             return
         for bucket in self.buckets:
-            bucket.release_gradient()
+            bucket.reclaim_gradient()
         grows = self.options.arena and arena_bytes > self.arena.bytes
         self._evict(keep={} if grows else carries)
         self.arena.reserve(arena_bytes)
@@ -226,7 +228,7 @@ class Engine:
 
     def grad(self, index: int, slot: SlotRange | None, zeros: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         bucket = self.buckets[index]
-        accumulate = bucket.prepare_accumulation()
+        accumulate = not self._keeps(bucket) and bucket.prepare_accumulation()
         flat = self._gradient_target(bucket, slot, accumulate)
         self._reducing[index] = Reducing(flat, slot, accumulate)
         views = self.arena.views(("gradient", index, slot), lambda: bucket.views(flat)) if slot else bucket.views(flat)
@@ -238,6 +240,7 @@ class Engine:
 
     def reduce(self, index: int) -> None:
         bucket, state = self.buckets[index], self._reducing[index]
+        self._add_kept(bucket, state)
         flat, target, group = state.flat, bucket.hold_gradient(), bucket.channels.reducing(bucket.plan)
         alone = bucket.plan.layout.ranks == 1
         direct = not state.accumulate and flat.dtype == target.dtype
@@ -265,6 +268,39 @@ class Engine:
             state.settled = state.token
         if not self.options.overlap:
             state.token.wait()
+
+    def accumulate(self, index: int) -> None:
+        """In place of ``reduce`` inside ``no_sync``: full gradients stay here until a backward reduces them."""
+        bucket, state = self.buckets[index], self._reducing[index]
+        if not self._keeps(bucket):
+            self.reduce(index)
+        elif bucket.kept is not None:
+            bucket.kept.add_(state.flat)
+        else:
+            bucket.kept = state.flat.clone() if bucket.plan.grad_in_arena else state.flat
+
+    def put_back(self, index: int) -> None:
+        """In place of ``finish`` inside ``no_sync``: the place in the arena is free again."""
+        if not self._keeps(self.buckets[index]):
+            self.finish(index)
+            return
+        state = self._reducing.pop(index)
+        if state.slot is not None:
+            self.arena.release(state.slot, self._streams.mark())
+
+    def _keeps(self, bucket: Bucket) -> bool:
+        """Whether full gradients are kept: not where no other rank has any part in them."""
+        return not self.synchronises and bucket.channels.reducing(bucket.plan) is not None
+
+    def _add_kept(self, bucket: Bucket, state: Reducing) -> None:
+        """Reduce what micro-batches before this one left, along with its own."""
+        if bucket.kept is None:
+            return
+        if bucket.plan.grad_in_arena:
+            state.flat.add_(bucket.kept)
+        else:
+            state.flat = bucket.kept.add_(state.flat)
+        bucket.kept = None
 
     def all_reduce(self, index: int) -> None:
         """The reduced shard is added up over its replicas, on a stream and in a group of its own."""
@@ -319,8 +355,9 @@ class Engine:
             for token in pending:
                 token.wait()
             return memory.view(plan.reduce_dtype)
-        if bucket.grad_full is not None:
-            return bucket.grad_full
-        if not accumulate and plan.reduce_dtype == plan.master_dtype:
-            return bucket.hold_gradient()
+        if bucket.kept is None:
+            if bucket.grad_full is not None:
+                return bucket.grad_full
+            if not accumulate and plan.reduce_dtype == plan.master_dtype and not self._keeps(bucket):
+                return bucket.hold_gradient()
         return torch.empty(plan.layout.numel, dtype=plan.reduce_dtype, device=bucket.device)

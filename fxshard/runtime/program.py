@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -58,12 +58,13 @@ class Program:
             self._before_first_run()
             self._before_first_run = None
         engine.begin(self.phase, self._arena_bytes, self._carries)
+        instructions = self._instructions if engine.synchronises else self._accumulating
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
         args.clear()
         for i in self._unused_inputs:
             registers[i] = None
         try:
-            for instruction in self._instructions:
+            for instruction in instructions:
                 values = [registers[i] for i in instruction.inputs]
                 for i in instruction.dead:
                     registers[i] = None
@@ -100,25 +101,38 @@ class Program:
         last_use = _last_uses(calls, graph.output_node())
 
         self._instructions: list[Instruction] = []
+        self._accumulating: list[Instruction] = []
+        """The same inside ``no_sync``: gradients are kept where they would be reduced."""
         for call in calls:
             event = event_of(call)
             segment = compiler(_segment(module, call)) if event is None else None
             run = segment if segment is not None else self._bind(call, event)  # type: ignore[arg-type]
             args = [node for node in call.args if isinstance(node, fx.Node)]
-            self._instructions.append(
-                Instruction(
-                    run=run,
-                    inputs=tuple(register[node] for node in args),
-                    outputs=unpacked[call],
-                    dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
-                    label=str(call.target) if event is None else f"{event.kind} {event.bucket}",
-                )
+            instruction = Instruction(
+                run=run,
+                inputs=tuple(register[node] for node in args),
+                outputs=unpacked[call],
+                dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
+                label=str(call.target) if event is None else f"{event.kind} {event.bucket}",
             )
+            self._instructions.append(instruction)
+            self._accumulating += self._without_reducing(instruction, event)
         returned = graph.output_node().args[0]
         assert isinstance(returned, (tuple, list))
         self._returns = tuple(register[node] if isinstance(node, fx.Node) else None for node in returned)
         self._unused_inputs = tuple(register[node] for node in inputs if not node.users)
         self._registers = len(register)
+
+    def _without_reducing(self, instruction: Instruction, event: Event | None) -> list[Instruction]:
+        """What stands for an instruction inside ``no_sync``."""
+        if event is None or event.kind not in (Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH):
+            return [instruction]
+        if event.kind is Kind.ALL_REDUCE:
+            return []
+        index = event.bucket_index
+        act = self._engine.accumulate if event.kind is Kind.REDUCE else self._engine.put_back
+        what = Kind.ACCUMULATE if event.kind is Kind.REDUCE else event.kind
+        return [replace(instruction, run=lambda _: act(index), label=f"{what} {event.bucket}")]
 
     def _bind(self, call: fx.Node, event: Event) -> BoxedCallable:
         """The engine's action for a runtime node."""

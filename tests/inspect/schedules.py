@@ -77,7 +77,8 @@ def linked(events: list[Event]) -> tuple[Event, ...]:
             Kind.WAIT: (Kind.UNSHARD,),
             Kind.REDUCE: ("write", Kind.GRAD),
             Kind.ALL_REDUCE: (Kind.REDUCE,),
-            Kind.FINISH: (Kind.REDUCE,),
+            Kind.ACCUMULATE: ("write", Kind.GRAD),
+            Kind.FINISH: (Kind.REDUCE, Kind.ACCUMULATE),
             Kind.UPDATE: (Kind.REDUCE, Kind.ALL_REDUCE),
             Kind.UNSHARD: (Kind.UPDATE,),
         }

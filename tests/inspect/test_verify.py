@@ -165,6 +165,39 @@ def a_third_gradient_bucket() -> Broken:
     return relinked(schedule, _moved(schedule, finish, grad)), grad - 1
 
 
+def kept_before_the_last_write() -> Broken:
+    schedule = zero3().accumulating()
+    at = place(schedule, Kind.ACCUMULATE, 1, BACKWARD)
+    return relinked(schedule, _moved(schedule, at, at - 2)), at - 2
+
+
+def neither_kept_nor_reduced() -> Broken:
+    schedule = zero3().accumulating()
+    at = place(schedule, Kind.ACCUMULATE, 0, BACKWARD)
+    return _without(schedule, at), place(schedule, Kind.FINISH, 0, BACKWARD) - 1
+
+
+def kept_and_reduced() -> Broken:
+    schedule = zero3().accumulating()
+    at = place(schedule, Kind.ACCUMULATE, 1, BACKWARD)
+    return _with(schedule, at, replace(schedule.events[at], kind=Kind.REDUCE)), at + 1
+
+
+def updated_though_only_kept() -> Broken:
+    schedule = zero3().accumulating()
+    update = replace(zero3().events[-1], waits_for=())
+    return replace(schedule, events=(*schedule.events, update)), len(schedule.events)
+
+
+def gather_does_not_wait_for_the_place_of_kept_gradients() -> Broken:
+    schedule = zero3(layers=4, prefetch=0).accumulating()
+    taken, freed = place(schedule, Kind.GRAD, 3, BACKWARD), place(schedule, Kind.FINISH, 3, BACKWARD)
+    gather = next(i for i, _ in schedule.of(Kind.UNSHARD, phase=BACKWARD) if i > freed)
+    of_their_own = SlotRange(schedule.arena_bytes, schedule.events[taken].bytes)
+    schedule = change(change(schedule, taken, slot=of_their_own), gather, slot=of_their_own, waits_for=())
+    return replace(schedule, arena_bytes=of_their_own.end), gather
+
+
 def replicas_not_added_up() -> Broken:
     schedule = zero3(replicas=2)
     return _without(schedule, place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)), place(
@@ -412,6 +445,9 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
         never_reduced,
         reduced_twice,
         never_finished,
+        kept_before_the_last_write,
+        neither_kept_nor_reduced,
+        kept_and_reduced,
     ),
     "not_rewritten_before_reduced": (written_after_the_end, taken_again_while_reduced),
     "replicas_are_added_up_once": (
@@ -422,7 +458,12 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
         update_does_not_wait_for_the_replicas,
     ),
     "at_most_two_gradient_buckets": (a_third_gradient_bucket,),
-    "every_reduced_bucket_is_updated_once": (no_update, updated_twice, updated_before_reduced),
+    "every_reduced_bucket_is_updated_once": (
+        no_update,
+        updated_twice,
+        updated_before_reduced,
+        updated_though_only_kept,
+    ),
     "gather_after_update": (gathered_before_the_update, gathered_without_waiting_for_the_update),
     "exchanges_go_there_and_back": (
         sent_before_reduced,
@@ -449,6 +490,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
         replicas_do_not_wait_for_the_reduction,
         gather_does_not_wait_for_its_place,
         gradient_does_not_wait_for_its_place,
+        gather_does_not_wait_for_the_place_of_kept_gradients,
     ),
     "buckets_exist": (a_bucket_that_is_not_there,),
 }
@@ -494,6 +536,7 @@ def test_valid_schedules_pass(
     schedule = zero3(layers, ranks, prefetch=prefetch, keep_last=keep_last, carry=carry, zero=zero, replicas=replicas)
     verify(schedule)
     verify(replace(schedule, budget=schedule.peak_bytes))
+    verify(schedule.accumulating())
     verify(evaluation(layers, ranks, prefetch=prefetch, zero=zero))
 
 

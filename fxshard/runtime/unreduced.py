@@ -1,0 +1,49 @@
+"""Gradients that ``no_sync`` kept on this rank must be reduced before anything uses them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fxshard.errors import StateError
+
+if TYPE_CHECKING:
+    from fxshard.runtime.bucket import Bucket
+
+_BUCKET_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_hook: Any = None
+
+
+def guard(parameter: torch.Tensor, bucket: Bucket) -> None:
+    """From now on no optimizer steps over ``parameter`` while gradients of its bucket are unreduced."""
+    global _hook
+    _BUCKET_OF[parameter] = weakref.ref(bucket)
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def refuse_unreduced(buckets: Iterable[Bucket], what: str) -> None:
+    """Raise if ``no_sync`` left gradients that no backward has reduced since."""
+    names = [bucket.plan.name for bucket in buckets if bucket.kept is not None]
+    if names:
+        some = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+        raise StateError(
+            f"{what}: gradients of {len(names)} buckets ({some}) were kept by no_sync() and never reduced; run the "
+            "last backward outside of it, with a graph that uses these parameters, or drop them with model.zero_grad()"
+        )
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    found: dict[int, Bucket] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference = _BUCKET_OF.get(parameter)
+            bucket = reference() if reference is not None else None
+            if bucket is not None:
+                found[id(bucket)] = bucket
+    refuse_unreduced(found.values(), "optimizer.step()")
