@@ -28,7 +28,7 @@ def fxshard_backend(
     graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxshard")``. A model that ``fxshard.shard`` took apart runs sharded."""
-    shardings = {id(found[0]): found[0] for found in map(sharding_of, _inputs(graph)) if found is not None}
+    shardings = {id(found[0]): found[0] for found in map(sharding_of, graph_inputs(graph)) if found is not None}
     if len(shardings) > 1:
         raise ConfigError("one graph uses parameters of two sharded models; shard them together or compile them apart")
     if shardings:
@@ -59,7 +59,10 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
-        capture = Capture(self, [self._ref(value) for value in _inputs(graph)])
+        return self.compile(Capture(self, self.refs(graph)), graph, example_inputs)
+
+    def compile(self, capture: Capture, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Send a captured graph through AOTAutograd, which hands what it makes to ``capture``."""
         inductor = self.sharding.options.lowering == "inductor"
         return _compat.aot_autograd(
             fw_compiler=capture.compile_forward,
@@ -68,6 +71,10 @@ class Backend:
             partition_fn=capture.partition,
             decompositions=_compat.inductor_decompositions() if inductor else None,
         )(graph, example_inputs)
+
+    def refs(self, graph: fx.GraphModule) -> list[ParamRef | None]:
+        """The parameter that each input of a captured graph is, None for data."""
+        return [self._ref(value) for value in graph_inputs(graph)]
 
     def _ref(self, value: object) -> ParamRef | None:
         found = sharding_of(value)
@@ -172,7 +179,8 @@ def backend_of(sharding: Sharding) -> Backend:
     return sharding.backend
 
 
-def _inputs(graph: fx.GraphModule) -> list[Any]:
+def graph_inputs(graph: fx.GraphModule) -> list[Any]:
+    """What a captured graph was called with."""
     return [_compat.graph_input_example(node) for node in graph.graph.find_nodes(op="placeholder")]
 
 
