@@ -10,6 +10,7 @@ from torch import fx
 from fxshard.errors import BudgetError
 from fxshard.events import Phase
 from fxshard.passes.context import PassContext
+from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
@@ -24,7 +25,7 @@ Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
     Phase.FORWARD: (insert_unshard, insert_reshard),
     Phase.EVAL: (insert_unshard, insert_reshard),
-    Phase.BACKWARD: (insert_unshard, insert_reshard, insert_reduce_scatter, write_gradients),
+    Phase.BACKWARD: (defer_wgrad, insert_unshard, insert_reshard, insert_reduce_scatter, write_gradients),
 }
 
 FARTHEST = 2

@@ -116,7 +116,7 @@ def _fsdp2(
     modules: dict[Phase, fx.GraphModule], context: PassContext, resident: int
 ) -> tuple[dict[Phase, fx.GraphModule], Any]:
     """Each gather starts when the bucket before it is in use, and what forward uses last stays for backward."""
-    context = replace(context, options=replace(context.options, prefetch=1, keep_resident=False))
+    context = replace(context, options=replace(context.options, prefetch=1, keep_resident=False, defer_wgrad=False))
     for phase, module in modules.items():
         at = replace(context, phase=phase)
         for run in pipeline.INSERTING[phase]:
