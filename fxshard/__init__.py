@@ -25,6 +25,7 @@ from fxshard.module import ShardedModule
 
 # Last: ``fxshard.plan`` is the function; the package of the same name is reached by ``from fxshard.plan.x import y``.
 from fxshard.planning import plan
+from fxshard.profile import Profile
 
 __all__ = [
     "AdamW",
@@ -36,6 +37,7 @@ __all__ = [
     "PassError",
     "PeerError",
     "Precision",
+    "Profile",
     "RankDivergenceError",
     "Schedule",
     "ScheduleError",

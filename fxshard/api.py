@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,7 +77,7 @@ def compile(
         arena=arena,
         verify=verify,
     )
-    sharded.bind(capture(sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
+    sharded.bind(partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
     return sharded
 
 

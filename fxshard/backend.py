@@ -139,6 +139,7 @@ class Capture:
             sharding.group_name,
             ranks=sharding.ranks,
             hardware=sharding.hardware,
+            profile=sharding.profile,
         )
 
     def _schedule(self, modules: dict[Phase, fx.GraphModule]) -> None:

@@ -24,6 +24,7 @@ from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
+from fxshard.profile import Profile
 from fxshard.repetition import Shortened, Unrepeatable, shorten
 from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.engine import Engine
@@ -46,12 +47,13 @@ def plan(
     defer_wgrad: bool = True,
     lowering: str = "inductor",
     verify: bool = True,
+    profile: Profile | None = None,
     trace_once: bool = True,
 ) -> Schedule:
     """The schedule that ``fxshard.compile`` would emit on ``world_size`` ranks: no process group, no GPU, no weights.
 
     The model and the inputs may be on the meta device. Nothing of them is changed. With ``trace_once`` repeated layers
-    go through autograd once, not one by one; the schedule is the same.
+    go through autograd once, not one by one; the schedule is the same. A ``profile`` of a run replaces estimated durations.
 
     >>> with torch.device("meta"):
     ...     model = Transformer(config)
@@ -93,6 +95,7 @@ def plan(
         group_name=f"{'cpu' if machine.name == 'cpu' else 'cuda'}×{world_size}" if world_size > 1 else "none",
         ranks=world_size,
         hardware=machine,
+        profile=profile,
     )
     parameters = dict(twin.named_parameters())
     for bucket in plans:

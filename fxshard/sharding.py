@@ -21,6 +21,7 @@ from fxshard.plan.buckets import LAYOUTS, BucketPlan, LayoutKind, plan_buckets
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
+from fxshard.profile import Profile
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine, Groups
@@ -47,6 +48,8 @@ class Sharding:
 
     ranks: int = 1
     hardware: Hardware | None = None
+    profile: Profile | None = None
+    """Recorded durations that replace estimates."""
     backend: object | None = None
     """The one backend that compiles this model, however ``torch.compile`` is reached."""
 

@@ -21,6 +21,7 @@ from fxshard.events import META, Kind, Phase, event_of, events
 from fxshard.passes.context import PassContext
 from fxshard.plan.collectives import all_gather_seconds, replicated_reduce_seconds
 from fxshard.plan.cost import node_flops, node_traffic
+from fxshard.profile import Profile
 
 MARGIN = 1.25
 """Estimates of durations are stretched by this: a gather that starts a little early costs little, a late one stalls."""
@@ -104,24 +105,35 @@ def _gather_seconds(index: int, context: PassContext) -> float:
     """Time the link needs for a bucket. In backward it carries the reduction of another bucket in the meantime."""
     bucket, hardware = context.buckets[index], context.hardware
     assert hardware is not None
-    seconds = all_gather_seconds(bucket.gathered_bytes, bucket.layout.ranks, hardware)
+    profile = context.profile or Profile()
+    seconds = profile.gather(bucket.name)
+    if seconds is None:
+        seconds = all_gather_seconds(bucket.gathered_bytes, bucket.layout.ranks, hardware)
     if context.phase is Phase.BACKWARD and bucket.trainable:
-        seconds += replicated_reduce_seconds(bucket.grad_bytes, bucket.layout.ranks, context.ranks, hardware)
+        reduce = profile.reduce(bucket.name)
+        if reduce is None:
+            reduce = replicated_reduce_seconds(bucket.grad_bytes, bucket.layout.ranks, context.ranks, hardware)
+        seconds += reduce
     return seconds
 
 
 def _clock(graph: fx.Graph, anchors: list[fx.Node | None], context: PassContext) -> list[float]:
-    """When compute reaches each anchor, by the cost model and without waiting for anything."""
+    """When compute reaches each anchor, by a profile or the cost model, and without waiting for anything."""
     assert context.hardware is not None
     dtype = max(context.buckets, key=lambda bucket: bucket.layout.numel).param_dtype
+    recorded = context.profile
+    if recorded is not None and not recorded.fits(context.phase, (event for _, event in events(graph))):
+        recorded = None
     places = set(anchors)
     now, flops, traffic = 0.0, 0, 0
     clock = [0.0]
     for node in graph.nodes:
         if node in places:
-            if flops or traffic:
-                now += context.hardware.compute_seconds(flops, traffic, dtype)
-                flops = traffic = 0
+            seconds = recorded.compute(context.phase, len(clock) - 1) if recorded is not None else None
+            if seconds is None and (flops or traffic):
+                seconds = context.hardware.compute_seconds(flops, traffic, dtype)
+            now += seconds or 0.0
+            flops = traffic = 0
             clock.append(now)
         elif event_of(node) is None:
             flops += node_flops(node)

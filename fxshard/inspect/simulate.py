@@ -20,6 +20,7 @@ from fxshard.inspect.verify import GIVEN_BACK_BY, ScheduleError, Step
 from fxshard.plan.collectives import all_gather_seconds, replicated_reduce_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
+from fxshard.profile import Profile, as_durations
 
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 STREAMS = {Kind.UNSHARD: GATHER, Kind.REDUCE: REDUCE}
@@ -72,17 +73,17 @@ def simulate(
     schedule: Schedule,
     hardware: Hardware | str,
     *,
-    durations: Mapping[int, float] | None = None,
+    durations: Mapping[int, float] | Profile | None = None,
     shared_link: bool = True,
     steady: bool = True,
 ) -> Simulation:
-    """Run a schedule on paper. ``durations`` (seconds by position, for example measured ones) replace estimates.
+    """Run a schedule on paper. ``durations`` (seconds by position, or a recorded profile) replace estimates.
 
     With ``steady`` the step is one of many: what the optimizer phase gathers for the next step runs while this one ends
     and the next begins. Without, the step is the first, and gathers that at its start.
     """
     seconds = event_seconds(schedule, known(hardware))
-    for i, given in (durations or {}).items():
+    for i, given in as_durations(schedule, durations).items():
         seconds[i] = given
     carried = Step(schedule).carried
     run = _run(schedule, seconds, shared_link, _Start.cold(carried, seconds))

@@ -15,6 +15,7 @@ from fxshard.events import Phase
 from fxshard.plan.memory import SlotRange
 from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.streams import Token, streams_for
 
 
@@ -52,6 +53,7 @@ class Engine:
     def __init__(self, buckets: list[Bucket], groups: Groups | None, device: torch.device, options: Options) -> None:
         self.buckets = buckets
         self.options = options
+        self.device = device
         self.arena = Arena(device, planned=options.arena)
         self._groups = groups
         self._ranks = groups.gather.size() if groups is not None else 1
@@ -61,11 +63,15 @@ class Engine:
         self._reducing: dict[int, Reducing] = {}
         self._start: Token | None = None
         self._unsettled: list[Reducing] = []
+        self.recorder: Recorder | None = None
+        """Times what programs do, while there is one."""
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def begin(self, phase: Phase) -> None:
         """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again."""
+        if self.recorder is not None:
+            self.recorder.begin(phase)
         if phase is Phase.BACKWARD:
             return
         for bucket in self.buckets:

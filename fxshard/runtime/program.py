@@ -16,6 +16,7 @@ from torch import fx
 
 from fxshard.events import Event, Kind, Phase, event_of
 from fxshard.lowering import BoxedCallable, SegmentCompiler
+from fxshard.profile import Key
 from fxshard.runtime.engine import Engine
 
 
@@ -28,6 +29,8 @@ class Instruction:
     outputs: tuple[int | None, ...] | None
     dead: tuple[int, ...]
     label: str
+    key: Key | None = None
+    """Under what a profile records it."""
 
 
 class Program:
@@ -56,6 +59,7 @@ class Program:
             self._before_first_run = None
         engine.arena.reserve(self._arena_bytes)
         engine.begin(self.phase)
+        recorder = engine.recorder
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
         args.clear()
         for i in self._unused_inputs:
@@ -65,7 +69,10 @@ class Program:
                 values = [registers[i] for i in instruction.inputs]
                 for i in instruction.dead:
                     registers[i] = None
-                results = instruction.run(values)
+                if recorder is None:
+                    results = instruction.run(values)
+                else:
+                    results = recorder.run(instruction.key, instruction.run, values)
                 if instruction.outputs is not None:
                     for register, result in zip(instruction.outputs, results, strict=True):
                         if register is not None:
@@ -98,6 +105,7 @@ class Program:
         last_use = _last_uses(calls, graph.output_node())
 
         self._instructions: list[Instruction] = []
+        passed = 0  # events that are no gathers
         for call in calls:
             event = event_of(call)
             segment = compiler(_segment(module, call)) if event is None else None
@@ -110,13 +118,21 @@ class Program:
                     outputs=unpacked[call],
                     dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
                     label=str(call.target) if event is None else f"{event.kind} {event.bucket}",
+                    key=self._key(event, passed),
                 )
             )
+            passed += event is not None and event.kind is not Kind.UNSHARD
         returned = graph.output_node().args[0]
         assert isinstance(returned, (tuple, list))
         self._returns = tuple(register[node] if isinstance(node, fx.Node) else None for node in returned)
         self._unused_inputs = tuple(register[node] for node in inputs if not node.users)
         self._registers = len(register)
+
+    def _key(self, event: Event | None, passed: int) -> Key | None:
+        if event is None:
+            return "compute", str(self.phase), passed
+        collective = {Kind.UNSHARD: "gather", Kind.REDUCE: "reduce"}.get(event.kind)
+        return None if collective is None else (collective, event.bucket, 0)
 
     def _bind(self, call: fx.Node, event: Event) -> BoxedCallable:
         """The engine's action for a runtime node."""
