@@ -56,6 +56,8 @@ class Backend:
         self.graphs: dict[str, fx.GraphModule] = {}
         self.schedules: dict[str, Schedule] = {}
         self.captures = 0
+        self.report: Callable[[str], None] = lambda stage: None
+        """Called when a stage begins: ``differentiating``, ``partitioning``, ``scheduling``."""
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
@@ -63,6 +65,7 @@ class Backend:
 
     def compile(self, capture: Capture, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Send a captured graph through AOTAutograd, which hands what it makes to ``capture``."""
+        self.report("differentiating")
         inductor = self.sharding.options.lowering == "inductor"
         return _compat.aot_autograd(
             fw_compiler=capture.compile_forward,
@@ -96,6 +99,7 @@ class Capture:
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._backend.report("partitioning")
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)
@@ -143,6 +147,7 @@ class Capture:
         )
 
     def _schedule(self, modules: dict[Phase, fx.GraphModule]) -> None:
+        self._backend.report("scheduling")
         sharding = self._sharding
         resident = resident_bytes(sharding.plans)
         self._scheduled, memory = schedule(modules, self._context(next(iter(modules))), resident)

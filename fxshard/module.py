@@ -139,7 +139,9 @@ class ShardedModule(nn.Module):
             engine.recorder, engine.options = None, options
         recorder.close()
         events = self.schedule.events
-        phases = {phase: [event for event in events if event.phase is phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        phases = {
+            phase: [event for event in events if event.phase is phase] for phase in (Phase.FORWARD, Phase.BACKWARD)
+        }
         shared = self._sharding.agreement.share(recorder.samples)
         filled = Profile.from_samples(shared, {str(phase): structure(own) for phase, own in phases.items() if own})
         profile.seconds.update(filled.seconds)

@@ -30,6 +30,9 @@ from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.engine import Engine
 from fxshard.sharding import Sharding, register
 
+STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
+"""What planning does, in order. Each takes a good part of the time."""
+
 
 def plan(
     model: nn.Module,
@@ -49,11 +52,13 @@ def plan(
     verify: bool = True,
     profile: Profile | None = None,
     trace_once: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """The schedule that ``fxshard.compile`` would emit on ``world_size`` ranks: no process group, no GPU, no weights.
 
     The model and the inputs may be on the meta device. Nothing of them is changed. With ``trace_once`` repeated layers
-    go through autograd once, not one by one; the schedule is the same. A ``profile`` of a run replaces estimated durations.
+    go through autograd once, not one by one; the schedule is the same. A ``profile`` of a run replaces estimated
+    durations. ``progress`` is called with the name of each of ``STAGES`` when it begins.
 
     >>> with torch.device("meta"):
     ...     model = Transformer(config)
@@ -101,11 +106,12 @@ def plan(
     for bucket in plans:
         for position, name in enumerate(bucket.params):
             register(parameters[name], sharding, ParamRef(bucket.index, position))
+    report = progress or (lambda stage: None)
     names = {id(tensor): name for name, tensor in [*parameters.items(), *twin.named_buffers()]}
     try:
-        return _capture(twin, example_inputs, _Planner(sharding, names if trace_once else {}), precision)
+        return _capture(twin, example_inputs, _Planner(sharding, names if trace_once else {}, report), precision)
     except Unrepeatable:
-        return _capture(twin, example_inputs, _Planner(sharding, {}), precision)
+        return _capture(twin, example_inputs, _Planner(sharding, {}, report), precision)
 
 
 class _Planned(BaseException):
@@ -123,9 +129,10 @@ def _stop_here(split: fx.GraphModule) -> Callable[..., Any]:
 class _Planner(Backend):
     """A backend that runs nothing. With the ``names`` of parameters and buffers it traces repeated layers once."""
 
-    def __init__(self, sharding: Sharding, names: Mapping[int, str]) -> None:
+    def __init__(self, sharding: Sharding, names: Mapping[int, str], report: Callable[[str], None]) -> None:
         super().__init__(sharding, lower=_stop_here)
         self._names = names
+        self.report = report
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         short = shorten(graph, [self._names.get(id(value)) for value in graph_inputs(graph)])
@@ -161,6 +168,7 @@ def _capture(twin: nn.Module, inputs: Any, backend: Backend, precision: Precisio
     if precision is not None and precision.param is not None and precision.cast_inputs:
         values = cast_floats(values, precision.param)
     args, kwargs = ((), dict(values)) if isinstance(values, Mapping) else (tuple(values), {})
+    backend.report("capturing")
     try:
         with _no_garbage_collection():
             capture(twin, backend, dynamic=False)(*args, **kwargs)

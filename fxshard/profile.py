@@ -106,12 +106,12 @@ class Profile:
 
 def structure(events: Iterable[Event]) -> str:
     """A digest of the events of a phase that a profile does not move."""
-    lines = [f"{e.kind} {e.bucket} {e.bytes}" for e in events if e.kind not in (Kind.COMPUTE, Kind.UNSHARD, Kind.UPDATE)]
+    lines = [
+        f"{e.kind} {e.bucket} {e.bytes}" for e in events if e.kind not in (Kind.COMPUTE, Kind.UNSHARD, Kind.UPDATE)
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def as_durations(schedule: Schedule, durations: Mapping[int, float] | Profile | None) -> Mapping[int, float]:
     """Seconds by position from either."""
     return durations.of(schedule) if isinstance(durations, Profile) else durations or {}
-
-

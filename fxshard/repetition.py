@@ -81,9 +81,7 @@ def _members(names: Sequence[str | None]) -> list[Member | None]:
         return [None] * len(names)
     longest = max(layers, key=lambda prefix: len(layers[prefix]))
     start = min(layers[longest])
-    return [
-        (int(match[2]) - start, match[3]) if match is not None and match[1] == longest else None for match in found
-    ]
+    return [(int(match[2]) - start, match[3]) if match is not None and match[1] == longest else None for match in found]
 
 
 def _repeats(line: _Line, first: list[int]) -> bool:
@@ -324,7 +322,7 @@ class _Expansion:
             else:
                 assert member is not None
                 low, high = of_layer[1, member[1]], of_layer[2, member[1]]
-                alike = low is None and high is None or (low is not None and self.line.moves(low, high))
+                alike = (low is None and high is None) or (low is not None and self.line.moves(low, high))
                 if not alike:
                     raise Unrepeatable
                 new.append(self._gradient(low, member[0] - 1))

@@ -110,9 +110,7 @@ def planned(profile: fxshard.Profile, gathers: float) -> fxshard.Schedule:
     with torch.device("meta"):
         model = llama()
     scaled = replace(profile, seconds=seconds)
-    return fxshard.plan(
-        model, batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager", profile=scaled
-    )
+    return fxshard.plan(model, batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager", profile=scaled)
 
 
 @pytest.mark.shows("P2")

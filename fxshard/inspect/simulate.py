@@ -16,7 +16,7 @@ import torch
 
 from fxshard.events import Event, Kind, Phase
 from fxshard.inspect.schedule import Schedule
-from fxshard.inspect.verify import GIVEN_BACK_BY, ScheduleError, Step
+from fxshard.inspect.step import GIVEN_BACK_BY, ScheduleError, Step
 from fxshard.plan.collectives import all_gather_seconds, replicated_reduce_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known

@@ -208,6 +208,6 @@ def test_ten_thousand_events_take_a_moment() -> None:
 
 
 def _seconds_to_simulate(schedule: Schedule) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     simulate(schedule, "h200", steady=False)
-    return time.perf_counter() - start
+    return time.process_time() - start

@@ -405,7 +405,7 @@ def test_the_cost_is_linear_in_layers() -> None:
     times = {}
     for layers in (100, 400):
         schedule = zero3(layers, 8, prefetch=3)
-        start = time.perf_counter()
+        start = time.process_time()
         verify(schedule)
-        times[layers] = time.perf_counter() - start
+        times[layers] = time.process_time() - start
     assert times[400] < 12 * max(times[100], 1e-3)  # four times the work; the rest is a busy machine

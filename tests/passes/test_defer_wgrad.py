@@ -127,5 +127,3 @@ def on_and_off(lowering: str, layers: int) -> tuple[Run, Run]:
 def test_moving_products_changes_no_bit(ranks: Pool, lowering: str, layers: int) -> None:
     for on, off in ranks(2, on_and_off, lowering, layers, timeout=300):
         assert on.same(off)
-
-
