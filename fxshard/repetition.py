@@ -14,7 +14,7 @@ nodes and parameters that lie one period apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -49,10 +49,13 @@ def shorten(module: fx.GraphModule, names: Sequence[str | None]) -> Shortened | 
     for position, node in enumerate(line.nodes):
         if position in removed or node in dropped:
             continue
-        refs = {ref: _left_for(ref, line, first) if position >= removed.stop else ref for ref in node.all_input_nodes}
-        if any(left is None for left in refs.values()):
-            return None
-        env[node] = graph.node_copy(node, lambda ref, refs=refs: env[refs[ref]])
+        copies: dict[fx.Node, fx.Node] = {}
+        for ref in node.all_input_nodes:
+            left = _left_for(ref, line, first) if position >= removed.stop else ref
+            if left is None:
+                return None
+            copies[ref] = env[left]
+        env[node] = graph.node_copy(node, copies.__getitem__)
     kept = tuple(i for i, node in enumerate(inputs) if node not in dropped)
     return Shortened(fx.GraphModule(module, graph), kept, tuple(members), layers - KEPT)
 
@@ -252,8 +255,8 @@ class _Expansion:
         for position in positions:
             node = self.line.nodes[position]
             other = self.line.nodes[position + pair] if pair is not None else None
-            new = iter([self._resolve(ref, twin, shift) for ref, twin in self._pairs(node, other)])
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _, new=new: next(new))
+            copies = iter([self._resolve(ref, twin, shift) for ref, twin in self._pairs(node, other)])
+            args, kwargs = _replaced(node, copies)
             name = self._name(node.name, numbers)
             copy = self.graph.create_node(node.op, node.target, args, kwargs, name=name, type_expr=node.type)
             copy.meta.update(node.meta)
@@ -370,6 +373,11 @@ def _refs(node: fx.Node) -> list[fx.Node]:
     refs: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), refs.append)  # type: ignore[arg-type]
     return refs
+
+
+def _replaced(node: fx.Node, copies: Iterator[fx.Node]) -> Any:
+    """A node's arguments with other nodes in the places of :func:`_refs`."""
+    return fx.map_arg((node.args, node.kwargs), lambda _: next(copies))
 
 
 def _skeleton(node: fx.Node) -> str:
