@@ -2,8 +2,9 @@
 
 torchrun --standalone --nproc-per-node 2 -m fxshard.bench.prediction --device cpu --size toy
 
-Three predictions: from the presets alone; with the link measured and, where ranks share a device, its arithmetic and
-memory divided among them; and with every duration recorded by ``model.profile``.
+All ranks share one device here. Three predictions: from the preset as it is; with the device's arithmetic and memory
+divided among the ranks and the link as recorded; and with every duration recorded by ``model.profile``. With several
+ranks the last two let compute and collectives take turns: both run on the one device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxshard.plan.hardware import Hardware, hardware
 def shared_device(machine: Hardware, ranks: int, link: float) -> Hardware:
     """A machine whose ranks share one device: an equal part of its arithmetic and memory for each, a link as measured.
 
-    ``link`` is in bytes/s per rank, what remains after latency.
+    ``link`` is in bytes/s per rank. Collectives run on the same device: simulate without overlap.
     """
     return replace(
         machine,
@@ -94,8 +95,10 @@ def report(
     if schedule.ranks > 1:
         link = link_of(profile, schedule)
         print(f"link, recorded alone: {link / 1e9:.2f} GB/s per rank")
-        predictions["shared device, recorded link"] = schedule.simulate(shared_device(machine, schedule.ranks, link))
-    predictions["recorded durations"] = schedule.simulate(machine, durations=profile)
+        part = shared_device(machine, schedule.ranks, link)
+        predictions["shared device, recorded link"] = schedule.simulate(part, overlap=False)
+    alone = schedule.ranks == 1  # the others are on the same device
+    predictions["recorded durations"] = schedule.simulate(machine, durations=profile, overlap=alone)
     for name, found in predictions.items():
         print(
             f"{name:<30} step {found.step_seconds * 1e3:8.1f} ms ({found.step_seconds / after - 1:+.1%})   "

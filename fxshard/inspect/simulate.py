@@ -75,10 +75,12 @@ def simulate(
     *,
     durations: Mapping[int, float] | Profile | None = None,
     shared_link: bool = True,
+    overlap: bool = True,
     steady: bool = True,
 ) -> Simulation:
     """Run a schedule on paper. ``durations`` (seconds by position, or a recorded profile) replace estimates.
 
+    Without ``overlap`` compute and collectives take turns, as they do where ranks share one device.
     With ``steady`` the step is one of many: what the optimizer phase gathers for the next step runs while this one ends
     and the next begins. Without, the step is the first, and gathers that at its start.
     """
@@ -86,11 +88,11 @@ def simulate(
     for i, given in as_durations(schedule, durations).items():
         seconds[i] = given
     carried = Step(schedule).carried
-    run = _run(schedule, seconds, shared_link, _Start.cold(carried, seconds))
+    run = _run(schedule, seconds, shared_link, overlap, _Start.cold(carried, seconds))
     if steady and carried:
         for _ in range(SETTLING):
             start = run.left_over(carried)
-            again = _run(schedule, seconds, shared_link, start)
+            again = _run(schedule, seconds, shared_link, overlap, start)
             settled = again.left_over(carried) == start
             run = again
             if settled:
@@ -106,7 +108,7 @@ def simulate(
         compute_seconds=total[COMPUTE],
         communication_seconds=total[GATHER] + total[REDUCE],
         exposed_seconds=run.stop - total[COMPUTE],
-        bound_seconds=max(total[COMPUTE], network),
+        bound_seconds=max(total[COMPUTE], network) if overlap else total[COMPUTE] + total[GATHER] + total[REDUCE],
         spans=tuple(run.spans),
         memory=memory,
         peak_bytes=max(held for _, held in memory),
@@ -186,7 +188,7 @@ class _Run:
         return _Start({index: max(0.0, self.spans[i].stop - self.stop) for index, i in carried.items()})
 
 
-def _run(schedule: Schedule, seconds: list[float], shared_link: bool, start: _Start) -> _Run:
+def _run(schedule: Schedule, seconds: list[float], shared_link: bool, overlap: bool, start: _Start) -> _Run:
     """Take, again and again, the event that can start first: all others start later, so nothing is overtaken."""
     events = schedule.events
     needs, earliest = _needs(events), _earliest(events, start)
@@ -217,6 +219,8 @@ def _run(schedule: Schedule, seconds: list[float], shared_link: bool, start: _St
         stops[i] = free[stream] = stop
         if shared_link and stream != COMPUTE:
             free[GATHER] = free[REDUCE] = stop
+        if not overlap:
+            free = dict.fromkeys(free, stop)
         streams[stream].pop()
         ready[stream] = None
 
