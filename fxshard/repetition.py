@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard.passes.aliases import readers
+
 KEPT = 4
 """Layers that go through autograd: the first and the last may differ, two in between show the period."""
 
@@ -117,10 +119,10 @@ class _Line:
         self.bw_period = 0
 
     def first_uses(self, layers: Iterable[int], *, backward: bool = False) -> list[int] | None:
-        """Where each layer's parameters are first used, in one direction; None if a layer's never are."""
+        """Where each layer's parameters, or views of them, are first used in one direction; None if one's never are."""
         found: dict[int, int] = {}
         for node, member in self.member.items():
-            for user in node.users if member is not None else ():
+            for user in readers([node]) if member is not None else ():
                 assert member is not None
                 position = self.at[user]
                 if (position >= self.boundary) == backward and user.op != "output":
@@ -195,9 +197,10 @@ class _Expansion:
         self.short, self.joint, self.line = short, joint, line
         self.inputs, self.tangents = inputs, tangents
         forward = line.first_uses(range(KEPT))
-        backward = line.first_uses(range(KEPT), backward=True)
+        backward = line.first_uses(range(1, KEPT), backward=True)
         if forward is None or backward is None:
             raise Unrepeatable
+        backward.insert(0, -1)  # nothing may flow through the first layer, as where the model's input is data
         self.f, self.g = forward, backward
         line.fw_period, line.bw_period = forward[2] - forward[1], backward[1] - backward[2]
         if forward[3] - forward[2] != line.fw_period or backward[2] - backward[3] != line.bw_period:
