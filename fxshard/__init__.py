@@ -2,30 +2,85 @@
 
 ``fxshard.compile(model)`` captures a plain ``nn.Module``, shards its parameters, gradients and optimizer state over the
 data-parallel ranks, and schedules every collective. The schedule is an object: ``print(model.schedule)``.
+
+Names are imported when they are first used, so that ``fxshard --help`` does not wait for torch.
 """
 
-from fxshard._version import __version__
-from fxshard.api import compile, shard
-from fxshard.config import AdamW, Muon, Precision, Split
-from fxshard.errors import (
-    BudgetError,
-    CaptureError,
-    ConfigError,
-    FxshardError,
-    LayoutError,
-    PassError,
-    PeerError,
-    RankDivergenceError,
-    StateError,
-)
-from fxshard.groups import Group
-from fxshard.inspect.files import ScheduleFileError
-from fxshard.inspect.schedule import Schedule
-from fxshard.inspect.verify import ScheduleError
-from fxshard.module import ShardedModule
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-# Last: ``fxshard.plan`` is the function; the package of the same name is reached by ``from fxshard.plan.x import y``.
-from fxshard.planning import plan
+from fxshard._version import __version__
+
+if TYPE_CHECKING:
+    from fxshard.api import compile, shard
+    from fxshard.config import AdamW, Muon, Precision, Split
+    from fxshard.errors import (
+        BudgetError,
+        CaptureError,
+        ConfigError,
+        FxshardError,
+        LayoutError,
+        PassError,
+        PeerError,
+        RankDivergenceError,
+        StateError,
+    )
+    from fxshard.groups import Group
+    from fxshard.inspect.files import ScheduleFileError
+    from fxshard.inspect.schedule import Schedule
+    from fxshard.inspect.step import ScheduleError
+    from fxshard.module import ShardedModule
+    from fxshard.planning import plan
+    from fxshard.profile import Profile
+
+_HOME = {
+    "AdamW": "config",
+    "BudgetError": "errors",
+    "CaptureError": "errors",
+    "ConfigError": "errors",
+    "FxshardError": "errors",
+    "Group": "groups",
+    "LayoutError": "errors",
+    "Muon": "config",
+    "PassError": "errors",
+    "PeerError": "errors",
+    "Precision": "config",
+    "Profile": "profile",
+    "RankDivergenceError": "errors",
+    "Schedule": "inspect.schedule",
+    "ScheduleError": "inspect.step",
+    "ScheduleFileError": "inspect.files",
+    "ShardedModule": "module",
+    "Split": "config",
+    "StateError": "errors",
+    "compile": "api",
+    "plan": "planning",
+    "shard": "api",
+}
+"""The module that each public name is in."""
+
+
+class _Package(ModuleType):
+    """``fxshard.plan`` is the function. The package of that name is reached by ``from fxshard.plan.x import y``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'fxshard' has no attribute {name!r}")
+        value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "plan" or not isinstance(value, ModuleType):  # the import system puts packages here
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOME})
+
+
+sys.modules[__name__].__class__ = _Package
 
 __all__ = [
     "AdamW",
@@ -39,6 +94,7 @@ __all__ = [
     "PassError",
     "PeerError",
     "Precision",
+    "Profile",
     "RankDivergenceError",
     "Schedule",
     "ScheduleError",

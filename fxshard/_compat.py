@@ -72,6 +72,12 @@ def returns_view(operator: torch._ops.OpOverload) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective, as tensor-parallel models have them. torch 2.11, 2.13."""
+    target = operator_of(node)
+    return target is not None and target.namespace == "_c10d_functional" and operator_name(target) == "wait_tensor"
+
+
 def graph_input_example(placeholder: fx.Node) -> Any:
     """The real value behind an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
     argument = placeholder.meta.get("grapharg")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,6 +39,7 @@ def compile(
     hardware: str | Hardware | None = None,
     prefetch: int | None = None,
     keep_resident: bool = True,
+    defer_wgrad: bool = True,
     overlap: bool = True,
     arena: bool = True,
     verify: bool = True,
@@ -78,11 +81,12 @@ def compile(
         hardware=hardware,
         prefetch=prefetch,
         keep_resident=keep_resident,
+        defer_wgrad=defer_wgrad,
         overlap=overlap,
         arena=arena,
         verify=verify,
     )
-    sharded.bind(capture(sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
+    sharded.bind(partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
     return sharded
 
 
@@ -102,6 +106,7 @@ def shard(
     hardware: str | Hardware | None = None,
     prefetch: int | None = None,
     keep_resident: bool = True,
+    defer_wgrad: bool = True,
     overlap: bool = True,
     arena: bool = True,
     verify: bool = True,
@@ -121,6 +126,7 @@ def shard(
         lowering=lowering,
         prefetch=prefetch,
         keep_resident=keep_resident,
+        defer_wgrad=defer_wgrad,
         overlap=overlap,
         arena=arena,
         memory_budget=parse_bytes(memory_budget),

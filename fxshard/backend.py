@@ -29,7 +29,7 @@ def fxshard_backend(
     graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxshard")``. A model that ``fxshard.shard`` took apart runs sharded."""
-    shardings = {id(found[0]): found[0] for found in map(sharding_of, _inputs(graph)) if found is not None}
+    shardings = {id(found[0]): found[0] for found in map(sharding_of, graph_inputs(graph)) if found is not None}
     if len(shardings) > 1:
         raise ConfigError("one graph uses parameters of two sharded models; shard them together or compile them apart")
     if shardings:
@@ -57,10 +57,16 @@ class Backend:
         self.graphs: dict[str, fx.GraphModule] = {}
         self.schedules: dict[str, Schedule] = {}
         self.captures = 0
+        self.report: Callable[[str], None] = lambda stage: None
+        """Called when a stage begins: ``differentiating``, ``partitioning``, ``scheduling``."""
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
-        capture = Capture(self, [self._ref(value) for value in _inputs(graph)])
+        return self.compile(Capture(self, self.refs(graph)), graph, example_inputs)
+
+    def compile(self, capture: Capture, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Send a captured graph through AOTAutograd, which hands what it makes to ``capture``."""
+        self.report("differentiating")
         inductor = self.sharding.options.lowering == "inductor"
         return _compat.aot_autograd(
             fw_compiler=capture.compile_forward,
@@ -69,6 +75,10 @@ class Backend:
             partition_fn=capture.partition,
             decompositions=_compat.inductor_decompositions() if inductor else None,
         )(graph, example_inputs)
+
+    def refs(self, graph: fx.GraphModule) -> list[ParamRef | None]:
+        """The parameter that each input of a captured graph is, None for data."""
+        return [self._ref(value) for value in graph_inputs(graph)]
 
     def _ref(self, value: object) -> ParamRef | None:
         found = sharding_of(value)
@@ -91,6 +101,7 @@ class Capture:
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._backend.report("partitioning")
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)
@@ -134,9 +145,11 @@ class Capture:
             sharding.group_name,
             ranks=sharding.ranks,
             hardware=sharding.hardware,
+            profile=sharding.profile,
         )
 
     def _schedule(self, modules: dict[Phase, fx.GraphModule]) -> None:
+        self._backend.report("scheduling")
         sharding = self._sharding
         resident = resident_bytes(sharding.plans)
         self._scheduled, memory = schedule(modules, self._context(next(iter(modules))), resident)
@@ -186,7 +199,8 @@ def backend_of(sharding: Sharding) -> Backend:
     return sharding.backend
 
 
-def _inputs(graph: fx.GraphModule) -> list[Any]:
+def graph_inputs(graph: fx.GraphModule) -> list[Any]:
+    """What a captured graph was called with."""
     return [_compat.graph_input_example(node) for node in graph.graph.find_nodes(op="placeholder")]
 
 

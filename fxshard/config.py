@@ -200,6 +200,7 @@ class Options:
 
     ``prefetch``: how many gathers run ahead of the one in use, 0 gathers when needed; None lets the cost model decide
     when each one must start. ``keep_resident``: buckets stay unsharded between forward and backward where they fit.
+    ``defer_wgrad``: weight-gradient products of backward run where they hide communication that nothing else hides.
     ``overlap``: collectives run beside compute; off, each one is waited for where it starts. ``arena``: buffers have
     planned places in one allocation; off, each is allocated when needed. None of them changes a result.
     ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose
@@ -209,6 +210,7 @@ class Options:
     lowering: str = "inductor"
     prefetch: int | None = None
     keep_resident: bool = True
+    defer_wgrad: bool = True
     overlap: bool = True
     arena: bool = True
     memory_budget: int | None = None

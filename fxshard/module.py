@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -15,10 +17,13 @@ from fxshard import _compat
 from fxshard.backend import Backend
 from fxshard.capture import FAILURES, cast_floats, explained
 from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
+from fxshard.events import Phase
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
+from fxshard.profile import Profile, structure
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.norms import clip_gradients
+from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.unreduced import refuse_unreduced
 from fxshard.sharding import Sharding
 
@@ -32,6 +37,7 @@ class ShardedModule(nn.Module):
 
     _inner: nn.Module
     _compiled: Callable[..., Any] | None
+    _compile: Callable[[], Callable[..., Any]]
 
     def __init__(self, inner: nn.Module, sharding: Sharding, backend: Backend) -> None:
         super().__init__()
@@ -48,9 +54,10 @@ class ShardedModule(nn.Module):
         _mirror(inner, self, by_identity)
         self.training = inner.training
 
-    def bind(self, compiled: Callable[..., Any]) -> None:
-        """Run ``compiled`` from now on; ``fxshard.compile`` calls this."""
-        object.__setattr__(self, "_compiled", compiled)  # an nn.Module too, and no submodule of ours
+    def bind(self, compile: Callable[[], Callable[..., Any]]) -> None:
+        """Run what ``compile`` gives from now on, and ask it again to reschedule; ``fxshard.compile`` calls this."""
+        object.__setattr__(self, "_compile", compile)
+        object.__setattr__(self, "_compiled", compile())  # an nn.Module too, and no submodule of ours
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -108,6 +115,53 @@ class ShardedModule(nn.Module):
                 "no optimizer was given: pass optimizer=fxshard.AdamW(...), or use torch.optim with model.parameters()"
             )
         return self._optimizer
+
+    @contextmanager
+    def profile(self, steps: int = 3) -> Iterator[Profile]:
+        """Record how long compute and collectives of the first ``steps`` steps inside the block take. Collective.
+
+        The steps are real ones with the same results; they are slower, because nothing overlaps while it is timed. The
+        profile is filled when the block ends, with the same figures on every rank.
+
+        >>> with model.profile(steps=3) as profile:
+        ...     for x, y in batches:
+        ...         train(model, x, y)
+        >>> model.reschedule(profile)
+        """
+        engine = self._sharding.engine
+        if engine.recorder is not None:
+            raise StateError("this model is being profiled already")
+        if steps < 1:
+            raise ConfigError(f"profile(steps={steps}): expected at least one step")
+        profile, options = Profile(), engine.options
+        recorder = engine.recorder = Recorder(engine.device, steps)
+        engine.options = replace(options, overlap=False)
+        try:
+            yield profile
+        finally:
+            engine.recorder, engine.options = None, options
+        recorder.close()
+        events = self.schedule.events
+        phases = {
+            phase: [event for event in events if event.phase is phase] for phase in (Phase.FORWARD, Phase.BACKWARD)
+        }
+        shared = self._sharding.agreement.share(recorder.samples)
+        filled = Profile.from_samples(shared, {str(phase): structure(own) for phase, own in phases.items() if own})
+        profile.seconds.update(filled.seconds)
+        profile.structure.update(filled.structure)
+
+    def reschedule(self, profile: Profile | None) -> None:
+        """Order gathers by recorded durations from the next call on, or by estimates again (None).
+
+        The next call captures the model again; what was compiled is used again. No result changes. All ranks must
+        call this with the same profile.
+        """
+        if self._compiled is None:
+            raise StateError("only a model from fxshard.compile can be rescheduled: this one is sharded, not compiled")
+        if profile is not None and not profile.seconds:
+            raise ConfigError("the profile is empty: run at least one training step inside model.profile()")
+        self._sharding.profile = profile
+        object.__setattr__(self, "_compiled", self._compile())
 
     # -- looking -----------------------------------------------------------------------------------------------------
 

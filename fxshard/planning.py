@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
-from fxshard.backend import Backend
+from fxshard.backend import Backend, Capture, graph_inputs
 from fxshard.capture import FAILURES, capture, cast_floats, explained
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError
@@ -26,9 +28,14 @@ from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
+from fxshard.profile import Profile
+from fxshard.repetition import Shortened, Unrepeatable, shorten
 from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.engine import Engine
 from fxshard.sharding import Sharding, register
+
+STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
+"""What planning does, in order. Each takes a good part of the time."""
 
 
 def plan(
@@ -48,14 +55,20 @@ def plan(
     memory_budget: int | str | None = None,
     prefetch: int | None = None,
     keep_resident: bool = True,
+    defer_wgrad: bool = True,
     lowering: str = "inductor",
     verify: bool = True,
+    profile: Profile | None = None,
+    trace_once: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """The schedule that ``fxshard.compile`` would emit on ``world_size`` ranks: no process group, no GPU, no weights.
 
     The model and the inputs may be on the meta device. Nothing of them is changed. ``shard_size``: over how many ranks
     parameters are sharded; each shard then has ``world_size / shard_size`` replicas (HSDP). Default: over all.
-    ``groups``: of parameters that match a pattern, the number of ranks that hold the same.
+    ``groups``: of parameters that match a pattern, the number of ranks that hold the same. With ``trace_once`` repeated
+    layers go through autograd once, not one by one; the schedule is the same. A ``profile`` of a run replaces estimated
+    durations. ``progress`` is called with the name of each of ``STAGES`` when it begins.
 
     >>> with torch.device("meta"):
     ...     model = Transformer(config)
@@ -77,6 +90,7 @@ def plan(
         lowering=lowering,
         prefetch=prefetch,
         keep_resident=keep_resident,
+        defer_wgrad=defer_wgrad,
         memory_budget=parse_bytes(memory_budget),
         hardware=machine,
         verify=verify,
@@ -111,12 +125,18 @@ def plan(
         ranks=world_size,
         own_optimizer=optimizer is not None,
         hardware=machine,
+        profile=profile,
     )
     parameters = dict(twin.named_parameters())
     for bucket in plans:
         for position, name in enumerate(bucket.params):
             register(parameters[name], sharding, ParamRef(bucket.index, position))
-    return _capture(twin, example_inputs, Backend(sharding, lower=_stop_here), precision)
+    report = progress or (lambda stage: None)
+    names = {id(tensor): name for name, tensor in [*parameters.items(), *twin.named_buffers()]}
+    try:
+        return _capture(twin, example_inputs, _Planner(sharding, names if trace_once else {}, report), precision)
+    except Unrepeatable:
+        return _capture(twin, example_inputs, _Planner(sharding, {}, report), precision)
 
 
 class _Planned(BaseException):
@@ -131,18 +151,69 @@ def _stop_here(split: fx.GraphModule) -> Callable[..., Any]:
     return run
 
 
+class _Planner(Backend):
+    """A backend that runs nothing. With the ``names`` of parameters and buffers it traces repeated layers once."""
+
+    def __init__(self, sharding: Sharding, names: Mapping[int, str], report: Callable[[str], None]) -> None:
+        super().__init__(sharding, lower=_stop_here)
+        self._names = names
+        self.report = report
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        short = shorten(graph, [self._names.get(id(value)) for value in graph_inputs(graph)])
+        if short is None:
+            return super().__call__(graph, example_inputs)
+        capture = _ShortCapture(self, self.refs(graph), short)
+        return self.compile(capture, short.graph, [example_inputs[i] for i in short.kept])
+
+
+class _ShortCapture(Capture):
+    """A graph with layers left out. They are back before it is partitioned, and that is where AOTAutograd's part ends:
+    what it knows of the graph is wrong from then on.
+    """
+
+    def __init__(self, backend: Backend, refs: list[ParamRef | None], short: Shortened) -> None:
+        super().__init__(backend, refs)
+        self._short = short
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        kwargs["static_lifetime_input_indices"] = None
+        forward, _ = super().partition(self._short.expand(joint), inputs, **kwargs)
+        self.compile_forward(forward, inputs)
+        raise _Planned
+
+    def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise Unrepeatable
+
+
 def _capture(twin: nn.Module, inputs: Any, backend: Backend, precision: Precision | None) -> Schedule:
     values = tree_map_only(torch.Tensor, _real, inputs)
     if precision is not None and precision.param is not None and precision.cast_inputs:
         values = cast_floats(values, precision.param)
     args, kwargs = ((), dict(values)) if isinstance(values, Mapping) else (tuple(values), {})
+    backend.report("capturing")
     try:
-        capture(twin, backend, dynamic=False)(*args, **kwargs)
+        with _no_garbage_collection():
+            capture(twin, backend, dynamic=False)(*args, **kwargs)
     except _Planned:
         pass
     except FAILURES as error:
         raise explained(error, twin) from error
     return backend.schedules.get("train") or backend.schedules["eval"]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tracing makes many objects that live until the end: looking for garbage among them is a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _hollow_twin(model: nn.Module, precision: Precision | None) -> nn.Module:

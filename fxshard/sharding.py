@@ -26,6 +26,7 @@ from fxshard.plan.domain import Domain, Reduction, data_parallel
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
+from fxshard.profile import Profile
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels, connect, domain_ranks, shape_of
@@ -57,6 +58,8 @@ class Sharding:
     own_optimizer: bool = False
     """Whether one of fxshard's optimizers updates the model, which is known before the first program is scheduled."""
     hardware: Hardware | None = None
+    profile: Profile | None = None
+    """Recorded durations that replace estimates."""
     backend: object | None = None
     """The one backend that compiles this model, however ``torch.compile`` is reached."""
 

@@ -10,6 +10,7 @@ from fxshard.config import Options
 from fxshard.events import Phase
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
+from fxshard.profile import Profile
 
 PARAM = "fxshard_param"
 """Key of ``node.meta`` that ties a graph input to its parameter. Set once on the joint graph, by position."""
@@ -37,6 +38,8 @@ class PassContext:
     ranks: int = 1
     hardware: Hardware | None = None
     """The machine whose durations the schedule is made for."""
+    profile: Profile | None = None
+    """Recorded durations, which count more than estimates."""
     ahead: int = 1
     """How many gathers may run ahead of the one in use."""
     by_deadline: bool = False

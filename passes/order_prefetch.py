@@ -21,6 +21,7 @@ from fxshard.events import META, Kind, Phase, event_of, events
 from fxshard.passes.context import PassContext
 from fxshard.plan.cost import node_flops, node_traffic
 from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
+from fxshard.profile import Profile
 
 MARGIN = 1.25
 """Estimates of durations are stretched by this: a gather that starts a little early costs little, a late one stalls."""
@@ -104,26 +105,35 @@ def _gather_seconds(index: int, context: PassContext) -> float:
     """Time the link needs for a bucket. In backward it carries the reduction of another bucket in the meantime."""
     bucket, hardware = context.buckets[index], context.hardware
     assert hardware is not None
-    seconds = gather_seconds(bucket, bucket.gathered_bytes, hardware)
+    profile = context.profile or Profile()
+    seconds = profile.gather(bucket.name)
+    if seconds is None:
+        seconds = gather_seconds(bucket, bucket.gathered_bytes, hardware)
     if context.phase is Phase.BACKWARD and bucket.trainable:
-        seconds += reduce_seconds(bucket, bucket.grad_bytes, hardware)
+        reduce = profile.reduce(bucket.name)
+        seconds += reduce_seconds(bucket, bucket.grad_bytes, hardware) if reduce is None else reduce
         if bucket.adds_replicas and link(bucket, hardware) == link(bucket, hardware, replicas=True):
             seconds += replicas_seconds(bucket, bucket.grad_bytes, hardware)
     return seconds
 
 
 def _clock(graph: fx.Graph, anchors: list[fx.Node | None], context: PassContext) -> list[float]:
-    """When compute reaches each anchor, by the cost model and without waiting for anything."""
+    """When compute reaches each anchor, by a profile or the cost model, and without waiting for anything."""
     assert context.hardware is not None
     dtype = max(context.buckets, key=lambda bucket: bucket.layout.numel).param_dtype
+    recorded = context.profile
+    if recorded is not None and not recorded.fits(context.phase, (event for _, event in events(graph))):
+        recorded = None
     places = set(anchors)
     now, flops, traffic = 0.0, 0, 0
     clock = [0.0]
     for node in graph.nodes:
         if node in places:
-            if flops or traffic:
-                now += context.hardware.compute_seconds(flops, traffic, dtype)
-                flops = traffic = 0
+            seconds = recorded.compute(context.phase, len(clock) - 1) if recorded is not None else None
+            if seconds is None and (flops or traffic):
+                seconds = context.hardware.compute_seconds(flops, traffic, dtype)
+            now += seconds or 0.0
+            flops = traffic = 0
             clock.append(now)
         elif event_of(node) is None:
             flops += node_flops(node)

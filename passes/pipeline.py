@@ -10,6 +10,7 @@ from torch import fx
 from fxshard.errors import BudgetError
 from fxshard.events import Phase
 from fxshard.passes.context import PassContext
+from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
@@ -25,7 +26,14 @@ Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
     Phase.FORWARD: (insert_unshard, insert_reshard),
     Phase.EVAL: (insert_unshard, insert_reshard),
-    Phase.BACKWARD: (insert_unshard, insert_reshard, insert_reduce_scatter, insert_all_reduce, write_gradients),
+    Phase.BACKWARD: (
+        defer_wgrad,
+        insert_unshard,
+        insert_reshard,
+        insert_reduce_scatter,
+        insert_all_reduce,
+        write_gradients,
+    ),
 }
 
 FARTHEST = 2
@@ -66,14 +74,17 @@ def schedule(
 def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident_bytes: int) -> PassContext:
     """Gathers as far ahead as asked for, or less where the budget is tight; one that is too tight is an error."""
     chosen = context.options.prefetch
+    least: list[int] = []
     for ahead in range(chosen if chosen is not None else 1, -1, -1):
         context = replace(context, ahead=ahead)
         _order(modules, context)
         needed = plan_memory(modules, context).bytes
         if _fits(needed, context):
             return context
+        least.append(needed)
     assert context.options.memory_budget is not None
-    raise BudgetError(context.options.memory_budget, resident_bytes + needed)
+    # Not always the last: how slots are packed can make a shorter look-ahead need more.
+    raise BudgetError(context.options.memory_budget, resident_bytes + min(least))
 
 
 def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from typing import Any
 
 import pytest
@@ -142,6 +143,16 @@ def test_a_difference_is_an_error_on_all_ranks_before_the_first_collective(ranks
     for message, launched in ranks(3, launched_before_divergence, timeout=60):
         assert "forward unshard layers.2" in message
         assert not launched
+
+
+def test_verifying_is_a_small_part_of_planning() -> None:
+    """And of compiling, which takes longer still."""
+    started = time.process_time()
+    schedule = planned(meta_llama(), "meta", verify=False)
+    planning = time.process_time() - started
+    started = time.process_time()
+    schedule.verify()
+    assert time.process_time() - started < planning / 20
 
 
 # -- planning needs nothing --------------------------------------------------------------------------------------------

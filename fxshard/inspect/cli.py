@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import inspect
 import os
 import subprocess
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from fxshard.inspect.target import UsageError, load, shortened
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,11 +32,9 @@ EXAMPLES = """examples:
   fxshard inspect moe-16b --world-size 64 --json > schedule.json
   fxshard bench train --nproc-per-node 2 --device cpu --size toy
 """
+PLANNING = 4
+"""Stages that ``fxshard.plan`` reports: ``fxshard.planning.STAGES``, which is not imported before it is needed."""
 BENCHES = {"train": "fxshard.bench.train"}
-
-
-class UsageError(Exception):
-    """What was asked for cannot be done as asked; the message says what can."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,7 +147,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     for path in written:  # before planning for a minute
         if not path.absolute().parent.is_dir():
             raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
-    with _progress(4) as report:
+    with _progress(4 + PLANNING) as report:
         report("importing torch")
         from fxshard.plan.hardware import hardware
 
@@ -167,7 +162,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
             return 1
         report(f"planning {arguments.target} for {arguments.world_size} ranks")
         try:
-            schedule = _plan(model, inputs, arguments)
+            schedule = _plan(model, inputs, arguments, report)
         except UsageError:
             raise
         except Exception as error:
@@ -181,7 +176,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace) -> Schedule:
+def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace, report: Report) -> Schedule:
     import torch
 
     from fxshard.config import Precision
@@ -198,6 +193,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
             zero=arguments.zero,
             memory_budget=arguments.budget,
             precision=precision,
+            progress=lambda stage: report(f"planning: {stage}"),
         )
     )
 
@@ -257,103 +253,6 @@ def _or_usage_error(call: Callable[[], Any]) -> Any:
         raise UsageError(str(error)) from None
 
 
-# -- the model to look at ----------------------------------------------------------------------------------------------
-
-
-def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model and example inputs that a preset's name or ``MODULE:FACTORY`` stands for."""
-    from fxshard.inspect.presets import PRESETS
-
-    factory = PRESETS.get(target)
-    if factory is None:
-        if ":" not in target:
-            raise UsageError(f"unknown preset {target!r}; known are {', '.join(PRESETS)}. For your own: MODULE:FACTORY")
-        factory = _factory(target)
-    options = {}
-    if layers is not None:
-        if "layers" not in inspect.signature(factory).parameters:
-            raise UsageError(f"--layers: {target} takes no argument 'layers'")
-        options["layers"] = layers
-    return _model_and_inputs(factory(**options), target)
-
-
-def _factory(target: str) -> Callable[..., Any]:
-    where, _, name = target.rpartition(":")
-    module = _module(where)
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        functions = f"; its functions are {', '.join(found)}" if found else ""
-        raise UsageError(f"{where} has no function {name!r}{functions}")
-    return factory
-
-
-def _module(where: str) -> ModuleType:
-    if where.endswith(".py"):
-        path = Path(where)
-        if not path.is_file():
-            raise UsageError(f"there is no file {where}")
-        sys.path.insert(0, str(path.absolute().parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
-            raise UsageError(f"there is no module {where!r} here or installed") from None
-        raise
-
-
-def _model_and_inputs(made: Any, target: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    from torch import nn
-
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"{target} returned a {type(made).__name__}; expected an nn.Module or (nn.Module, example_inputs)"
-        )
-    if not isinstance(inputs, tuple | list):
-        inputs = (inputs,)
-    if not inputs:
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(model.forward).parameters.values()
-        needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
-        if needed:
-            raise UsageError(
-                f"{target} returned a module whose forward takes {', '.join(needed)}: "
-                "return (module, example_inputs), tensors on the meta device will do"
-            )
-    return model, tuple(inputs)
-
-
-def shortened(error: BaseException) -> str:
-    """The traceback of an error without the frames of Python, installed packages and fxshard.
-
-    Where nothing else is left, all of it.
-    """
-    paths = sysconfig.get_paths()
-    foreign = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    foreign.append(str(Path(__file__).resolve().parent.parent))
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith("<frozen")
-        and not any(Path(frame.filename).resolve().is_relative_to(path) for path in foreign)
-    ]
-    what = "".join(traceback.format_exception_only(error))
-    if not own:
-        return what if isinstance(error, SyntaxError) else "".join(traceback.format_exception(error))
-    left_out = len(frames) - len(own)
-    note = f"; {left_out} frames of Python, torch and fxshard left out" if left_out else ""
-    return f"Traceback (most recent call last{note}):\n" + "".join(traceback.format_list(own)) + what
-
-
 @contextmanager
 def _progress(steps: int) -> Iterator[Report]:
     """A bar on a terminal's stderr, gone when the work is done; nothing elsewhere."""
@@ -380,7 +279,7 @@ def _progress(steps: int) -> Iterator[Report]:
 
 def _demo(arguments: argparse.Namespace) -> int:
     """A Llama of six layers for eight ranks: small enough to read whole."""
-    with _progress(2) as report:
+    with _progress(2 + PLANNING) as report:
         report("importing torch")
         import torch
 
@@ -393,7 +292,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         report("planning for 8 ranks")
         arguments.world_size, arguments.zero, arguments.hardware = 8, 3, "h200"
         arguments.shard_size, arguments.budget, arguments.precision = None, None, "bf16"
-        schedule = _plan(model, (tokens, tokens), arguments)
+        schedule = _plan(model, (tokens, tokens), arguments, report)
         simulation = simulate(schedule, "h200")
     print("A Llama of six layers, planned for eight H200s from shapes alone: no GPU, no process group, no weights.\n")
     _print(schedule, simulation, "h200")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fxshard.events import Kind
 
 if TYPE_CHECKING:
-    from fxshard.inspect.verify import Step
+    from fxshard.inspect.step import Step
 
 
 def replicas_are_added_up_once(step: Step) -> None:

@@ -17,11 +17,12 @@ import torch
 
 from fxshard.events import Event, Kind, Phase
 from fxshard.inspect.schedule import Schedule
-from fxshard.inspect.verify import GIVEN_BACK_BY, ScheduleError, Step
+from fxshard.inspect.step import GIVEN_BACK_BY, ScheduleError, Step
 from fxshard.plan.collectives import all_to_all_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
+from fxshard.profile import Profile, as_durations
 
 COMPUTE, GATHER, REDUCE, REPLICAS = "compute", "gather", "reduce", "replicas"
 STREAMS = {Kind.UNSHARD: GATHER, Kind.EXCHANGE: GATHER, Kind.REDUCE: REDUCE, Kind.ALL_REDUCE: REPLICAS}
@@ -74,26 +75,28 @@ def simulate(
     schedule: Schedule,
     hardware: Hardware | str,
     *,
-    durations: Mapping[int, float] | None = None,
+    durations: Mapping[int, float] | Profile | None = None,
     shared_link: bool = True,
+    overlap: bool = True,
     steady: bool = True,
 ) -> Simulation:
-    """Run a schedule on paper. ``durations`` (seconds by position, for example measured ones) replace estimates.
+    """Run a schedule on paper. ``durations`` (seconds by position, or a recorded profile) replace estimates.
 
+    Without ``overlap`` compute and collectives take turns, as they do where ranks share one device.
     With ``steady`` the step is one of many: what the optimizer phase gathers for the next step runs while this one ends
     and the next begins. Without, the step is the first, and gathers that at its start.
     """
     machine = known(hardware)
     seconds = event_seconds(schedule, machine)
     links = [_link(event, schedule, machine, shared_link) for event in schedule.events]
-    for i, given in (durations or {}).items():
+    for i, given in as_durations(schedule, durations).items():
         seconds[i] = given
     carried = Step(schedule).carried
-    run = _run(schedule, seconds, links, _Start.cold(carried, seconds))
+    run = _run(schedule, seconds, links, overlap, _Start.cold(carried, seconds))
     if steady and carried:
         for _ in range(SETTLING):
             start = run.left_over(carried)
-            again = _run(schedule, seconds, links, start)
+            again = _run(schedule, seconds, links, overlap, start)
             settled = again.left_over(carried) == start
             run = again
             if settled:
@@ -109,7 +112,7 @@ def simulate(
         compute_seconds=compute,
         communication_seconds=sum(busy.values()),
         exposed_seconds=run.stop - compute,
-        bound_seconds=max([compute, *busy.values()]),
+        bound_seconds=max([compute, *busy.values()]) if overlap else compute + sum(busy.values()),
         spans=tuple(run.spans),
         memory=memory,
         peak_bytes=max(held for _, held in memory),
@@ -202,7 +205,7 @@ class _Run:
         return _Start({index: max(0.0, self.spans[i].stop - self.stop) for index, i in carried.items()})
 
 
-def _run(schedule: Schedule, seconds: list[float], links: list[str], start: _Start) -> _Run:
+def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bool, start: _Start) -> _Run:
     """Take, again and again, the event that can start first: all others start later, so nothing is overtaken."""
     events = schedule.events
     needs, earliest = _needs(events), _earliest(events, start)
@@ -232,6 +235,8 @@ def _run(schedule: Schedule, seconds: list[float], links: list[str], start: _Sta
         stands_still = events[i].kind in (Kind.WAIT, Kind.GRAD)
         spans.append(Span(i, stream, free[stream] if stands_still else begin, stop))
         stops[i] = free[stream] = free[links[i]] = stop
+        if not overlap:
+            free = dict.fromkeys(free, stop)
         streams[stream].pop()
         ready[stream] = None
 

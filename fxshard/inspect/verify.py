@@ -1,43 +1,25 @@
 """What must hold for a schedule to compute the right thing, rule by rule.
 
 A rule is a function that takes the step and raises at the first event that breaks it. Rules read the data of a schedule
-only, so a schedule from a file is checked like one that was just planned. Each is linear in the events.
-
-A step is a cycle: a gather in the optimizer phase belongs to the next forward, whose ``wait`` stands at the head of the
-list without a gather before it. Such a bucket is called *carried*.
+only, so a schedule from a file is checked like one that was just planned. Each is linear in the events. Those about
+memory and dependencies are in :mod:`fxshard.inspect.verify_memory`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NoReturn
+from collections.abc import Callable
 
-from fxshard.errors import FxshardError
-from fxshard.events import Event, Kind, Phase
+from fxshard.events import Kind, Phase
+from fxshard.inspect.exchange_rules import exchanges_go_there_and_back
 from fxshard.inspect.replica_rules import replicas_are_added_up_once
-from fxshard.inspect.schedule import COMMUNICATES, Schedule
-from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.memory import SlotRange
+from fxshard.inspect.schedule import Schedule
+from fxshard.inspect.step import READ, WRITE, ScheduleError, Step, error_at
+from fxshard.inspect.verify_memory import dependencies_point_backwards, no_arena_overlap, peak_is_what_it_says
+
+__all__ = ["RULES", "ScheduleError", "Step", "verify"]
 
 GRADIENT_BUCKETS = 2
 """Full gradient buckets that may be alive at once: the one being filled and the one being reduced."""
-
-READ, WRITE = "read", "write"
-"""What a compute event does with a bucket, beside the kinds of runtime events."""
-
-
-class ScheduleError(FxshardError):
-    """A schedule breaks a rule. This is a bug in whoever built or edited the schedule, never in the user's model."""
-
-    def __init__(self, message: str, rule: str = "", index: int | None = None) -> None:
-        super().__init__(message)
-        self.rule = rule
-        """Name of the rule, which is the name of a function in this module."""
-        self.index = index
-        """Position of the event that breaks it."""
 
 
 def verify(schedule: Schedule) -> None:
@@ -46,73 +28,6 @@ def verify(schedule: Schedule) -> None:
     step = Step(schedule)
     for rule in RULES:
         rule(step)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A schedule, and what happens to each of its buckets in order: what the rules look at."""
-
-    schedule: Schedule
-
-    @cached_property
-    def trails(self) -> dict[int, list[tuple[int, str]]]:
-        """{bucket: [(position, kind or READ or WRITE)]}"""
-        trails: dict[int, list[tuple[int, str]]] = {}
-        for i, event in enumerate(self.schedule.events):
-            if event.kind is Kind.COMPUTE:
-                for index in event.reads:
-                    trails.setdefault(index, []).append((i, READ))
-                for index in event.writes:
-                    trails.setdefault(index, []).append((i, WRITE))
-            elif event.kind is not Kind.EXCHANGE:
-                trails.setdefault(event.bucket_index, []).append((i, event.kind))
-        return trails
-
-    @cached_property
-    def carried(self) -> dict[int, int]:
-        """{bucket: position of its gather in the optimizer phase} of buckets that the next step starts with."""
-        waited: dict[int, bool] = {}  # whether the first of gather and wait is the wait
-        found: dict[int, int] = {}
-        for i, event in enumerate(self.schedule.events):
-            index = event.bucket_index
-            if event.kind in (Kind.UNSHARD, Kind.WAIT):
-                waited.setdefault(index, event.kind is Kind.WAIT)
-                if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER and waited[index]:
-                    found[index] = i
-        return found
-
-    def bucket(self, index: int) -> BucketPlan:
-        return self.schedule.buckets[index]
-
-    def event(self, i: int) -> Event:
-        return self.schedule.events[i]
-
-    def lives(self) -> Iterator[tuple[int, SlotRange, bool]]:
-        """(position, slot, taken or given back) of arena memory, in order. Carried buckets are there from the start."""
-        held: dict[tuple[Kind, int], SlotRange] = {}
-        for index, i in self.carried.items():
-            slot = self.event(i).slot
-            if slot is not None:
-                held[Kind.RESHARD, index] = slot
-                yield i, slot, True
-        for i, event in enumerate(self.schedule.events):
-            if event.kind in GIVEN_BACK_BY and event.slot is not None:
-                held[GIVEN_BACK_BY[event.kind], event.bucket_index] = event.slot
-                yield i, event.slot, True
-            elif (event.kind, event.bucket_index) in held:
-                yield i, held.pop((event.kind, event.bucket_index)), False
-
-    def broken(self, rule: Callable[[Step], None], i: int, what: str) -> NoReturn:
-        raise _error(self.schedule, rule.__name__, i, what)
-
-
-GIVEN_BACK_BY = {Kind.UNSHARD: Kind.RESHARD, Kind.GRAD: Kind.FINISH}
-
-
-def _error(schedule: Schedule, rule: str, i: int, what: str) -> ScheduleError:
-    event = schedule.events[i]
-    about = f" of {event.bucket!r}" if event.bucket else ""
-    return ScheduleError(f"{rule}: event {i} ({event.phase} {event.kind}{about}) {what}", rule, i)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -126,7 +41,7 @@ def buckets_exist(schedule: Schedule) -> None:
         named = (*event.reads, *event.writes) if of_many else (event.bucket_index,)
         for index in named:
             if not 0 <= index < count:
-                raise _error(schedule, "buckets_exist", i, f"is about bucket {index}, but there are {count}")
+                raise error_at(schedule, "buckets_exist", i, f"is about bucket {index}, but there are {count}")
 
 
 def no_double_gather(step: Step) -> None:
@@ -287,169 +202,6 @@ def gather_after_update(step: Step) -> None:
                 step.broken(gather_after_update, i, f"reads a shard that event {updates[-1]} has yet to update")
             if updates[-1] not in step.event(i).waits_for:
                 step.broken(gather_after_update, i, f"does not wait for event {updates[-1]}, which updates the shard")
-
-
-def exchanges_go_there_and_back(step: Step) -> None:
-    """Matrices travel behind the reduction of their gradients, are computed, come back, and then update their buckets.
-
-    Each waits for the one before: there and back run beside compute.
-    """
-    rule = exchanges_go_there_and_back
-    last: dict[tuple[str, ...], int] = {}
-    returned: dict[int, int] = {}
-    reduced: dict[int, int] = {}
-    for i, event in enumerate(step.schedule.events):
-        if event.kind is Kind.REDUCE:
-            reduced[event.bucket_index] = i
-        elif event.phase is Phase.OPTIMIZER and event.kind in (Kind.EXCHANGE, Kind.COMPUTE):
-            before = last.get(event.params)
-            if before is not None and before not in event.waits_for:
-                step.broken(rule, i, f"does not wait for event {before}, which is about the same matrices")
-            if event.kind is Kind.EXCHANGE and before is None:
-                _behind_reductions(step, rule, i, reduced)
-            elif before is None or step.event(before).kind is event.kind:
-                step.broken(rule, i, "is about matrices that have not been sent, or not been computed")
-            last[event.params] = i
-            returned.update(dict.fromkeys(event.writes, i))
-        elif event.kind is Kind.UPDATE:
-            back = returned.pop(event.bucket_index, None)
-            if back is not None and back not in event.waits_for:
-                step.broken(rule, i, f"does not wait for event {back}, which brings its matrices back")
-    for i in last.values():
-        if not step.event(i).writes:
-            step.broken(rule, i, "is about matrices that never come back")
-    for i in returned.values():
-        step.broken(rule, i, "brings back matrices of a bucket that nothing updates behind it")
-
-
-def _behind_reductions(step: Step, rule: Callable[[Step], None], i: int, reduced: dict[int, int]) -> None:
-    """Reductions are in order on their stream: waiting for a later one is enough."""
-    latest = max((need for need in step.event(i).waits_for if step.event(need).kind is Kind.REDUCE), default=-1)
-    for index in step.event(i).reads:
-        if reduced.get(index, len(step.schedule)) > latest:
-            step.broken(rule, i, f"sends matrices of {step.bucket(index).name!r}, whose gradients are not reduced")
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def no_arena_overlap(step: Step) -> None:
-    """Buffers that are alive at the same time share no bytes of the arena, and lie inside it.
-
-    A gathered bucket lives from unshard to reshard, across phases if it is kept; a gradient bucket from grad to finish.
-    """
-    rule = no_arena_overlap
-    for i, event in step.schedule.of(*GIVEN_BACK_BY):
-        _check_slot(step, rule, i, event)
-    live: list[tuple[int, int, int]] = []  # (offset, end, position), disjoint and sorted
-    for i, slot, taken in step.lives():
-        at = bisect(live, (slot.offset, slot.end, i if taken else len(step.schedule)))
-        if not taken:
-            live.pop(at - 1)
-            continue
-        for offset, end, other in live[max(0, at - 1) : at + 1]:
-            if offset < slot.end and slot.offset < end:
-                step.broken(rule, i, f"takes arena bytes {slot.offset} to {slot.end}, which event {other} holds")
-        live.insert(at, (slot.offset, slot.end, i))
-
-
-def _check_slot(step: Step, rule: Callable[[Step], None], i: int, event: Event) -> None:
-    bucket, slot = step.bucket(event.bucket_index), event.slot
-    in_arena = not bucket.resident if event.kind is Kind.UNSHARD else bucket.grad_in_arena
-    if slot is None:
-        if in_arena:
-            step.broken(rule, i, "has no place in the arena")
-    elif not in_arena:
-        step.broken(rule, i, "has a place in the arena, but its bucket stays elsewhere")
-    elif slot.offset < 0 or slot.end > step.schedule.arena_bytes:
-        step.broken(rule, i, f"ends at byte {slot.end} of an arena of {step.schedule.arena_bytes}")
-    elif slot.bytes < event.bytes:
-        step.broken(rule, i, f"needs {event.bytes} bytes and has a place of {slot.bytes}")
-
-
-def peak_is_what_it_says(step: Step) -> None:
-    """``peak_bytes`` covers what a rank holds at rest and what is alive in the arena, and keeps to the budget."""
-    rule, schedule = peak_is_what_it_says, step.schedule
-    alive, peak, at = 0, 0, 0
-    for i, slot, taken in step.lives():
-        alive += slot.bytes if taken else -slot.bytes
-        if alive > peak:
-            peak, at = alive, i
-    if not schedule.events:
-        return
-    if peak > schedule.arena_bytes:
-        step.broken(rule, at, f"brings the arena to {peak} bytes, but arena_bytes is {schedule.arena_bytes}")
-    at_rest = (bucket.at_rest(state_tensors=0) for bucket in schedule.buckets)
-    least = sum(rest.param + rest.grad + rest.state for rest in at_rest)
-    if schedule.resident_bytes < least:
-        step.broken(
-            rule, at, f"is the peak: shards take {least} bytes, but resident_bytes is {schedule.resident_bytes}"
-        )
-    if schedule.peak_bytes != schedule.resident_bytes + schedule.arena_bytes:
-        step.broken(rule, at, f"is the peak: peak_bytes is {schedule.peak_bytes}, not resident + arena")
-    if schedule.budget is not None and schedule.peak_bytes > schedule.budget:
-        step.broken(rule, at, f"is the peak: {schedule.peak_bytes} bytes exceed the budget of {schedule.budget}")
-
-
-# -- dependencies ------------------------------------------------------------------------------------------------------
-
-
-def dependencies_point_backwards(step: Step) -> None:
-    """Events wait for earlier events only, and for all that streams do not order by themselves.
-
-    A wait waits for its gather, a reduction for the last write, an update for the reduction, and whatever takes arena
-    bytes for those who had them last.
-    """
-    rule = dependencies_point_backwards
-    latest: dict[tuple[str, int], int] = {}
-    for i, event in enumerate(step.schedule.events):
-        for need in event.waits_for:
-            if not 0 <= need < i:
-                step.broken(rule, i, f"waits for event {need}, which is not before it")
-        source = WAITS_FOR_LATEST.get(event.kind)
-        need = latest.get((source, event.bucket_index), -1) if source is not None else -1
-        if need >= 0 and need not in event.waits_for:
-            step.broken(rule, i, f"does not wait for event {need} ({step.event(need).kind})")
-        latest[event.kind, event.bucket_index] = i
-        for index in event.writes:
-            latest[WRITE, index] = i
-    _takes_what_is_free(step, rule)
-
-
-WAITS_FOR_LATEST: dict[Kind, str] = {
-    Kind.WAIT: Kind.UNSHARD,
-    Kind.REDUCE: WRITE,
-    Kind.ALL_REDUCE: Kind.REDUCE,
-    Kind.FINISH: Kind.REDUCE,
-    Kind.UPDATE: Kind.REDUCE,
-}
-
-
-def _takes_what_is_free(step: Step, rule: Callable[[Step], None]) -> None:
-    free: dict[SlotRange, int] = {}  # {bytes: the event that gave them back}
-    for i, slot, taken in step.lives():
-        if not taken:
-            free[slot] = i
-            continue
-        for other in [other for other in free if other.offset < slot.end and slot.offset < other.end]:
-            freed = free.pop(other)
-            if not _waits_until_free(step, i, freed):
-                step.broken(rule, i, f"takes arena bytes, but does not wait for event {freed} to free them")
-
-
-def _waits_until_free(step: Step, i: int, freed: int) -> bool:
-    """Whether event ``i`` starts behind the release at ``freed``, which may be implied: streams are in order."""
-    event, release = step.event(i), step.event(freed)
-    reductions_before = any(step.event(need).kind is Kind.REDUCE for need in release.waits_for)
-    if release.kind is Kind.RESHARD or not reductions_before:  # given back by compute
-        needs = [need for need in event.waits_for if step.event(need).kind not in COMMUNICATES]
-        return event.kind not in COMMUNICATES or max(needs, default=-1) >= freed
-    reduced = max((need for need in release.waits_for if step.event(need).kind is Kind.REDUCE), default=freed)
-    for need in event.waits_for:
-        reductions = (need,) if step.event(need).kind is Kind.REDUCE else step.event(need).waits_for
-        if any(step.event(at).kind is Kind.REDUCE and at >= reduced for at in reductions):
-            return True
-    return False
 
 
 RULES: tuple[Callable[[Step], None], ...] = (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from fxshard.errors import PeerError, RankDivergenceError
+
+T = TypeVar("T")
 
 PARAMETERS, COMMUNICATION = "the parameter plan", "the communication schedule"
 """What ranks compare: how parameters are cut, and which collectives a step makes."""
@@ -50,6 +52,14 @@ class Agreement:
         if self._control is not None:
             self._exchange((f"{type(error).__name__}: {error}", []))
         raise error
+
+    def share(self, mine: T) -> list[T]:
+        """What every rank gives, in order of ranks, on all of them. A collective call."""
+        if self._control is None:
+            return [mine]
+        gathered: list[Any] = [None] * self._control.size()
+        dist.all_gather_object(gathered, mine, group=self._control)
+        return gathered
 
     def _exchange(self, mine: tuple[str | None, list[str]]) -> list[tuple[str | None, list[str]]]:
         control = self._control

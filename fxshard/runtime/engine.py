@@ -16,6 +16,7 @@ from fxshard.events import Phase
 from fxshard.plan.memory import SlotRange
 from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.streams import Token, streams_for
 
 
@@ -76,6 +77,8 @@ class Engine:
         self._start: Token | None = None
         self._unsettled: list[Reducing] = []
         self._carries: Mapping[int, SlotRange] = {}
+        self.recorder: Recorder | None = None
+        """Times what programs do, while there is one."""
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -85,6 +88,8 @@ class Engine:
         ``carries`` are the buckets that an optimizer step behind this program gathers for the next run of it. Those
         that the last step gathered are used if they are still what the shards hold.
         """
+        if self.recorder is not None:
+            self.recorder.begin(phase)
         if phase is Phase.BACKWARD:
             self.arena.reserve(arena_bytes)
             return

@@ -17,6 +17,7 @@ from torch import fx
 from fxshard.events import Event, Kind, Phase, event_of
 from fxshard.lowering import BoxedCallable, SegmentCompiler
 from fxshard.plan.memory import SlotRange
+from fxshard.profile import Key
 from fxshard.runtime.engine import Engine
 
 
@@ -29,6 +30,8 @@ class Instruction:
     outputs: tuple[int | None, ...] | None
     dead: tuple[int, ...]
     label: str
+    key: Key | None = None
+    """Under what a profile records it."""
 
 
 class Program:
@@ -59,6 +62,7 @@ class Program:
             self._before_first_run = None
         engine.begin(self.phase, self._arena_bytes, self._carries)
         instructions = self._instructions if engine.synchronises else self._accumulating
+        recorder = engine.recorder
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
         args.clear()
         for i in self._unused_inputs:
@@ -68,7 +72,10 @@ class Program:
                 values = [registers[i] for i in instruction.inputs]
                 for i in instruction.dead:
                     registers[i] = None
-                results = instruction.run(values)
+                if recorder is None:
+                    results = instruction.run(values)
+                else:
+                    results = recorder.run(instruction.key, instruction.run, values)
                 if instruction.outputs is not None:
                     for register, result in zip(instruction.outputs, results, strict=True):
                         if register is not None:
@@ -103,6 +110,7 @@ class Program:
         self._instructions: list[Instruction] = []
         self._accumulating: list[Instruction] = []
         """The same inside ``no_sync``: gradients are kept where they would be reduced."""
+        passed = 0  # events that are no gathers
         for call in calls:
             event = event_of(call)
             segment = compiler(_segment(module, call)) if event is None else None
@@ -114,9 +122,11 @@ class Program:
                 outputs=unpacked[call],
                 dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
                 label=str(call.target) if event is None else f"{event.kind} {event.bucket}",
+                key=self._key(event, passed),
             )
             self._instructions.append(instruction)
             self._accumulating += self._without_reducing(instruction, event)
+            passed += event is not None and event.kind is not Kind.UNSHARD
         returned = graph.output_node().args[0]
         assert isinstance(returned, (tuple, list))
         self._returns = tuple(register[node] if isinstance(node, fx.Node) else None for node in returned)
@@ -133,6 +143,12 @@ class Program:
         act = self._engine.accumulate if event.kind is Kind.REDUCE else self._engine.put_back
         what = Kind.ACCUMULATE if event.kind is Kind.REDUCE else event.kind
         return [replace(instruction, run=lambda _: act(index), label=f"{what} {event.bucket}")]
+
+    def _key(self, event: Event | None, passed: int) -> Key | None:
+        if event is None:
+            return "compute", str(self.phase), passed
+        collective = {Kind.UNSHARD: "gather", Kind.REDUCE: "reduce"}.get(event.kind)
+        return None if collective is None else (collective, event.bucket, 0)
 
     def _bind(self, call: fx.Node, event: Event) -> BoxedCallable:
         """The engine's action for a runtime node."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxshard
 from fxshard.errors import ConfigError
 from fxshard.inspect import cli
 from fxshard.inspect.files import from_json
@@ -156,17 +157,37 @@ def test_bench_starts_processes_and_passes_the_rest_on(monkeypatch: pytest.Monke
 
 
 def test_help_needs_no_torch() -> None:
-    """The command's own file, without the package around it, which imports torch for its users."""
     script = (
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('cli', {cli.__file__!r})\n"
-        "cli = importlib.util.module_from_spec(spec); spec.loader.exec_module(cli)\n"
-        "try: cli.main(['--help'])\n"
+        "import sys\n"
+        "from fxshard.inspect.cli import main\n"
+        "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert "inspect" in done.stdout
+
+
+def test_public_names_are_there_when_asked_for() -> None:
+    """Each in a fresh process, after the package whose name a function has."""
+    script = (
+        "import fxshard.plan.hardware, fxshard\n"
+        "assert all(hasattr(fxshard, name) for name in fxshard.__all__)\n"
+        "assert callable(fxshard.plan) and set(fxshard.__all__) <= set(dir(fxshard))\n"
+        "assert not hasattr(fxshard, 'no_such_name')\n"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+def test_progress_counts_the_stages_of_planning() -> None:
+    from fxshard.planning import STAGES
+
+    assert len(STAGES) == cli.PLANNING
+    seen: list[str] = []
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    fxshard.plan(model, (torch.ones(2, 4),), world_size=2, lowering="eager", progress=seen.append)
+    assert tuple(seen) == STAGES
 
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-8b", 8.03), ("llama-70b", 70.55), ("moe-16b", 15.96)])

@@ -228,3 +228,11 @@ def _seconds_to_simulate(schedule: Schedule) -> float:
     start = time.process_time()
     simulate(schedule, "h200", steady=False)
     return time.process_time() - start
+
+
+def test_without_overlap_everything_takes_turns() -> None:
+    schedule = zero3(4, ranks=8)
+    apart = simulate(schedule, "h200", overlap=False)
+    total = apart.compute_seconds + apart.communication_seconds
+    assert apart.step_seconds == pytest.approx(total) == pytest.approx(apart.bound_seconds)
+    assert simulate(schedule, "h200").step_seconds < total

@@ -1,0 +1,114 @@
+"""The simulator against reality: predicted and measured steps of one model on the ranks at hand.
+
+torchrun --standalone --nproc-per-node 2 -m fxshard.bench.prediction --device cpu --size toy
+
+All ranks share one device here. Three predictions: from the preset as it is; with the device's arithmetic and memory
+divided among the ranks and the link as recorded; and with every duration recorded by ``model.profile``. With several
+ranks the last two let compute and collectives take turns: both run on the one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fxshard
+from fxshard.bench.train import SIZES, Contender
+from fxshard.events import Kind
+from fxshard.plan.hardware import Hardware, hardware
+
+
+def shared_device(machine: Hardware, ranks: int, link: float) -> Hardware:
+    """A machine whose ranks share one device: an equal part of its arithmetic and memory for each, a link as measured.
+
+    ``link`` is in bytes/s per rank. Collectives run on the same device: simulate without overlap.
+    """
+    return replace(
+        machine,
+        name=f"{machine.name}/{ranks}",
+        flops={dtype: rate / ranks for dtype, rate in machine.flops.items()},
+        memory_bandwidth=machine.memory_bandwidth / ranks,
+        memory_bytes=machine.memory_bytes // ranks,
+        intra_bandwidth=link,
+    )
+
+
+def link_of(profile: fxshard.Profile, schedule: fxshard.Schedule) -> float:
+    """Bytes/s per rank over the recorded gathers and reductions together."""
+    moved = seconds = 0.0
+    for i, duration in profile.of(schedule).items():
+        event = schedule.events[i]
+        if event.kind in (Kind.UNSHARD, Kind.REDUCE):
+            moved += event.bytes * (schedule.ranks - 1) / schedule.ranks
+            seconds += duration
+    return moved / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", choices=SIZES, default="toy")
+    parser.add_argument("--batch", type=int, help="sequences per rank")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of five steps")
+    parser.add_argument("--json", type=Path, help="write schedule, profile and figures here")
+    arguments = parser.parse_args()
+    cuda = arguments.device == "cuda"
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    config, batch, length = SIZES[arguments.size]
+    contender = Contender("fxshard", config, arguments.batch or batch, length, device, bf16=cuda)
+    model = contender.model
+    assert isinstance(model, fxshard.ShardedModule)
+    for _ in range(arguments.rounds):
+        contender.measure(5, 0)
+    with model.profile(steps=5) as profile:
+        for _ in range(5):
+            contender.step()
+    before = statistics.median(contender.rounds)
+    model.reschedule(profile)
+    contender.step()
+    contender.rounds.clear()
+    for _ in range(arguments.rounds):
+        contender.measure(5, 0)
+    if dist.get_rank() == 0:
+        report(model.schedule, profile, before, statistics.median(contender.rounds), arguments)
+    dist.destroy_process_group()
+
+
+def report(
+    schedule: fxshard.Schedule, profile: fxshard.Profile, before: float, after: float, arguments: argparse.Namespace
+) -> None:
+    machine = hardware("h200" if arguments.device == "cuda" else "cpu")
+    print(f"measured {before * 1e3:.1f} ms per step; rescheduled by its own profile {after * 1e3:.1f} ms")
+    predictions = {"preset": schedule.simulate(machine)}
+    if schedule.ranks > 1:
+        link = link_of(profile, schedule)
+        print(f"link, recorded alone: {link / 1e9:.2f} GB/s per rank")
+        part = shared_device(machine, schedule.ranks, link)
+        predictions["shared device, recorded link"] = schedule.simulate(part, overlap=False)
+    alone = schedule.ranks == 1  # the others are on the same device
+    predictions["recorded durations"] = schedule.simulate(machine, durations=profile, overlap=alone)
+    for name, found in predictions.items():
+        print(
+            f"{name:<30} step {found.step_seconds * 1e3:8.1f} ms ({found.step_seconds / after - 1:+.1%})   "
+            f"compute {found.compute_seconds * 1e3:8.1f}   communication {found.communication_seconds * 1e3:8.1f}   "
+            f"exposed {found.exposed_seconds * 1e3:8.1f}"
+        )
+    if arguments.json is not None:
+        figures = {"measured": before, "rescheduled": after, "profile": json.loads(profile.to_json())}
+        arguments.json.write_text(json.dumps({**figures, "schedule": json.loads(schedule.to_json())}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""defer_wgrad: products that only gradients wait for hide the last reduction and the model's own collectives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fxshard.bench.planning import capture
+from fxshard.events import Kind, Phase
+from fxshard.passes.context import ParamRef
+from fxshard.passes.defer_wgrad import defer_wgrad
+from tests.passes.graphs import Draft, aten, bucket, context, listing
+from tests.pool import Pool
+from tests.toy import Llama, batch
+from tests.training import Run, sharded_run
+
+SQUARE = (4, 4)
+collectives = torch.ops._c10d_functional
+
+
+def two_layers(*, first_layer_bytes: int, **options: bool) -> list[str]:
+    """Backward of b0, then of b1, whose gradient is the last to be complete. dx goes on, dw is a gradient."""
+    draft = Draft()
+    t, x = draft.input("t", *SQUARE), draft.input("x", *SQUARE)
+    turned = draft.call(aten.t.default, t)
+    dw = draft.call(aten.mm.default, turned, x)
+    dwt = draft.call(aten.t.default, dw)
+    dx = draft.call(aten.mm.default, t, x)
+    last = draft.call(aten.mm.default, dx, x)
+    module = draft.output(dwt, last, grads=[ParamRef(0, 0), ParamRef(1, 0)])
+    sizes = bucket(0, SQUARE), bucket(1, (first_layer_bytes, 4))
+    module = defer_wgrad(module, context(*sizes, phase=Phase.BACKWARD, **options))
+    module.graph.lint()
+    return listing(module)
+
+
+AS_TRACED = ["t_1(t)", "mm(t_1, x)", "t_2(mm)", "mm_1(t, x)", "mm_2(mm_1, x)", "output(t_2, mm_2)"]
+
+
+def test_the_smaller_bucket_is_left_for_the_end() -> None:
+    assert two_layers(first_layer_bytes=64) == [
+        "mm_1(t, x)",
+        "mm_2(mm_1, x)",
+        "t_1(t)",
+        "mm(t_1, x)",
+        "t_2(mm)",
+        "output(t_2, mm_2)",
+    ]
+
+
+def test_nothing_moves_where_the_larger_would_be_left() -> None:
+    draft = Draft()
+    t = draft.input("t", *SQUARE)
+    dw = draft.call(aten.mm.default, t, t)
+    last = draft.call(aten.mm.default, t, t)
+    module = draft.output(dw, last, grads=[ParamRef(0, 0), ParamRef(1, 0)])
+    big_first = context(bucket(0, (400, 4)), bucket(1, SQUARE), phase=Phase.BACKWARD)
+    assert listing(defer_wgrad(module, big_first)) == ["mm(t, t)", "mm_1(t, t)", "output(mm, mm_1)"]
+
+
+def test_off() -> None:
+    assert two_layers(first_layer_bytes=64, defer_wgrad=False) == AS_TRACED
+
+
+def test_a_value_that_something_else_reads_stays() -> None:
+    draft = Draft()
+    t = draft.input("t", *SQUARE)
+    dw = draft.call(aten.mm.default, t, t)
+    last = draft.call(aten.mm.default, dw, t)
+    module = draft.output(dw, last, grads=[ParamRef(0, 0), ParamRef(1, 0)])
+    sizes = context(bucket(0, SQUARE), bucket(1, (64, 4)), phase=Phase.BACKWARD)
+    assert listing(defer_wgrad(module, sizes)) == ["mm(t, t)", "mm_1(mm, t)", "output(mm, mm_1)"]
+
+
+def test_products_fill_the_wait_for_a_collective() -> None:
+    """As tensor parallelism has it: the input's gradient is summed over ranks; the weight's need not wait for that."""
+    draft = Draft()
+    t, x = draft.input("t", *SQUARE), draft.input("x", *SQUARE)
+    dw = draft.call(aten.mm.default, t, x)
+    dx = draft.call(aten.mm.default, t, x)
+    start = draft.graph.call_function(collectives.all_reduce.default, (dx, "sum", "0"))
+    wait = draft.graph.call_function(collectives.wait_tensor.default, (start,))
+    start.meta["val"] = wait.meta["val"] = torch.empty(SQUARE, device="meta")
+    rest = draft.call(aten.sin.default, wait)
+    module = draft.output(dw, rest, grads=[ParamRef(0, 0), None])
+    module = defer_wgrad(module, context(bucket(0, SQUARE), phase=Phase.BACKWARD))
+    module.graph.lint()
+    order = [node.name for node in module.graph.nodes if node.op == "call_function"]
+    assert order == [dx.name, start.name, dw.name, wait.name, rest.name]
+
+
+# -- a whole model -----------------------------------------------------------------------------------------------------
+
+
+def wide_vocabulary(layers: int = 2) -> nn.Module:
+    """The embedding is larger than a layer, as in most language models."""
+    torch.manual_seed(0)
+    return Llama(vocab=1024, dim=32, layers=layers, heads=4, hidden=88)
+
+
+@pytest.mark.shows("P6")
+def test_less_is_exposed_and_the_schedule_holds() -> None:
+    with torch.device("meta"):
+        model = Llama(vocab=32768, dim=512, layers=3, heads=4, hidden=1408)
+    captured = capture(model, batch(0, 1, 0, 96, size=2, length=512), lowering="eager")
+    exposed = {}
+    for on in (False, True):
+        schedule = captured.schedule(ranks=64, hardware="h200", defer_wgrad=on)
+        schedule.verify()
+        exposed[on] = schedule.simulate("h200").exposed_seconds
+        reduced = [event.bucket for _, event in schedule.of(Kind.REDUCE)]
+        assert reduced[-2:] == (["emb", "layers.0"] if on else ["layers.0", "emb"])
+    assert exposed[True] < exposed[False]
+
+
+def on_and_off(lowering: str, layers: int) -> tuple[Run, Run]:
+    on, off = (
+        sharded_run(lambda: wide_vocabulary(layers), steps=2, lowering=lowering, defer_wgrad=defer)
+        for defer in (True, False)
+    )
+    return on, off
+
+
+@pytest.mark.shows("S3")
+@pytest.mark.parametrize(("lowering", "layers"), [("eager", 2), ("inductor", 1)])
+def test_moving_products_changes_no_bit(ranks: Pool, lowering: str, layers: int) -> None:
+    for on, off in ranks(2, on_and_off, lowering, layers, timeout=300):
+        assert on.same(off)
