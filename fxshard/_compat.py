@@ -39,9 +39,13 @@ def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
 
     Not optional under the Inductor lowering: random ops that it has not rewritten have no lowering.
     """
+    from torch._guards import detect_fake_mode
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
-    return joint_graph_passes(graph)
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(detect_fake_mode(values)):  # what replaces random numbers makes fake tensors
+        return joint_graph_passes(graph)
 
 
 def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
