@@ -73,7 +73,7 @@ def compile(
         arena=arena,
         verify=verify,
     )
-    sharded.bind(capture(sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
+    sharded.bind(capture(sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic), fullgraph=fullgraph)
     return sharded
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxshard import _compat
 from fxshard.config import Options
-from fxshard.errors import ConfigError
+from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Phase
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
@@ -55,11 +55,21 @@ class Backend:
         self.lower = lower
         self.graphs: dict[str, fx.GraphModule] = {}
         self.schedules: dict[str, Schedule] = {}
+        self.emitted: list[Schedule] = []
         self.captures = 0
+        self.used: set[ParamRef] = set()
+        """Parameters that some graph uses."""
+        self.breaks: list[str] = []
+        """Where and why graphs ended before the model did."""
+        self.allows_breaks = False
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
+        broken = _compat.graph_break(graph)
+        if broken is not None:
+            self._note_break(broken)
         capture = Capture(self, [self._ref(value) for value in _inputs(graph)])
+        self.used.update(ref for ref in capture.refs if ref is not None)
         inductor = self.sharding.options.lowering == "inductor"
         return _compat.aot_autograd(
             fw_compiler=capture.compile_forward,
@@ -68,6 +78,16 @@ class Backend:
             partition_fn=capture.partition,
             decompositions=_compat.inductor_decompositions() if inductor else None,
         )(graph, example_inputs)
+
+    def _note_break(self, broken: str) -> None:
+        if self.sharding.plans and not self.allows_breaks:
+            raise CaptureError(
+                f"the graph breaks at {broken}\n"
+                "Code between graphs would find parameters without memory: mend the break, or make the model "
+                "with fxshard.compile(..., fullgraph=False), which unshards them for it"
+            )
+        if broken not in self.breaks:
+            self.breaks.append(broken)
 
     def _ref(self, value: object) -> ParamRef | None:
         found = sharding_of(value)
@@ -80,7 +100,8 @@ class Capture:
     def __init__(self, backend: Backend, refs: list[ParamRef | None]) -> None:
         self._backend = backend
         self._sharding = backend.sharding
-        self._refs = refs
+        self.refs = refs
+        self._owner = object()
         self._backward: fx.GraphModule | None = None
         self._scheduled: dict[Phase, fx.GraphModule] = {}
         self._arena_bytes = 0
@@ -96,7 +117,7 @@ class Capture:
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
         self._backward = _copy(backward)
-        self._backward.graph.output_node().meta[GRADS] = tuple(self._refs)
+        self._backward.graph.output_node().meta[GRADS] = tuple(self.refs)
         return forward, backward
 
     def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -120,7 +141,7 @@ class Capture:
 
     def _tie(self, graph: fx.GraphModule) -> None:
         """Tie graph inputs to parameters, by position: training and inference graphs name them differently."""
-        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self._refs, strict=False):
+        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self.refs, strict=False):
             node.meta[PARAM] = ref
 
     def _context(self, phase: Phase) -> PassContext:
@@ -153,6 +174,7 @@ class Capture:
         self._agree = lambda: sharding.agreement.check(COMMUNICATION, emitted.communication())
         for phase, module in self._scheduled.items():
             self._backend.graphs[phase.value] = module
+        self._backend.emitted.append(emitted)
         self._backend.schedules["train" if Phase.FORWARD in modules else "eval"] = emitted
 
     def _lower(self, phase: Phase) -> Callable[..., Any]:
@@ -162,7 +184,7 @@ class Capture:
             split = split_segments(self._scheduled[phase], self._context(phase))
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
-            return Program(split, phase, engine, self._arena_bytes, compiler, agree).boxed()
+            return Program(split, phase, engine, self._arena_bytes, compiler, agree, self._owner).boxed()
 
 
 def backend_of(sharding: Sharding) -> Backend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceE
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
 from fxshard.runtime.agreement import COMMUNICATION
+from fxshard.runtime.eager_reads import EagerReads
 from fxshard.sharding import Sharding
 
 
@@ -38,6 +40,7 @@ class ShardedModule(nn.Module):
         self._sharding = sharding
         self._backend = backend
         self._optimizer: torch.optim.Optimizer | None = None
+        self._reads: EagerReads | None = None
         by_name = {
             name: p for bucket in sharding.buckets for name, p in zip(bucket.plan.params, bucket.params, strict=True)
         }
@@ -45,9 +48,12 @@ class ShardedModule(nn.Module):
         _mirror(inner, self, by_identity)
         self.training = inner.training
 
-    def bind(self, compiled: Callable[..., Any]) -> None:
+    def bind(self, compiled: Callable[..., Any], *, fullgraph: bool = True) -> None:
         """Run ``compiled`` from now on; ``fxshard.compile`` calls this."""
         object.__setattr__(self, "_compiled", compiled)  # an nn.Module too, and no submodule of ours
+        if not fullgraph:
+            self._backend.allows_breaks = True
+            self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places())
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -64,7 +70,8 @@ class ShardedModule(nn.Module):
                 'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
             )
         try:
-            result = self._compiled(*args, **kwargs)
+            with self._reads or contextlib.nullcontext():
+                result = self._compiled(*args, **kwargs)
         except FAILURES as error:
             raise self._failed(explained(error, self._inner)) from error
         except FxshardError as error:
@@ -115,6 +122,27 @@ class ShardedModule(nn.Module):
         if not schedules:
             raise StateError("there is no schedule yet: it is made when the model is called for the first time")
         return schedules.get("train") or schedules["eval"]
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Every schedule emitted so far, in order of capture: one per graph, input shape and mode."""
+        return tuple(self._backend.emitted)
+
+    @property
+    def graph_breaks(self) -> tuple[str, ...]:
+        """Where and why graphs ended before ``forward`` did; only with ``fullgraph=False``."""
+        return tuple(self._backend.breaks)
+
+    @property
+    def eager_reads(self) -> dict[str, str]:
+        """Parameters that code between graphs read, and the file and line that did; only with ``fullgraph=False``."""
+        return dict(self._reads.places) if self._reads is not None else {}
+
+    @property
+    def unused_parameters(self) -> list[str]:
+        """Parameters that no graph uses and no code between graphs read so far: they get zero or no gradients."""
+        used = {self._sharding.plans[ref.bucket].params[ref.position] for ref in self._backend.used}
+        return [name for _, name, _ in self._places() if name not in used and name not in self.eager_reads]
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:

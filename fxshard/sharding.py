@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxshard import _compat
 from fxshard.config import Options, Precision
 from fxshard.errors import ConfigError, FxshardError, StateError
 from fxshard.lowering import SegmentCompiler
@@ -49,6 +50,10 @@ class Sharding:
     hardware: Hardware | None = None
     backend: object | None = None
     """The one backend that compiles this model, however ``torch.compile`` is reached."""
+
+    def hollow_places(self) -> dict[tuple[int, int], nn.Parameter]:
+        """The hollow parameters by (bucket, position)."""
+        return {(plan.index, i): self.hollow[name] for plan in self.plans for i, name in enumerate(plan.params)}
 
 
 def sharding_of(value: object) -> tuple[Sharding, ParamRef] | None:
@@ -151,7 +156,8 @@ def _groups(group: dist.ProcessGroup | None) -> Groups | None:
     if group is None or group.size() == 1:
         return None
     members = dist.get_process_group_ranks(group)
-    return Groups(group, dist.new_group(members, use_local_synchronization=True))
+    timeout = _compat.group_timeout(group)
+    return Groups(group, dist.new_group(members, timeout=timeout, use_local_synchronization=True))
 
 
 def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:

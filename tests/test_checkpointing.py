@@ -64,9 +64,7 @@ def gathers_in_backward(schedule: fxshard.Schedule) -> Counter[str]:
 def test_a_recomputed_block_is_gathered_once_and_saves_memory() -> None:
     x = torch.zeros(4, 16, dtype=torch.int64)
     plans = {
-        policy: fxshard.plan(
-            make(policy), (x, x), world_size=2, hardware="cpu", keep_resident=False, lowering="eager"
-        )
+        policy: fxshard.plan(make(policy), (x, x), world_size=2, hardware="cpu", keep_resident=False, lowering="eager")
         for policy in ("none", "selective", "full")
     }
     for schedule in plans.values():

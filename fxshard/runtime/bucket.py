@@ -104,12 +104,14 @@ class Bucket:
         Every in-place operation counts up the version that the flat shard shares with its views, and so does every
         optimizer step (``freshness``). Ranks run the same program, so they agree.
         """
-        return self._version() != self._gathered_version
+        return self.version != self._gathered_version
 
     def gathered(self) -> None:
-        self._gathered_version = self._version()
+        self._gathered_version = self.version
 
-    def _version(self) -> int:
+    @property
+    def version(self) -> int:
+        """Counts changes of the shard."""
         # A DTensor counts operations on itself, not on the rows it wraps: both counters are needed.
         return self.master._version + sum(parameter._version for parameter in self.params)
 
@@ -138,6 +140,16 @@ class Bucket:
                 if parameter.grad is None:
                     own.zero_()
         return True
+
+    def add_gradient(self, name: str, full: torch.Tensor) -> None:
+        """Add this rank's rows of a reduced gradient to the shard's."""
+        if not self.prepare_accumulation():
+            self.hold_gradient().zero_()
+        assert self.grad is not None
+        fragment = self.fragments[self.plan.layout.index[name]]
+        if fragment.numel:
+            self._rows(self.grad, name).add_(full[fragment.row_start : fragment.row_stop] if full.ndim else full)
+        self.publish_gradients()
 
     def adopt_gradients(self) -> None:
         """Copy gradients that a user put in place of ours into the flat gradient."""

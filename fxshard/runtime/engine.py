@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 
 from fxshard import _compat
 from fxshard.config import Options
-from fxshard.errors import StateError
-from fxshard.events import Phase
+from fxshard.errors import PeerError, StateError
+from fxshard.events import Kind, Phase
 from fxshard.plan.memory import SlotRange
 from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import Token, streams_for
+from fxshard.runtime.watchdog import Watchdog, failing
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,26 @@ class Engine:
         self._reducing: dict[int, Reducing] = {}
         self._start: Token | None = None
         self._unsettled: list[Reducing] = []
+        self._owner: object = None
+        self._phase: Phase | None = None
+        self._watchdog = None
+        if groups is not None:
+            self._watchdog = Watchdog(dist.get_rank(), _compat.group_timeout(groups.gather))
+        self.observed = False
+        """Whether operations outside graphs are looked at just now (``eager_reads``); programs step out of that."""
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    def begin(self, phase: Phase) -> None:
-        """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again."""
+    def begin(self, phase: Phase, owner: object) -> None:
+        """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again.
+
+        ``owner`` stands for the plan of memory, which a forward and its backward share. In another plan's backward
+        the places are others, so nothing may be left in them.
+        """
+        same, self._owner, self._phase = owner is self._owner, owner, phase
         if phase is Phase.BACKWARD:
+            if not same:
+                self._evict()
             return
         for bucket in self.buckets:
             bucket.release_gradient()
@@ -85,13 +101,25 @@ class Engine:
         """A program failed half-way: let what it started end and forget what it held: the next starts clean."""
         for state in [*self._reducing.values(), *self._unsettled]:
             if state.token is not None:
-                with contextlib.suppress(RuntimeError):  # the failure that is being raised may be this very collective
+                # The failure that is being raised may be this very collective.
+                with contextlib.suppress(RuntimeError, PeerError):
                     state.token.wait()
             if state.slot is not None:
                 self.arena.release(state.slot, self._streams.mark())
         self._reducing.clear()
         self._unsettled.clear()
         self._evict()
+
+    @contextlib.contextmanager
+    def _naming(self, kind: Kind, bucket: Bucket) -> Iterator[Callable[[Token], Token]]:
+        """Say which event it is when starting a collective fails, or when what was started fails or does not end."""
+        event = f"{self._phase or 'eager'} {kind} of {bucket.plan.name!r}"
+        watchdog = self._watchdog
+        if watchdog is None:
+            yield lambda token: token
+            return
+        with failing(event, watchdog.rank):
+            yield lambda token: watchdog.watch(token, event)
 
     def _evict(self) -> None:
         for index in [index for index, held in self._gathered.items() if held.slot is not None]:
@@ -153,12 +181,34 @@ class Engine:
             waits.append(self._start)
         if not self.arena.planned:
             waits.append(self._streams.mark())
-        token = self._streams.launch("gather", None if alone else gather, before=stage, after=waits)
+        with self._naming(Kind.UNSHARD, bucket) as watched:
+            token = watched(self._streams.launch("gather", None if alone else gather, before=stage, after=waits))
         if not self.options.overlap:
             token.wait()
         return Gathered(flat, slot, token)
 
+    def unsharded(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Parameters for code outside programs, in memory of their own where they do not stay in memory anyway."""
+        bucket = self.buckets[index]
+        if bucket.plan.resident:
+            self.unshard(index, None)
+            return self.wait(index)
+        flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.plan.param_dtype, device=bucket.device)
+        self._gather(bucket, flat, None, [self._streams.mark()]).token.wait()
+        return bucket.views(flat)
+
     # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def add_gradient(self, index: int, position: int, gradient: torch.Tensor) -> None:
+        """A gradient that autograd accumulated outside programs: averaged over the ranks, added to the shard's."""
+        bucket = self.buckets[index]
+        with torch.no_grad():
+            value = gradient.to(bucket.plan.reduce_dtype).contiguous()
+            if self._groups is not None:
+                with failing(f"eager reduce of {bucket.plan.params[position]!r}", dist.get_rank()):
+                    dist.all_reduce(value, group=self._groups.reduce)
+                value = value / self._ranks
+            bucket.add_gradient(bucket.plan.params[position], value)
 
     def grad(self, index: int, slot: SlotRange | None, zeros: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         bucket = self.buckets[index]
@@ -198,9 +248,11 @@ class Engine:
             if result is not target:
                 (target.add_ if state.accumulate else target.copy_)(result)
 
-        state.token = self._streams.launch(
-            "reduce", combine if self._ranks > 1 else None, before=prepare, then=settle, after=[self._streams.mark()]
-        )
+        start = combine if self._ranks > 1 else None
+        with self._naming(Kind.REDUCE, bucket) as watched:
+            state.token = watched(
+                self._streams.launch("reduce", start, before=prepare, then=settle, after=[self._streams.mark()])
+            )
         if not self.options.overlap:
             state.token.wait()
 
