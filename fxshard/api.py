@@ -10,6 +10,7 @@ from fxshard.backend import backend_of
 from fxshard.capture import capture
 from fxshard.config import AdamW, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
+from fxshard.materialise import Init
 from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
 from fxshard.plan.buckets import LayoutKind
@@ -37,6 +38,7 @@ def compile(
     verify: bool = True,
     fullgraph: bool = True,
     dynamic: bool | None = None,
+    init: Init | None = None,
 ) -> ShardedModule:
     """Shard a model over the data-parallel ranks and compile its training step.
 
@@ -53,8 +55,9 @@ def compile(
     ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
     of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
     parameters between rows, ``"whole"`` gives each parameter to one rank. ``memory_budget``: bytes, or ``"60GiB"``, for
-    shards and arena on a rank. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
-    :class:`fxshard.config.Options`.
+    shards and arena on a rank. ``init``: for a model on the meta device, called with every module that owns parameters
+    or buffers, in place of its ``reset_parameters``. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other
+    options are those of :class:`fxshard.config.Options`.
     """
     sharded = shard(
         model,
@@ -72,6 +75,7 @@ def compile(
         overlap=overlap,
         arena=arena,
         verify=verify,
+        init=init,
     )
     sharded.bind(capture(sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic), fullgraph=fullgraph)
     return sharded
@@ -94,6 +98,7 @@ def shard(
     overlap: bool = True,
     arena: bool = True,
     verify: bool = True,
+    init: Init | None = None,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -116,7 +121,9 @@ def shard(
         hardware=hardware,
         verify=verify,
     )
-    sharding = take_apart(model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options)
+    sharding = take_apart(
+        model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options, init=init
+    )
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     if optimizer is not None:
         sharded._optimizer = _optimizer(optimizer, sharding)

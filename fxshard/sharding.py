@@ -17,6 +17,7 @@ from fxshard import _compat
 from fxshard.config import Options, Precision
 from fxshard.errors import ConfigError, FxshardError, StateError
 from fxshard.lowering import SegmentCompiler
+from fxshard.materialise import Init, check_initialisable, is_meta, materialise
 from fxshard.passes.context import ParamRef
 from fxshard.plan.buckets import LAYOUTS, BucketPlan, LayoutKind, plan_buckets
 from fxshard.plan.hardware import Hardware, hardware
@@ -83,6 +84,7 @@ def take_apart(
     precision: Precision | None,
     layout: LayoutKind,
     options: Options,
+    init: Init | None = None,
 ) -> Sharding:
     """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets."""
     mesh = _resolve_mesh(model, mesh)
@@ -95,6 +97,7 @@ def take_apart(
     ranks = mesh.size() if mesh is not None else 1
     try:
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
+        check_initialisable(model, init)
         machine(options, device)
         plans = plan_buckets(
             model, find_units(model, units), zero=zero, ranks=ranks, precision=precision, layout=layout
@@ -105,14 +108,16 @@ def take_apart(
 
     rank = mesh.get_local_rank() if mesh is not None else 0
     originals = dict(model.named_parameters())
-    buckets = []
-    sharding_refs: dict[str, ParamRef] = {}
-    for plan in plans:
-        bucket = Bucket(plan, rank, device, mesh)
-        _move_in(bucket, originals, group)
-        buckets.append(bucket)
-        for position, name in enumerate(plan.params):
-            sharding_refs[name] = ParamRef(plan.index, position)
+    if is_meta(model):
+        buckets = [Bucket(plan, rank, device, mesh) for plan in plans]
+        originals = _make_real(model, buckets, device, init, group)
+    else:
+        buckets = []
+        for plan in plans:
+            bucket = Bucket(plan, rank, device, mesh)
+            _move_in(bucket, originals, group)
+            buckets.append(bucket)
+    sharding_refs = {name: ParamRef(plan.index, i) for plan in plans for i, name in enumerate(plan.params)}
     if group is not None:
         for buffer in model.buffers():
             dist.broadcast(buffer, group=group, group_src=0)
@@ -168,12 +173,39 @@ def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter], group: dist.Pro
     """
     bucket.make_params(originals)
     for name in bucket.plan.params:
-        parameter = originals[name]
-        value = parameter.detach().contiguous()
-        if group is not None:
-            dist.broadcast(value, group=group, group_src=0)
-        bucket.load({name: value})
-        _hollow_out(parameter, bucket.plan.param_dtype)
+        _take_over(bucket, name, originals[name], group)
+    _settle(bucket)
+
+
+def _make_real(
+    model: nn.Module,
+    buckets: list[Bucket],
+    device: torch.device,
+    init: Init | None,
+    group: dist.ProcessGroup | None,
+) -> dict[str, nn.Parameter]:
+    """Materialise a model on the meta device into buckets, module by module; returns its hollow parameters."""
+    home = {name: bucket for bucket in buckets for name in bucket.plan.params}
+    originals = dict(model.named_parameters())
+    for bucket in buckets:
+        bucket.make_params(originals)
+    try:
+        return materialise(model, device, init, lambda name, value: _take_over(home[name], name, value, group))
+    finally:
+        for bucket in buckets:
+            _settle(bucket)
+
+
+def _take_over(bucket: Bucket, name: str, parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
+    value = parameter.detach().contiguous()
+    if group is not None:
+        dist.broadcast(value, group=group, group_src=0)
+    bucket.load({name: value})
+    _hollow_out(parameter, bucket.plan.param_dtype)
+
+
+def _settle(bucket: Bucket) -> None:
+    """Where nothing is ever gathered, the unsharded parameters follow the shard once."""
     if bucket.full is not None and bucket.plan.layout.ranks == 1:
         with torch.no_grad():
             own = bucket.own_slice(bucket.full)
@@ -193,11 +225,18 @@ def _resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | Non
         return mesh
     first = next(model.parameters(), None)
     kind = "cuda" if first is not None and first.device.type == "cuda" else "cpu"
+    if first is not None and first.is_meta:
+        kind = _default_kind()
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
             return None
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _default_kind() -> str:
+    """Where a model on the meta device is made real if no mesh says it."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str) -> torch.device:
@@ -220,9 +259,8 @@ def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str)
         raise ConfigError(f"parameters are on {len(devices)} devices ({where}); move the model to one device first")
     (device,) = devices
     if device.type == "meta":
-        raise ConfigError(
-            "parameters are on the meta device; materialise them first (model.to_empty(device=...) and init)"
-        )
+        kind = mesh.device_type if mesh is not None else _default_kind()
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     if mesh is not None and mesh.size() > dist.get_world_size():
         raise ConfigError(f"mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}")
     if mesh is not None and mesh.device_type != device.type:
