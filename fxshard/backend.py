@@ -22,6 +22,7 @@ from fxshard.passes.split_segments import split_segments
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.program import Program
 from fxshard.sharding import Sharding, sharding_of, unsharded
+from fxshard.variants import Variants
 
 
 def fxshard_backend(
@@ -62,14 +63,29 @@ class Backend:
         self.breaks: list[str] = []
         """Where and why graphs ended before the model did."""
         self.allows_breaks = False
+        self.one_graph = False
+        """Whether Dynamo captures the whole model at once, so that a graph always gets the same parameters."""
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
         broken = _compat.graph_break(graph)
         if broken is not None:
             self._note_break(broken)
-        capture = Capture(self, [self._ref(value) for value in _inputs(graph)])
-        self.used.update(ref for ref in capture.refs if ref is not None)
+        refs = tuple(self._ref(value) for value in _inputs(graph))
+        if self.one_graph or not any(refs):
+            return self._compile(graph, refs, example_inputs)
+        again = _copy(graph)  # before AOTAutograd has worked on it
+
+        def another(args: Sequence[Any]) -> Callable[..., Any]:
+            return self._compile(_copy(again), tuple(map(self._ref, args)), args)
+
+        return Variants(self._compile(graph, refs, example_inputs), refs, self._ref, another)
+
+    def _compile(
+        self, graph: fx.GraphModule, refs: tuple[ParamRef | None, ...], example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        capture = Capture(self, list(refs))
+        self.used.update(ref for ref in refs if ref is not None)
         inductor = self.sharding.options.lowering == "inductor"
         return _compat.aot_autograd(
             fw_compiler=capture.compile_forward,

@@ -51,8 +51,8 @@ class ShardedModule(nn.Module):
     def bind(self, compiled: Callable[..., Any], *, fullgraph: bool = True) -> None:
         """Run ``compiled`` from now on; ``fxshard.compile`` calls this."""
         object.__setattr__(self, "_compiled", compiled)  # an nn.Module too, and no submodule of ours
+        self._backend.one_graph, self._backend.allows_breaks = fullgraph, not fullgraph
         if not fullgraph:
-            self._backend.allows_breaks = True
             self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places())
 
     # -- running -----------------------------------------------------------------------------------------------------

@@ -181,3 +181,50 @@ def plans_in_flight() -> list[bool]:
 def test_two_plans_in_flight(ranks: Pool) -> None:
     for same in ranks(2, plans_in_flight):
         assert all(same)
+
+
+class Repeated(nn.Module):
+    """A block with a break inside: Dynamo captures it once and calls it again with the next block's parameters."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.outer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.inner(x))
+            torch._dynamo.graph_break()
+            return torch.tanh(self.outer(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Repeated.Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def repeated(lowering: str) -> tuple[bool, int, int]:
+    model = fxshard.compile(Repeated(), fullgraph=False, lowering=lowering)
+    plain = Repeated()
+    x = inputs(0, 0)
+    loss, expected = model(x), plain(x)
+    loss.backward()
+    expected.backward()
+    found = full_gradients(model)
+    same = [torch.allclose(loss, expected, rtol=1e-5)]
+    same += [torch.allclose(found[name], p.grad, rtol=1e-4, atol=1e-7) for name, p in plain.named_parameters()]
+    with torch.no_grad():
+        same.append(torch.allclose(model(x), expected, rtol=1e-5))
+    return all(same), len(model.eager_reads), len(model.unused_parameters)
+
+
+@pytest.mark.shows("S17")
+def test_a_graph_that_is_called_with_other_parameters(ranks: Pool) -> None:
+    for same, eager, unused in ranks(2, repeated, "eager"):
+        assert same
+        assert eager == unused == 0

@@ -72,9 +72,10 @@ def both(kind: str, options: dict[str, Any]) -> tuple[list[float], list[float], 
 
 
 @pytest.mark.shows("E3")
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
-    for mine, peer, unused in ranks(2, both, kind, {}):
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gpt2", {"fullgraph": False})])
+def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str, options: dict[str, Any]) -> None:
+    """GPT-2 logs a warning on its way to the loss, which breaks the graph."""
+    for mine, peer, unused in ranks(2, both, kind, options):
         assert mine == pytest.approx(peer, rel=1e-6)
         assert not unused
 
