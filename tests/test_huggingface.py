@@ -75,7 +75,7 @@ def both(kind: str, options: dict[str, Any]) -> tuple[list[float], list[float], 
 @pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gpt2", {"fullgraph": False})])
 def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str, options: dict[str, Any]) -> None:
     """GPT-2 logs a warning on its way to the loss, which breaks the graph."""
-    for mine, peer, unused in ranks(2, both, kind, options):
+    for mine, peer, unused in ranks(2, both, kind, options, timeout=170):
         assert mine == pytest.approx(peer, rel=1e-6)
         assert not unused
 
@@ -84,5 +84,5 @@ def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str, options: dict[str
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_expert_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
     """Routing depends on data, so on the CPU the graph breaks; the experts run between graphs."""
-    for mine, peer, _ in ranks(2, both, kind, {"fullgraph": False}):
+    for mine, peer, _ in ranks(2, both, kind, {"fullgraph": False}, timeout=170):
         assert mine == pytest.approx(peer, rel=1e-5)
