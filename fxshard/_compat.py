@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
@@ -39,9 +41,13 @@ def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
 
     Not optional under the Inductor lowering: random ops that it has not rewritten have no lowering.
     """
+    from torch._guards import detect_fake_mode
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
-    return joint_graph_passes(graph)
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(detect_fake_mode(values)):  # what replaces random numbers makes fake tensors
+        return joint_graph_passes(graph)
 
 
 def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -78,10 +84,89 @@ def is_wait(node: fx.Node) -> bool:
     return target is not None and target.namespace == "_c10d_functional" and operator_name(target) == "wait_tensor"
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value a symbolic size was traced with, without fixing it to that; 1 for one that depends on data.
+
+    torch 2.11, 2.13.
+    """
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return int(hint) if hint is not None else 1
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in the sizes of a value. torch 2.11, 2.13."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols as found
+
+    return set(found(value)) if isinstance(value, torch.Tensor | torch.SymInt) else set()
+
+
+def shape_environment(value: Any) -> Any:
+    """What knows the symbols in the sizes of a value; None where there are none. torch 2.11, 2.13."""
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
 def graph_input_example(placeholder: fx.Node) -> Any:
     """The real value behind an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
     argument = placeholder.meta.get("grapharg")
     return argument.example if argument is not None else None
+
+
+class OperatorObserver(TorchDispatchMode):
+    """A context that sees every operation outside compiled graphs before it runs. torch 2.11, 2.13.
+
+    ``torch.compile`` goes on compiling beneath such a mode only if it says that it ignores what is compiled.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
+        """Called ahead of an operation; what it returns is called with the operation's result."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        after = self.before(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if after is not None:
+            after(result)
+        return result
+
+
+def graph_break(graph: fx.GraphModule) -> str | None:
+    """Where and why Dynamo ended a graph early, None where it captured to the end. torch 2.11, 2.13."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    where = [f"{frame.filename}:{frame.lineno}" for frame in reason.user_stack]
+    return f"{where[-1] if where else 'unknown code'}: {reason.reason.splitlines()[0]}"
+
+
+def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
+    """How long a collective of the group (by default, of the world) may take. torch 2.11, 2.13."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+    return group._get_backend(torch.device(device)).options._timeout
+
+
+def profiling() -> bool:
+    """Whether a profiler runs (``emit_nvtx`` is one): ranges cost something. torch 2.11, 2.13."""
+    return torch.autograd._profiler_enabled()
+
+
+@contextlib.contextmanager
+def no_observers() -> Iterator[None]:
+    """Run without the dispatch modes that are active. torch 2.11, 2.13."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
 
 
 def capture_failures() -> tuple[type[BaseException], ...]:

@@ -12,6 +12,7 @@ from fxshard.capture import capture
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
 from fxshard.groups import Groups
+from fxshard.materialise import Init
 from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
 from fxshard.optim.muon import ShardedMuon
@@ -45,6 +46,7 @@ def compile(
     verify: bool = True,
     fullgraph: bool = True,
     dynamic: bool | None = None,
+    init: Init | None = None,
 ) -> ShardedModule:
     """Shard a model over the data-parallel ranks and compile its training step.
 
@@ -63,8 +65,10 @@ def compile(
     parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
     ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``). ``groups``: patterns of
     parameter names whose replicas are on a mesh of their own, ``{"*.experts.*": mesh["ep_dp"]}`` (or
-    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``fullgraph`` and
-    ``dynamic`` are ``torch.compile``'s; the other options are those of :class:`fxshard.config.Options`.
+    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``init``: for a
+    model on the meta device, called with every module that owns parameters or buffers, in place of its
+    ``reset_parameters``. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
+    :class:`fxshard.config.Options`.
     """
     sharded = shard(
         model,
@@ -85,8 +89,10 @@ def compile(
         overlap=overlap,
         arena=arena,
         verify=verify,
+        init=init,
     )
-    sharded.bind(partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
+    again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
+    sharded.bind(again, fullgraph=fullgraph)
     return sharded
 
 
@@ -110,6 +116,7 @@ def shard(
     overlap: bool = True,
     arena: bool = True,
     verify: bool = True,
+    init: Init | None = None,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -151,6 +158,7 @@ def shard(
         own_optimizer=optimizer is not None,
         reduction=reduction,
         groups=groups,
+        init=init,
     )
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     if isinstance(optimizer, AdamW):

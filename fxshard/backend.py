@@ -11,7 +11,7 @@ from torch import fx
 
 from fxshard import _compat
 from fxshard.config import Options
-from fxshard.errors import ConfigError
+from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Kind, Phase
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
@@ -23,6 +23,7 @@ from fxshard.plan.memory import SlotRange
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.program import Program
 from fxshard.sharding import Sharding, sharding_of, unsharded
+from fxshard.variants import Variants
 
 
 def fxshard_backend(
@@ -56,16 +57,37 @@ class Backend:
         self.lower = lower
         self.graphs: dict[str, fx.GraphModule] = {}
         self.schedules: dict[str, Schedule] = {}
+        self.emitted: list[Schedule] = []
         self.captures = 0
         self.report: Callable[[str], None] = lambda stage: None
         """Called when a stage begins: ``differentiating``, ``partitioning``, ``scheduling``."""
+        self.used: set[ParamRef] = set()
+        """Parameters that some graph uses."""
+        self.breaks: list[str] = []
+        """Where and why graphs ended before the model did."""
+        self.allows_breaks = False
+        self.one_graph = False
+        """Whether Dynamo captures the whole model at once, so that a graph always gets the same parameters."""
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
-        return self.compile(Capture(self, self.refs(graph)), graph, example_inputs)
+        broken = _compat.graph_break(graph)
+        if broken is not None:
+            self._note_break(broken)
+        refs = self.refs(graph)
+        if self.one_graph or not any(refs):
+            return self.compile(Capture(self, refs), graph, example_inputs)
+        again = _copy(graph)  # before AOTAutograd has worked on it
+
+        def another(args: Sequence[Any]) -> Callable[..., Any]:
+            return self.compile(Capture(self, [self._ref(value) for value in args]), _copy(again), args)
+
+        first = self.compile(Capture(self, refs), graph, example_inputs)
+        return Variants(first, tuple(refs), self._ref, another)
 
     def compile(self, capture: Capture, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Send a captured graph through AOTAutograd, which hands what it makes to ``capture``."""
+        self.used.update(ref for ref in capture.refs if ref is not None)
         self.report("differentiating")
         inductor = self.sharding.options.lowering == "inductor"
         return _compat.aot_autograd(
@@ -80,6 +102,16 @@ class Backend:
         """The parameter that each input of a captured graph is, None for data."""
         return [self._ref(value) for value in graph_inputs(graph)]
 
+    def _note_break(self, broken: str) -> None:
+        if self.sharding.plans and not self.allows_breaks:
+            raise CaptureError(
+                f"the graph breaks at {broken}\n"
+                "Code between graphs would find parameters without memory: mend the break, or make the model "
+                "with fxshard.compile(..., fullgraph=False), which unshards them for it"
+            )
+        if broken not in self.breaks:
+            self.breaks.append(broken)
+
     def _ref(self, value: object) -> ParamRef | None:
         found = sharding_of(value)
         return found[1] if found is not None and found[0] is self.sharding else None
@@ -91,7 +123,8 @@ class Capture:
     def __init__(self, backend: Backend, refs: list[ParamRef | None]) -> None:
         self._backend = backend
         self._sharding = backend.sharding
-        self._refs = refs
+        self.refs = refs
+        self._owner = object()
         self._backward: fx.GraphModule | None = None
         self._scheduled: dict[Phase, fx.GraphModule] = {}
         self._arena_bytes = 0
@@ -109,7 +142,7 @@ class Capture:
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
         self._backward = _copy(backward)
-        self._backward.graph.output_node().meta[GRADS] = tuple(self._refs)
+        self._backward.graph.output_node().meta[GRADS] = tuple(self.refs)
         return forward, backward
 
     def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -133,7 +166,7 @@ class Capture:
 
     def _tie(self, graph: fx.GraphModule) -> None:
         """Tie graph inputs to parameters, by position: training and inference graphs name them differently."""
-        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self._refs, strict=False):
+        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self.refs, strict=False):
             node.meta[PARAM] = ref
 
     def _context(self, phase: Phase) -> PassContext:
@@ -161,7 +194,7 @@ class Capture:
             ranks=sharding.ranks,
             zero=sharding.zero,
             budget=sharding.options.memory_budget,
-            own_optimizer=sharding.own_optimizer,
+            own_optimizer=sharding.own_optimizer and self._backend.one_graph,
         )
         self._carries = {
             event.bucket_index: event.slot
@@ -174,6 +207,7 @@ class Capture:
         self._agree = lambda: sharding.agreement.check(COMMUNICATION, emitted.communication())
         for phase, module in self._scheduled.items():
             self._backend.graphs[phase.value] = module
+        self._backend.emitted.append(emitted)
         self._backend.schedules["train" if Phase.FORWARD in modules else "eval"] = emitted
         if Phase.BACKWARD in modules and sharding.ranks > 1:
             kept = emitted.accumulating()
@@ -189,7 +223,7 @@ class Capture:
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
             carries = self._carries if phase is Phase.FORWARD else None
-            return Program(split, phase, engine, self._arena_bytes, compiler, agree, carries).boxed()
+            return Program(split, phase, engine, self._arena_bytes, compiler, agree, self._owner, carries).boxed()
 
 
 def backend_of(sharding: Sharding) -> Backend:

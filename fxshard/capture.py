@@ -38,7 +38,8 @@ def explained(error: BaseException, model: nn.Module) -> FxshardError:
         cause = cause.__cause__ or getattr(cause, "inner_exception", None)
     return cause or CaptureError(
         f"torch.compile could not capture {type(model).__name__}.forward as one graph:\n{error}\n"
-        "Move what cannot be traced (printing, .item(), data-dependent Python) out of forward."
+        "Move what cannot be traced (printing, .item(), data-dependent Python) out of forward, or allow several graphs "
+        "with fxshard.compile(..., fullgraph=False)."
     )
 
 

@@ -31,11 +31,14 @@ class SegmentCompiler:
         self.lowering = lowering
         self.segments = 0
         self.compilations = 0
-        self._compiled: dict[str, BoxedCallable] = {}
+        self._compiled: dict[tuple[str, Any], BoxedCallable] = {}
 
     def __call__(self, segment: fx.GraphModule) -> BoxedCallable:
         self.segments += 1
-        key = structure(segment)
+        # What a compiler assumed about symbolic sizes is noted where they were traced, and holds only there.
+        values = [node.meta.get("val") for node in segment.graph.find_nodes(op="placeholder")]
+        symbols = next((env for env in map(_compat.shape_environment, values) if env is not None), None)
+        key = (structure(segment), symbols)
         if key not in self._compiled:
             self.compilations += 1
             self._compiled[key] = self._lower(segment)

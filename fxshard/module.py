@@ -22,6 +22,7 @@ from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
 from fxshard.profile import Profile, structure
 from fxshard.runtime.agreement import COMMUNICATION
+from fxshard.runtime.eager_reads import EagerReads
 from fxshard.runtime.norms import clip_gradients
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.unreduced import refuse_unreduced
@@ -47,6 +48,7 @@ class ShardedModule(nn.Module):
         self._sharding = sharding
         self._backend = backend
         self._optimizer: torch.optim.Optimizer | None = None
+        self._reads: EagerReads | None = None
         by_name = {
             name: p for bucket in sharding.buckets for name, p in zip(bucket.plan.params, bucket.params, strict=True)
         }
@@ -54,8 +56,11 @@ class ShardedModule(nn.Module):
         _mirror(inner, self, by_identity)
         self.training = inner.training
 
-    def bind(self, compile: Callable[[], Callable[..., Any]]) -> None:
+    def bind(self, compile: Callable[[], Callable[..., Any]], *, fullgraph: bool = True) -> None:
         """Run what ``compile`` gives from now on, and ask it again to reschedule; ``fxshard.compile`` calls this."""
+        self._backend.one_graph, self._backend.allows_breaks = fullgraph, not fullgraph
+        if not fullgraph:
+            self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places())
         object.__setattr__(self, "_compile", compile)
         object.__setattr__(self, "_compiled", compile())  # an nn.Module too, and no submodule of ours
 
@@ -74,7 +79,8 @@ class ShardedModule(nn.Module):
                 'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
             )
         try:
-            result = self._compiled(*args, **kwargs)
+            with self._reads or contextlib.nullcontext():
+                result = self._compiled(*args, **kwargs)
         except FAILURES as error:
             raise self._failed(explained(error, self._inner)) from error
         except FxshardError as error:
@@ -177,6 +183,27 @@ class ShardedModule(nn.Module):
     def schedules(self) -> dict[str, Schedule]:
         """All emitted schedules: ``train``, ``eval``, and ``accumulate`` for micro-batches inside ``no_sync``."""
         return dict(self._backend.schedules)
+
+    @property
+    def emitted(self) -> tuple[Schedule, ...]:
+        """Every schedule emitted so far, in order of capture: one per graph, input shape and mode."""
+        return tuple(self._backend.emitted)
+
+    @property
+    def graph_breaks(self) -> tuple[str, ...]:
+        """Where and why graphs ended before ``forward`` did; only with ``fullgraph=False``."""
+        return tuple(self._backend.breaks)
+
+    @property
+    def eager_reads(self) -> dict[str, str]:
+        """Parameters that code between graphs read, and the file and line that did; only with ``fullgraph=False``."""
+        return dict(self._reads.places) if self._reads is not None else {}
+
+    @property
+    def unused_parameters(self) -> list[str]:
+        """Parameters that no graph uses and no code between graphs read so far: they get zero or no gradients."""
+        used = {self._sharding.plans[ref.bucket].params[ref.position] for ref in self._backend.used}
+        return [name for _, name, _ in self._places() if name not in used and name not in self.eager_reads]
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:

@@ -158,6 +158,7 @@ class _Planner(Backend):
         super().__init__(sharding, lower=_stop_here)
         self._names = names
         self.report = report
+        self.one_graph = True
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         short = shorten(graph, [self._names.get(id(value)) for value in graph_inputs(graph)])

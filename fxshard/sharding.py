@@ -19,6 +19,7 @@ from fxshard.config import Options, Precision
 from fxshard.errors import ConfigError, FxshardError, StateError
 from fxshard.groups import Groups, check_patterns, domain_by_name, meshes_of
 from fxshard.lowering import SegmentCompiler
+from fxshard.materialise import Init, check_initialisable, is_meta, materialise
 from fxshard.passes.context import ParamRef
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.choice import LAYOUTS, LayoutKind
@@ -63,6 +64,10 @@ class Sharding:
     backend: object | None = None
     """The one backend that compiles this model, however ``torch.compile`` is reached."""
 
+    def hollow_places(self) -> dict[tuple[int, int], nn.Parameter]:
+        """The hollow parameters by (bucket, position)."""
+        return {(plan.index, i): self.hollow[name] for plan in self.plans for i, name in enumerate(plan.params)}
+
 
 def sharding_of(value: object) -> tuple[Sharding, ParamRef] | None:
     """The sharding that a graph input belongs to, if it is a sharded parameter."""
@@ -95,12 +100,14 @@ def take_apart(
     groups: Groups | None = None,
     matrices: Collection[str] = (),
     own_optimizer: bool = False,
+    init: Init | None = None,
 ) -> Sharding:
     """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets."""
     mesh = _resolve_mesh(model, mesh)
     agreement = Agreement(domain_ranks(mesh))
     try:
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
+        check_initialisable(model, init)
         domain = _domain(mesh, reduction)
         others = meshes_of(groups, mesh, domain)
         domains = [other for other, _ in others.values()]
@@ -126,14 +133,16 @@ def take_apart(
         for chosen, where in [(domain, mesh), *others.values()]
     }
     originals = dict(model.named_parameters())
-    buckets = []
-    sharding_refs: dict[str, ParamRef] = {}
-    for plan in plans:
-        bucket = Bucket(plan, channels[plan.domain], device)
-        _move_in(bucket, originals)
-        buckets.append(bucket)
-        for position, name in enumerate(plan.params):
-            sharding_refs[name] = ParamRef(plan.index, position)
+    if is_meta(model):
+        buckets = [Bucket(plan, channels[plan.domain], device) for plan in plans]
+        originals = _make_real(model, buckets, device, init)
+    else:
+        buckets = []
+        for plan in plans:
+            bucket = Bucket(plan, channels[plan.domain], device)
+            _move_in(bucket, originals)
+            buckets.append(bucket)
+    sharding_refs = {name: ParamRef(plan.index, i) for plan in plans for i, name in enumerate(plan.params)}
     for name, buffer in model.named_buffers():
         channels[domain_of(name)].broadcast(buffer)
     engine = Engine(buckets, device, options)
@@ -185,11 +194,37 @@ def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter]) -> None:
     """
     bucket.make_params(originals)
     for name in bucket.plan.params:
-        parameter = originals[name]
-        value = parameter.detach().contiguous()
-        bucket.channels.broadcast(value)
-        bucket.load({name: value})
-        _hollow_out(parameter, bucket.plan.param_dtype)
+        _take_over(bucket, name, originals[name])
+    _settle(bucket)
+
+
+def _make_real(
+    model: nn.Module,
+    buckets: list[Bucket],
+    device: torch.device,
+    init: Init | None,
+) -> dict[str, nn.Parameter]:
+    """Materialise a model on the meta device into buckets, module by module; returns its hollow parameters."""
+    home = {name: bucket for bucket in buckets for name in bucket.plan.params}
+    originals = dict(model.named_parameters())
+    for bucket in buckets:
+        bucket.make_params(originals)
+    try:
+        return materialise(model, device, init, lambda name, value: _take_over(home[name], name, value))
+    finally:
+        for bucket in buckets:
+            _settle(bucket)
+
+
+def _take_over(bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
+    value = parameter.detach().contiguous()
+    bucket.channels.broadcast(value)
+    bucket.load({name: value})
+    _hollow_out(parameter, bucket.plan.param_dtype)
+
+
+def _settle(bucket: Bucket) -> None:
+    """Where nothing is ever gathered, the unsharded parameters follow the shard once."""
     if bucket.full is not None and bucket.plan.layout.ranks == 1:
         with torch.no_grad():
             own = bucket.own_slice(bucket.full)
@@ -209,11 +244,18 @@ def _resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | Non
         return mesh
     first = next(model.parameters(), None)
     kind = "cuda" if first is not None and first.device.type == "cuda" else "cpu"
+    if first is not None and first.is_meta:
+        kind = _default_kind()
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
             return None
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _default_kind() -> str:
+    """Where a model on the meta device is made real if no mesh says it."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str) -> torch.device:
@@ -241,9 +283,8 @@ def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str)
         raise ConfigError(f"parameters are on {len(devices)} devices ({where}); move the model to one device first")
     (device,) = devices
     if device.type == "meta":
-        raise ConfigError(
-            "parameters are on the meta device; materialise them first (model.to_empty(device=...) and init)"
-        )
+        kind = mesh.device_type if mesh is not None else _default_kind()
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     if mesh is not None and mesh.ndim > 2:
         raise ConfigError(
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the data-parallel part of it: one dimension "

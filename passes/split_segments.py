@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from fxshard import _compat
 from fxshard.events import event_of
 from fxshard.passes.aliases import is_view
 from fxshard.passes.context import PassContext
@@ -23,6 +24,8 @@ def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
     runs = _runs(module.graph)
     home = {node: i for i, run in enumerate(runs) for node in run}
     inputs = [_inputs(run, i, home) for i, run in enumerate(runs)]
+    for run, given in zip(runs, inputs, strict=True):
+        given += [size for size in _sizes(module.graph, [*run, *given]) if size not in given]
     needed = {node for of_run in inputs for node in of_run} | set(module.graph.output_node().all_input_nodes)
 
     top = fx.Graph()
@@ -103,6 +106,15 @@ def _inputs(nodes: Iterable[fx.Node], run: int, home: dict[fx.Node, int]) -> lis
         else:
             found[node] = None
     return list(found)
+
+
+def _sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The graph inputs that are symbolic sizes in the shapes of ``nodes``: a compiler cannot solve for them."""
+    bound = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt)]
+    if not bound:
+        return []
+    used = set().union(*(_compat.free_symbols(node.meta.get("val")) for node in nodes))
+    return [node for node in bound if _compat.free_symbols(node.meta["val"]) & used]
 
 
 def _segment(

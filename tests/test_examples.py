@@ -34,6 +34,13 @@ def test_train_llama_on_two_processes() -> None:
         assert f" {event} " in shown
 
 
+def test_huggingface_on_one_process() -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    shown = run("examples/huggingface.py", "--lowering", "eager", "--steps", "6")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
 def test_inspect_70b(tmp_path: Path) -> None:
     page = tmp_path / "schedule.html"
     shown = run("examples/inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page))

@@ -18,16 +18,16 @@ def peer_and_stage() -> tuple[Run, Run]:
 
 def variants(zero: int) -> dict[str, Run]:
     return {
-        "default": sharded_run(zero=zero, steps=3),
-        "no prefetch": sharded_run(zero=zero, steps=3, prefetch=0),
-        "deep prefetch": sharded_run(zero=zero, steps=3, prefetch=3),
-        "no overlap": sharded_run(zero=zero, steps=3, overlap=False),
-        "no arena": sharded_run(zero=zero, steps=3, arena=False),
+        "default": sharded_run(zero=zero, steps=2),
+        "no prefetch": sharded_run(zero=zero, steps=2, prefetch=0),
+        "deep prefetch": sharded_run(zero=zero, steps=2, prefetch=3),
+        "no overlap": sharded_run(zero=zero, steps=2, overlap=False),
+        "no arena": sharded_run(zero=zero, steps=2, arena=False),
     }
 
 
 def inductor_and_eager() -> tuple[Run, Run]:
-    return sharded_run(zero=3, lowering="inductor", steps=3), sharded_run(zero=3, steps=3)
+    return sharded_run(zero=3, lowering="inductor", steps=2), sharded_run(zero=3, steps=2)
 
 
 def tied_stages() -> dict[int, Run]:
@@ -37,18 +37,13 @@ def tied_stages() -> dict[int, Run]:
 @pytest.mark.shows("S2")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_stages_equal_one_process_on_the_global_batch(ranks: Pool, world: int) -> None:
+    """With two ranks a sum has one order, so all-reduce and reduce-scatter must give the same bits there."""
     reference = plain_run(world)
     for runs in ranks(world, stages):
         for zero, run in runs.items():
             assert run.distance(reference) < 1e-6, f"ZeRO-{zero}"
             assert run.losses == pytest.approx(reference.losses, rel=1e-6)
-
-
-@pytest.mark.shows("S2")
-def test_stages_are_bitwise_equal_where_the_reduction_order_is(ranks: Pool) -> None:
-    """With two ranks a sum has one order, so all-reduce and reduce-scatter must give the same bits."""
-    for runs in ranks(2, stages):
-        assert all(runs[zero].same(runs[0]) for zero in (1, 2, 3))
+            assert world > 2 or run.same(runs[0]), f"ZeRO-{zero} is not bitwise ZeRO-0"
 
 
 @pytest.mark.shows("S2")
@@ -86,7 +81,7 @@ def test_alone_without_a_process_group() -> None:
     from tests.training import EPS, VOCAB
 
     reference = plain_run(1)
-    for zero in range(4):
+    for zero in (0, 3):  # alone, everything is resident whatever the stage
         model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
         for step in range(5):
             loss = model(*batch(step, 1, 0, VOCAB))

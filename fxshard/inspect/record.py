@@ -17,7 +17,7 @@ from fxshard.ops import mm_into
 from fxshard.passes.aliases import is_view
 from fxshard.passes.context import PARAM
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.cost import node_flops, node_traffic
+from fxshard.plan.cost import node_flops, node_traffic, tensor_bytes
 from fxshard.plan.memory import MemoryPlan
 
 STEP_COUNT = 4
@@ -162,7 +162,7 @@ def _owned_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
         return 0
-    return int(value.numel()) * value.dtype.itemsize
+    return tensor_bytes(value)
 
 
 def _carried(events: list[Event], buckets: Sequence[BucketPlan], reduced: Mapping[int, Event]) -> dict[int, Event]:

@@ -64,6 +64,17 @@ class Schedule:
             return ""
         return f" ({domain.replicas} replicas of {domain.shards} shards)"
 
+    @property
+    def activation_bytes(self) -> int:
+        """The most that activations take at the end of a stretch of compute, the batch and what is saved included."""
+        return max((event.held for _, event in self.of(Kind.COMPUTE)), default=0)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of activations that forward leaves for backward; activation checkpointing makes them fewer."""
+        forward = [event for _, event in self.of(Kind.COMPUTE, phase=Phase.FORWARD)]
+        return forward[-1].held if forward else 0
+
     def communication(self) -> list[str]:
         """The collectives, one line each, those of each kind in launch order: what ranks have in common.
 

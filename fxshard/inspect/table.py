@@ -93,7 +93,9 @@ def _title(schedule: Schedule) -> Text:
     return Text.assemble(
         (f"ZeRO-{schedule.zero} on {ranks}", "bold"),
         f" · {len(schedule.buckets)} buckets · {len(schedule.events)} events · digest {schedule.digest}\n",
-        f"peak {size(schedule.peak_bytes)}{budget} ({held}) · communication {size(schedule.comm_bytes)} per step",
+        f"peak {size(schedule.peak_bytes)}{budget} ({held}) · communication {size(schedule.comm_bytes)} per step\n",
+        f"activations up to {size(schedule.activation_bytes)}",
+        f", {size(schedule.saved_bytes)} saved for backward" if schedule.saved_bytes else "",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fxshard import _compat
@@ -31,17 +32,17 @@ def _count_flops(node: fx.Node) -> int:
         return 0
     if target is mm_into:
         a, b = (_value(arg) for arg in node.args[:2])
-        return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     attention = _CPU_ATTENTION.get(_compat.operator_name(target))
     if attention is not None:
         query, key = (_value(node.args[i]) for i in attention.operands)
-        batch, heads, length, width = (int(size) for size in query.shape)
-        return attention.products * 2 * batch * heads * length * int(key.shape[-2]) * width
+        batch, heads, length, width = query.shape
+        return attention.products * 2 * batch * heads * length * key.shape[-2] * width
     formula = flop_registry.get(target.overloadpacket)
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    return int(formula(*args, **kwargs, out_val=_value(node)))
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,33 @@ def node_traffic(node: fx.Node) -> int:
     """Bytes a kernel reads and writes, from shapes; of pointwise nodes, which are fused, only the output counts."""
     if node.op != "call_function" or node.target is operator.getitem:
         return 0
-    written = _bytes(node.meta.get("val"))
+    written = tensor_bytes(node.meta.get("val"))
     if node_flops(node) == 0:
         return written
-    return written + sum(_bytes(arg.meta.get("val")) for arg in node.all_input_nodes)
+    return written + sum(tensor_bytes(arg.meta.get("val")) for arg in node.all_input_nodes)
 
 
 def _value(node: Any) -> Any:
-    return node.meta.get("val") if isinstance(node, fx.Node) else node
+    """What a node computes, sizes that may vary at the value they were traced with.
+
+    Asking a symbolic size for its value would fix it: the graph would then serve this one size only.
+    """
+    value = node.meta.get("val") if isinstance(node, fx.Node) else node
+    return tree_map_only((torch.Tensor, torch.SymInt), _as_traced, value)
 
 
-def _bytes(value: Any) -> int:
+def _as_traced(value: torch.Tensor | torch.SymInt) -> Any:
+    if isinstance(value, torch.SymInt):
+        return _compat.size_hint(value)
+    if all(isinstance(size, int) for size in value.shape):
+        return value
+    return torch.empty([_compat.size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a tensor, or of all tensors in a list."""
     if isinstance(value, torch.Tensor):
-        return int(math.prod(int(size) for size in value.shape)) * value.dtype.itemsize
+        return math.prod(_compat.size_hint(size) for size in value.shape) * value.dtype.itemsize
     if isinstance(value, (tuple, list)):
-        return sum(_bytes(item) for item in value)
+        return sum(tensor_bytes(item) for item in value)
     return 0

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from fxshard import _compat
 from fxshard.errors import PeerError, RankDivergenceError
 
 T = TypeVar("T")
 
 PARAMETERS, COMMUNICATION = "the parameter plan", "the communication schedule"
 """What ranks compare: how parameters are cut, and which collectives a step makes."""
-
-TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class Agreement:
@@ -23,8 +21,10 @@ class Agreement:
     def __init__(self, members: list[int] | None) -> None:
         self._control: dist.ProcessGroup | None = None
         self._agreed: dict[str, set[int]] = {}
+        self._latest: dict[str, list[str]] = {}
         if members is not None and len(members) > 1:
-            self._control = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
+            timeout = _compat.group_timeout()
+            self._control = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
 
     def settled(self, topic: str) -> bool:
         """Whether the ranks have agreed on ``topic`` before: only until then do they wait for each other there."""
@@ -39,13 +39,24 @@ class Agreement:
         key = hash(tuple(mine))
         if self._control is None or key in self._agreed.get(topic, ()):
             return
-        theirs = self._exchange((None, mine))
+        try:
+            theirs = self._exchange((None, mine))
+        except PeerError as error:
+            known = self._latest.get(topic)
+            if known is None:
+                raise
+            raise PeerError(
+                f"rank {dist.get_rank()} compiled a program that communicates in a new way, and the other ranks did "
+                "not do the same in the time the process group allows (does forward depend on the rank, or on data "
+                f"that only this rank has?): {_first_difference(topic, 'before', mine, known)}\n{error}"
+            ) from error
         for rank, (failure, lines) in enumerate(theirs):
             if failure is not None:
                 raise PeerError(f"rank {rank} failed while the ranks prepared {topic}: {failure}")
             if lines != mine:
-                raise RankDivergenceError(_first_difference(topic, rank, mine, lines))
+                raise RankDivergenceError(_first_difference(topic, f"on rank {rank}", mine, lines))
         self._agreed.setdefault(topic, set()).add(key)
+        self._latest[topic] = mine
 
     def fail(self, error: Exception) -> NoReturn:
         """Tell the other ranks that this one cannot go on, then raise."""
@@ -74,12 +85,10 @@ class Agreement:
         return gathered
 
 
-def _first_difference(topic: str, rank: int, mine: list[str], theirs: list[str]) -> str:
+def _first_difference(topic: str, other: str, mine: list[str], theirs: list[str]) -> str:
     for i, (here, there) in enumerate(zip(mine, theirs, strict=False)):
         if here != there:
-            return f"{topic} differs from rank {rank} at entry {i}:\n  here:    {here}\n  rank {rank}: {there}"
-    longer = "here" if len(mine) > len(theirs) else f"on rank {rank}"
+            return f"{topic} is not what it is {other}, from entry {i} on:\n  here: {here}\n  {other}: {there}"
+    longer = "here" if len(mine) > len(theirs) else other
     extra = (mine if len(mine) > len(theirs) else theirs)[min(len(mine), len(theirs))]
-    return (
-        f"{topic} has {len(mine)} entries here and {len(theirs)} on rank {rank}; the first one only {longer}: {extra}"
-    )
+    return f"{topic} has {len(mine)} entries here and {len(theirs)} {other}; the first one only {longer}: {extra}"

@@ -71,7 +71,7 @@ class Bucket:
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
             guard(parameter, self)
-            watch(parameter, self.master, resident=self.plan.resident)
+            watch(parameter, self.master, always=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -159,6 +159,16 @@ class Bucket:
                 if parameter.grad is None:
                     own.zero_()
         return True
+
+    def add_gradient(self, name: str, full: torch.Tensor) -> None:
+        """Add this rank's rows of a reduced gradient to the shard's."""
+        if not self.prepare_accumulation():
+            self.hold_gradient().zero_()
+        assert self.grad is not None
+        fragment = self.fragments[self.plan.layout.index[name]]
+        if fragment.numel:
+            self.as_rows(self.grad, name).add_(full[fragment.row_start : fragment.row_stop] if full.ndim else full)
+        self.publish_gradients()
 
     def adopt_gradients(self) -> None:
         """Copy gradients that a user put in place of ours into the flat gradient."""

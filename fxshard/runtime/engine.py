@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from fxshard import _compat
 from fxshard.config import Options
-from fxshard.errors import StateError
-from fxshard.events import Phase
+from fxshard.errors import PeerError, StateError
+from fxshard.events import Kind, Phase
 from fxshard.plan.memory import SlotRange
 from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.streams import Token, streams_for
+from fxshard.runtime.watchdog import Watchdog, failing
 
 
 @dataclass
@@ -79,18 +80,33 @@ class Engine:
         self._carries: Mapping[int, SlotRange] = {}
         self.recorder: Recorder | None = None
         """Times what programs do, while there is one."""
+        self._owner: object = None
+        self._phase: Phase | None = None
+        self._watchdog: Watchdog | None = None
+        if any(bucket.channels.domain.ranks > 1 for bucket in buckets):
+            self._watchdog = Watchdog(dist.get_rank(), _compat.group_timeout())
+        self.observed = False
+        """Whether operations outside graphs are looked at just now (``eager_reads``); programs step out of that."""
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    def begin(self, phase: Phase, arena_bytes: int, carries: Mapping[int, SlotRange]) -> None:
+    def begin(
+        self, phase: Phase, arena_bytes: int = 0, owner: object = None, carries: Mapping[int, SlotRange] | None = None
+    ) -> None:
         """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again.
 
-        ``carries`` are the buckets that an optimizer step behind this program gathers for the next run of it. Those
-        that the last step gathered are used if they are still what the shards hold.
+        ``owner`` stands for the plan of memory, which a forward and its backward share. In another plan's backward
+        the places are others, so nothing may be left in them. ``carries`` are the buckets that an optimizer step behind
+        this program gathers for the next run of it. Those that the last step gathered are used if they are still what
+        the shards hold.
         """
+        carries = carries or {}
+        same, self._owner, self._phase = owner is self._owner, owner, phase
         if self.recorder is not None:
             self.recorder.begin(phase)
         if phase is Phase.BACKWARD:
+            if not same:
+                self._evict()
             self.arena.reserve(arena_bytes)
             return
         for bucket in self.buckets:
@@ -114,13 +130,25 @@ class Engine:
         for state in [*self._reducing.values(), *self._unsettled]:
             for token in (state.token, state.settled):
                 if token is not None:
-                    with contextlib.suppress(RuntimeError):  # the failure being raised may be this very collective
+                    # The failure that is being raised may be this very collective.
+                    with contextlib.suppress(RuntimeError, PeerError):
                         token.wait()
             if state.slot is not None:
                 self.arena.release(state.slot, self._streams.mark())
         self._reducing.clear()
         self._unsettled.clear()
         self._evict()
+
+    @contextlib.contextmanager
+    def _naming(self, kind: Kind, bucket: Bucket) -> Iterator[Callable[[Token], Token]]:
+        """Say which event it is when starting a collective fails, or when what was started fails or does not end."""
+        event = f"{self._phase or 'eager'} {kind} of {bucket.plan.name!r}"
+        watchdog = self._watchdog
+        if watchdog is None:
+            yield lambda token: token
+            return
+        with failing(event, watchdog.rank):
+            yield lambda token: watchdog.watch(token, event)
 
     def _evict(self, keep: Mapping[int, SlotRange] | None = None) -> None:
         """Release every gathered bucket, but for those that the last step gathered and that nothing touched since."""
@@ -154,7 +182,8 @@ class Engine:
             assert group is not None
             return dist.all_to_all_single(brings, sends, from_each, to, group=group, async_op=async_op)
 
-        token = self._streams.launch("gather", swap, after=[self._streams.mark()])
+        with self._naming(Kind.EXCHANGE, self.buckets[index]) as watched:
+            token = watched(self._streams.launch("gather", swap, after=[self._streams.mark()]))
         if not self.options.overlap:
             token.wait()
         return Sent(sends, brings, token)
@@ -224,12 +253,34 @@ class Engine:
             waits.append(self._start)
         if not self.arena.planned:
             waits.append(self._streams.mark())
-        token = self._streams.launch("gather", None if alone else gather, before=stage, after=waits)
+        with self._naming(Kind.UNSHARD, bucket) as watched:
+            token = watched(self._streams.launch("gather", None if alone else gather, before=stage, after=waits))
         if not self.options.overlap:
             token.wait()
         return Gathered(flat, slot, token)
 
+    def unsharded(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Parameters for code outside programs, in memory of their own where they do not stay in memory anyway."""
+        bucket = self.buckets[index]
+        if bucket.plan.resident:
+            self.unshard(index, None)
+            return self.wait(index)
+        flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.plan.param_dtype, device=bucket.device)
+        self._gather(bucket, flat, None, [self._streams.mark()]).token.wait()
+        return bucket.views(flat)
+
     # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def add_gradient(self, index: int, position: int, gradient: torch.Tensor) -> None:
+        """A gradient that autograd accumulated outside programs: averaged over the ranks, added to the shard's."""
+        bucket = self.buckets[index]
+        with torch.no_grad():
+            value = gradient.to(bucket.plan.reduce_dtype).contiguous()
+            if bucket.channels.domain.ranks > 1:
+                with failing(f"eager reduce of {bucket.plan.params[position]!r}", dist.get_rank()):
+                    bucket.channels.all_reduce(value, dist.ReduceOp.SUM)
+                value = value / bucket.plan.domain.divisor
+            bucket.add_gradient(bucket.plan.params[position], value)
 
     def grad(self, index: int, slot: SlotRange | None, zeros: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         bucket = self.buckets[index]
@@ -262,13 +313,16 @@ class Engine:
                 return dist.all_reduce(flat, op=operation, group=group, async_op=async_op)
             return _compat.reduce_scatter(state.result, flat, operation, group, async_op=async_op)
 
-        state.token = self._streams.launch(
-            "reduce",
-            combine if group is not None else None,
-            before=prepare,
-            then=None if bucket.plan.adds_replicas else lambda: self._settle(bucket, state),
-            after=[self._streams.mark()],
-        )
+        with self._naming(Kind.REDUCE, bucket) as watched:
+            state.token = watched(
+                self._streams.launch(
+                    "reduce",
+                    combine if group is not None else None,
+                    before=prepare,
+                    then=None if bucket.plan.adds_replicas else lambda: self._settle(bucket, state),
+                    after=[self._streams.mark()],
+                )
+            )
         if not bucket.plan.adds_replicas:
             state.settled = state.token
         if not self.options.overlap:
@@ -317,9 +371,10 @@ class Engine:
             assert group is not None and state.result is not None
             return dist.all_reduce(state.result, op=operation, group=group, async_op=async_op)
 
-        state.settled = self._streams.launch(
-            "replicas", combine, then=lambda: self._settle(bucket, state), after=[state.token]
-        )
+        with self._naming(Kind.ALL_REDUCE, bucket) as watched:
+            state.settled = watched(
+                self._streams.launch("replicas", combine, then=lambda: self._settle(bucket, state), after=[state.token])
+            )
         if not self.options.overlap:
             state.settled.wait()
 

@@ -17,10 +17,10 @@ _FLAT_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _hook: Any = None
 
 
-def watch(parameter: torch.Tensor, flat: torch.Tensor, *, resident: bool) -> None:
+def watch(parameter: torch.Tensor, flat: torch.Tensor, *, always: bool) -> None:
     """From now on an optimizer step over ``parameter`` counts as a change of ``flat``, the shard it is a view of."""
     global _hook
-    _FLAT_OF[parameter] = (flat, resident)
+    _FLAT_OF[parameter] = (flat, always)
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_count_changes)
 
@@ -30,8 +30,8 @@ def _count_changes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     changed = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            flat, resident = _FLAT_OF.get(parameter, (None, False))
-            if flat is not None and (resident or not gathers_ahead):
+            flat, always = _FLAT_OF.get(parameter, (None, False))
+            if flat is not None and (always or not gathers_ahead):
                 changed[id(flat)] = flat
     if changed:
         torch.autograd.graph.increment_version(list(changed.values()))

@@ -7,13 +7,16 @@ last, not behind it.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
+from fxshard import _compat
 from fxshard.events import Event, Kind, Phase, event_of
 from fxshard.lowering import BoxedCallable, SegmentCompiler
 from fxshard.plan.memory import SlotRange
@@ -45,9 +48,11 @@ class Program:
         arena_bytes: int,
         compiler: SegmentCompiler,
         before_first_run: Callable[[], None] | None = None,
+        owner: object = None,
         carries: Mapping[int, SlotRange] | None = None,
     ) -> None:
         self.phase = phase
+        self.owner = owner
         self.runs = 0
         self._before_first_run = before_first_run
         self._engine = engine
@@ -56,26 +61,40 @@ class Program:
         self._compile(graph, compiler)
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        with contextlib.ExitStack() as frame:
+            if self._engine.observed:
+                frame.enter_context(_compat.no_observers())
+            if torch.is_inference_mode_enabled():
+                # Memory that outlives this call must not be made in inference mode: training could not write to it.
+                frame.enter_context(torch.inference_mode(False))
+                frame.enter_context(torch.no_grad())
+            return self._run(args)
+
+    def _run(self, args: list[Any]) -> tuple[Any, ...]:
         engine = self._engine
         if self._before_first_run is not None:
             self._before_first_run()
             self._before_first_run = None
-        engine.begin(self.phase, self._arena_bytes, self._carries)
+        engine.begin(self.phase, self._arena_bytes, self.owner, self._carries)
         instructions = self._instructions if engine.synchronises else self._accumulating
         recorder = engine.recorder
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
         args.clear()
         for i in self._unused_inputs:
             registers[i] = None
+        ranges = _compat.profiling()
         try:
             for instruction in instructions:
                 values = [registers[i] for i in instruction.inputs]
                 for i in instruction.dead:
                     registers[i] = None
-                if recorder is None:
-                    results = instruction.run(values)
-                else:
+                if recorder is not None:
                     results = recorder.run(instruction.key, instruction.run, values)
+                elif ranges:
+                    with torch.profiler.record_function(instruction.label):
+                        results = instruction.run(values)
+                else:
+                    results = instruction.run(values)
                 if instruction.outputs is not None:
                     for register, result in zip(instruction.outputs, results, strict=True):
                         if register is not None:
@@ -121,7 +140,7 @@ class Program:
                 inputs=tuple(register[node] for node in args),
                 outputs=unpacked[call],
                 dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
-                label=str(call.target) if event is None else f"{event.kind} {event.bucket}",
+                label=f"fxshard {self.phase} {call.target if event is None else f'{event.kind} {event.bucket}'}",
                 key=self._key(event, passed),
             )
             self._instructions.append(instruction)

@@ -15,6 +15,9 @@ class Token(Protocol):
     def wait(self) -> None:
         """Order what the caller does next behind it: on CUDA the current stream waits, on the CPU the caller."""
 
+    def done(self) -> bool:
+        """Whether it is over, without waiting."""
+
 
 class CpuToken:
     """A gloo collective, and what is left to do when it is over."""
@@ -30,6 +33,10 @@ class CpuToken:
         if then is not None:
             then()
 
+    def done(self) -> bool:
+        work = self._work
+        return work is None or work.is_completed()
+
 
 class CudaToken:
     """A point on a CUDA stream."""
@@ -39,6 +46,9 @@ class CudaToken:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def done(self) -> bool:
+        return self._event.query()
 
 
 class Streams(Protocol):
@@ -118,6 +128,9 @@ class CudaStreams:
 class _Nothing:
     def wait(self) -> None:
         pass
+
+    def done(self) -> bool:
+        return True
 
 
 _NOTHING = _Nothing()

@@ -1,0 +1,141 @@
+"""Parameters that code between two graphs reads: unsharded when it does, and their gradients reduced behind autograd.
+
+Dynamo leaves code that it cannot trace to Python. Between calls a parameter has no memory, and reading it there would
+read freed memory. While a model with graph breaks runs, every operation outside a graph is therefore looked at first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fxshard import _compat
+from fxshard.errors import StateError
+from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.engine import Engine
+from fxshard.runtime.freshness import watch
+
+Place = tuple[int, int]
+"""A parameter as (bucket, position in it)."""
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+class EagerReads(_compat.OperatorObserver):
+    """A context in which operations on hollow parameters find them unsharded.
+
+    The bucket of a parameter that is read gets memory of its own, outside the arena, because autograd keeps what it
+    saved until backward. It stays until a forward finds that the shard has changed. Gradients reach such a parameter
+    through autograd; each is averaged over the ranks and added to what the graphs reduced.
+    """
+
+    def __init__(self, engine: Engine, hollow: dict[Place, nn.Parameter]) -> None:
+        super().__init__()
+        self.places: dict[str, str] = {}
+        """{parameter: file and line of the code that read it first}"""
+        self._engine = engine
+        self._hollow = hollow
+        self._place = {id(parameter): place for place, parameter in hollow.items()}
+        self._copies: dict[int, tuple[torch.Tensor, Place]] = {}
+        self._filled: dict[int, int] = {}  # {bucket: version of the shard that was gathered}
+        self._hooked: set[int] = set()
+
+    def __enter__(self) -> EagerReads:
+        for index, version in list(self._filled.items()):
+            if self._engine.buckets[index].version != version:
+                self._empty(index)
+        self._engine.observed = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._engine.observed = False
+        self._copies.clear()
+
+    def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
+        """Called ahead of each operation that runs outside a graph."""
+        for value in tree_leaves((args, kwargs)):
+            if type(value) in (torch.Tensor, nn.Parameter) and _is_hollow(value):
+                place = self._place.get(id(value)) or self._copies.get(id(value), (None, None))[1]
+                if place is None:
+                    raise StateError(
+                        f"{user_code()}: code outside the captured graphs applies {operator} to the memory of "
+                        "a sharded parameter through .data or a view; use the parameter itself, or move the code "
+                        "into the graph"
+                    )
+                if operator is torch.ops.aten.detach.default:  # looks at no memory; torch itself does this to inputs
+                    return self._remember(place)
+                self._fill(place)
+                if value is not self._hollow[place]:
+                    value.data = self._hollow[place].data
+        return None
+
+    def _remember(self, place: Place) -> Callable[[torch.Tensor], None]:
+        def copied(result: torch.Tensor) -> None:
+            self._copies[id(result)] = (result, place)
+
+        return copied
+
+    def _fill(self, place: Place) -> None:
+        index, position = place
+        bucket = self._engine.buckets[index]
+        self.places.setdefault(bucket.plan.params[position], user_code())
+        if _is_hollow(self._hollow[place]):
+            views = self._engine.unsharded(index)
+            for i, view in enumerate(views):
+                self._hollow[index, i].data = view
+        self._filled[index] = bucket.version
+        if index not in self._hooked:
+            self._hooked.add(index)
+            self._follow(index, bucket)
+
+    def _follow(self, index: int, bucket: Bucket) -> None:
+        """See changes of the shard, and gradients, from now on."""
+        for i, parameter in enumerate(bucket.params):
+            watch(parameter, bucket.master, always=True)
+            if bucket.plan.trainable:
+                self._hollow[index, i].register_post_accumulate_grad_hook(_collector(self._engine, (index, i)))
+
+    def _empty(self, index: int) -> None:
+        for i in range(len(self._engine.buckets[index].params)):
+            hollow = self._hollow[index, i]
+            hollow.data = _no_memory(hollow)
+        del self._filled[index]
+
+
+def _collector(engine: Engine, place: Place) -> Callable[[torch.Tensor], None]:
+    def collect(parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            engine.add_gradient(*place, gradient)
+
+    return collect
+
+
+def _is_hollow(value: torch.Tensor) -> bool:
+    return value.numel() > 0 and not value.is_meta and not value.untyped_storage().nbytes()
+
+
+def _no_memory(like: torch.Tensor) -> torch.Tensor:
+    tensor = torch.empty_like(like, requires_grad=False)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def user_code() -> str:
+    """File and line of the innermost caller that belongs neither to torch nor to fxshard."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OURS, _TORCH, "<")):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown code"

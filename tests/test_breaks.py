@@ -1,0 +1,230 @@
+"""Graph breaks: refused with the place by default; with ``fullgraph=False`` several graphs, and code between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import fxshard
+from tests.pool import Pool
+from tests.training import EPS, full_gradients
+
+
+@torch.compiler.disable
+def untraced(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Reads a parameter without any view of it, which would read freed memory if nobody looked."""
+    return x * weight.sum() + F.linear(x, weight)
+
+
+class Broken(nn.Module):
+    """Two breaks; one unit spans all three graphs, and code between them reads a parameter."""
+
+    def __init__(self, reads: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.eager = nn.Linear(8, 8, bias=False)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.third = nn.Linear(8, 4)
+        self.forgotten = nn.Linear(2, 2)
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) * self.scale
+        torch._dynamo.graph_break()
+        x = torch.tanh(self.second(x))
+        x = untraced(self.eager.weight, x) if self.reads else x
+        torch._dynamo.graph_break()
+        return self.third(x * self.scale).square().mean()
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        print("a break")
+        return x.sum()
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def broken_steps(zero: int) -> dict[str, object]:
+    """Three steps, an evaluation in between and a second forward before one backward, beside plain PyTorch."""
+    world = dist.get_world_size()
+    model = fxshard.compile(
+        Broken(),
+        zero=zero,
+        units=["first", "second"],
+        optimizer=fxshard.AdamW(lr=1e-2, eps=EPS),
+        fullgraph=False,
+        lowering="eager",
+    )
+    plain = Broken()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
+    losses: list[tuple[float, float]] = []
+    worst = 0.0
+    for step in range(3):
+        with torch.no_grad():
+            losses.append((float(model(inputs(7, 0))), float(plain(inputs(7, 0)))))
+        mine = model(inputs(step, dist.get_rank()))
+        theirs = sum(plain(inputs(step, rank)) for rank in range(world)) / world
+        if step == 1:
+            mine = mine + model(inputs(5, dist.get_rank()))
+            theirs = theirs + sum(plain(inputs(5, rank)) for rank in range(world)) / world
+        mine.backward()
+        theirs.backward()
+        found = full_gradients(model)
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                worst = max(worst, float((found[name] - parameter.grad).abs().max()))
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "losses": losses,
+        "worst": worst,
+        "breaks": model.graph_breaks,
+        "reads": model.eager_reads,
+        "unused": model.unused_parameters,
+        "graphs": len(model.emitted),
+        "same": all(
+            torch.allclose(value, model.full_state_dict()[name], rtol=1e-5, atol=1e-6)
+            for name, value in plain.state_dict().items()
+            if "forgotten" not in name
+        ),
+    }
+
+
+@pytest.mark.shows("S17")
+@pytest.mark.parametrize("zero", [1, 3])
+def test_several_graphs_and_code_between_them(ranks: Pool, zero: int) -> None:
+    for found in ranks(2, broken_steps, zero):
+        assert found["losses"] == [pytest.approx(pair[::-1], rel=1e-5) for pair in found["losses"]]
+        assert found["worst"] < 1e-6
+        assert found["same"]
+        assert found["graphs"] == 6  # three to train with, three to evaluate with
+        assert any("test_breaks.py" in broken for broken in found["breaks"])
+        assert set(found["reads"]) == {"eager.weight"} and "test_breaks.py" in found["reads"]["eager.weight"]
+        assert found["unused"] == ["forgotten.weight", "forgotten.bias"]
+
+
+@pytest.mark.shows("S17")
+def test_a_break_is_refused_with_its_place() -> None:
+    with pytest.raises(fxshard.CaptureError, match=r"test_breaks\.py.*line \d+(?s:.)*fullgraph=False"):
+        fxshard.compile(Breaks(), lowering="eager")(torch.ones(2, 4))
+    sharded = fxshard.shard(Breaks(), lowering="eager")
+    with pytest.raises(Exception, match=r"the graph breaks at .*test_breaks\.py:\d+"):
+        torch.compile(sharded, backend="fxshard")(torch.ones(2, 4))
+
+
+@torch.compiler.disable
+def sneaky(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x * weight.data.sum() + x * weight.detach().t().sum()
+
+
+@pytest.mark.shows("S17")
+def test_a_read_through_data_is_seen_and_one_of_unknown_memory_refused() -> None:
+    class Sneaky(Broken):
+        alias: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sneaky(self.eager.weight if self.alias is None else self.alias, self.first(x))
+
+    plain = Sneaky()
+    model = fxshard.compile(Sneaky(), fullgraph=False, lowering="eager")
+    x = torch.ones(2, 8)
+    torch.testing.assert_close(model(x), plain(x))
+    inner = Sneaky()
+    model = fxshard.compile(inner, fullgraph=False, lowering="eager")
+    inner.alias = inner.second.weight.data
+    with pytest.raises(fxshard.StateError, match=r"test_breaks\.py:\d+: .*\.data"):
+        model(x)
+
+
+class TwoWays(nn.Module):
+    """The same layers in either order: two plans with other places for the same buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, back: bool) -> torch.Tensor:
+        for layer in reversed(self.layers) if back else self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def plans_in_flight() -> list[bool]:
+    """The first plan's backward runs while the second has kept buckets in the first's places."""
+    model, plain = fxshard.compile(TwoWays(), lowering="eager"), TwoWays()
+    x = inputs(0, 0)
+    losses = [model(x, back) for back in (False, True)]
+    for loss in losses:
+        loss.backward()
+    for back in (False, True):
+        plain(x, back).backward()
+    found = full_gradients(model)
+    return [torch.allclose(found[name], p.grad, rtol=1e-4, atol=1e-7) for name, p in plain.named_parameters()]
+
+
+def test_two_plans_in_flight(ranks: Pool) -> None:
+    for same in ranks(2, plans_in_flight):
+        assert all(same)
+
+
+class Repeated(nn.Module):
+    """A block with a break inside: Dynamo captures it once and calls it again with the next block's parameters."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.outer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.inner(x))
+            torch._dynamo.graph_break()
+            return torch.tanh(self.outer(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Repeated.Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def repeated(lowering: str) -> tuple[bool, int, int]:
+    model = fxshard.compile(Repeated(), fullgraph=False, lowering=lowering)
+    plain = Repeated()
+    x = inputs(0, 0)
+    loss, expected = model(x), plain(x)
+    loss.backward()
+    expected.backward()
+    found = full_gradients(model)
+    same = [torch.allclose(loss, expected, rtol=1e-5)]
+    same += [torch.allclose(found[name], p.grad, rtol=1e-4, atol=1e-7) for name, p in plain.named_parameters()]
+    with torch.no_grad():
+        same.append(torch.allclose(model(x), expected, rtol=1e-5))
+    return all(same), len(model.eager_reads), len(model.unused_parameters)
+
+
+@pytest.mark.shows("S17")
+def test_a_graph_that_is_called_with_other_parameters(ranks: Pool) -> None:
+    for same, eager, unused in ranks(2, repeated, "eager"):
+        assert same
+        assert eager == unused == 0

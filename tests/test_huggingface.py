@@ -1,0 +1,88 @@
+"""Models from ``transformers``, unmodified: the losses are those of FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from tests.pool import Pool
+
+pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def make(kind: str) -> nn.Module:
+    """A small random model; nothing is downloaded."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
+    if kind == "gpt2":
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "use_cache": False}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    if kind == "mixtral":
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **EXPERTS))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SMALL, **experts))
+
+
+LAYERS = {"gpt2": "transformer.h"}
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    found = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(64, (2, 12), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def both(kind: str, options: dict[str, Any]) -> tuple[list[float], list[float], list[str]]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fxshard.compile(make(kind), lowering="eager", **options)
+    mine = losses(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    peer = make(kind)
+    for layer in peer.get_submodule(LAYERS.get(kind, "model.layers")).children():
+        fully_shard(layer)
+    fully_shard(peer)
+    return mine, losses(peer, torch.optim.AdamW(peer.parameters(), lr=1e-2)), model.unused_parameters
+
+
+@pytest.mark.shows("E3")
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gpt2", {"fullgraph": False})])
+def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str, options: dict[str, Any]) -> None:
+    """GPT-2 logs a warning on its way to the loss, which breaks the graph."""
+    for mine, peer, unused in ranks(2, both, kind, options, timeout=170):
+        assert mine == pytest.approx(peer, rel=1e-6)
+        assert not unused
+
+
+@pytest.mark.shows("E3")
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_expert_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
+    """Routing depends on data, so on the CPU the graph breaks; the experts run between graphs."""
+    for mine, peer, _ in ranks(2, both, kind, {"fullgraph": False}, timeout=170):
+        assert mine == pytest.approx(peer, rel=1e-5)
