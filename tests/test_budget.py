@@ -55,7 +55,7 @@ def smallest(name: str, ranks: int, prefetch: int | None) -> int:
 
 
 @pytest.mark.shows("P4")
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     name=st.sampled_from(MODELS),
     ranks=st.sampled_from([2, 3, 8, 64]),
@@ -114,7 +114,7 @@ def test_never_worse_than_one_ahead(name: str, machine: str, ranks: int) -> None
 
 
 @pytest.mark.shows("P6")
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     name=st.sampled_from(MODELS),
     ranks=st.sampled_from([2, 8, 64, 1024]),
@@ -143,9 +143,9 @@ def test_never_worse_on_any_machine(
 
 def variants(budgets: dict[str, int]) -> dict[str, Run]:
     return {
-        "default": sharded_run(steps=3),
-        "nothing kept": sharded_run(steps=3, keep_resident=False),
-        **{name: sharded_run(steps=3, memory_budget=budget) for name, budget in budgets.items()},
+        "default": sharded_run(steps=2),
+        "nothing kept": sharded_run(steps=2, keep_resident=False),
+        **{name: sharded_run(steps=2, memory_budget=budget) for name, budget in budgets.items()},
     }
 
 
