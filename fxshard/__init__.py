@@ -18,6 +18,7 @@ from fxshard.errors import (
     RankDivergenceError,
     StateError,
 )
+from fxshard.explaining import explain
 from fxshard.inspect.files import ScheduleFileError
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.verify import ScheduleError
@@ -44,6 +45,7 @@ __all__ = [
     "StateError",
     "__version__",
     "compile",
+    "explain",
     "plan",
     "shard",
 ]

@@ -35,6 +35,7 @@ def compile(
     overlap: bool = True,
     arena: bool = True,
     verify: bool = True,
+    experts: str = "auto",
     fullgraph: bool = True,
     dynamic: bool | None = None,
 ) -> ShardedModule:
@@ -72,6 +73,7 @@ def compile(
         overlap=overlap,
         arena=arena,
         verify=verify,
+        experts=experts,
     )
     sharded.bind(capture(sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic))
     return sharded
@@ -94,6 +96,7 @@ def shard(
     overlap: bool = True,
     arena: bool = True,
     verify: bool = True,
+    experts: str = "auto",
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -115,6 +118,7 @@ def shard(
         memory_budget=parse_bytes(memory_budget),
         hardware=hardware,
         verify=verify,
+        experts=experts,
     )
     sharding = take_apart(model, zero=zero, mesh=mesh, units=units, precision=precision, layout=layout, options=options)
     sharded = ShardedModule(model, sharding, backend_of(sharding))

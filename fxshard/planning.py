@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def plan(
     keep_resident: bool = True,
     lowering: str = "inductor",
     verify: bool = True,
+    experts: str = "auto",
 ) -> Schedule:
     """The schedule that ``fxshard.compile`` would emit on ``world_size`` ranks: no process group, no GPU, no weights.
 
@@ -67,7 +69,10 @@ def plan(
         memory_budget=parse_bytes(memory_budget),
         hardware=machine,
         verify=verify,
+        experts=experts,
     )
+    if options.experts != "off":  # the plan is for another machine; which kernel computes is no part of it
+        options = replace(options, experts="torch")
     twin = _hollow_twin(model, precision)
     plans = plan_buckets(
         model, find_units(model, units), zero=zero, ranks=world_size, precision=precision, layout=layout

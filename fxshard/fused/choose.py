@@ -52,6 +52,14 @@ def choose(requested: str, case: Case) -> str:
     return requested
 
 
+def _triton_refusal(case: Case) -> str | None:
+    return "it needs a CUDA device" if case.device.type != "cuda" else "not there yet"
+
+
 _MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts}
-_REFUSALS: dict[str, Callable[[Case], str | None]] = {"torch": lambda case: None}
+_REFUSALS: dict[str, Callable[[Case], str | None]] = {
+    "torch": lambda case: None,
+    "triton": _triton_refusal,
+    "te": _triton_refusal,
+}
 _FASTEST_FIRST = ("torch",)
