@@ -19,6 +19,7 @@ from fxshard.errors import (
     StateError,
 )
 from fxshard.explaining import explain
+from fxshard.fused.op import grouped_mm
 from fxshard.inspect.files import ScheduleFileError
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.verify import ScheduleError
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "compile",
     "explain",
+    "grouped_mm",
     "plan",
     "shard",
 ]

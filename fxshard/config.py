@@ -103,8 +103,8 @@ class Options:
     planned places in one allocation; off, each is allocated when needed. None of them changes a result.
     ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose
     durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
-    ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the machine,
-    ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written.
+    ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
+    machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written.
     """
 
     lowering: str = "inductor"

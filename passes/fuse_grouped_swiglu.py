@@ -1,8 +1,8 @@
 """Before autograd: grouped GEMM → gated activation (× routing weight) → grouped GEMM becomes one operator.
 
-Requires grouped products that can be differentiated (``group_experts``). Provides ``fxshard::grouped_swiglu`` in the place of each
-match, with the implementation that ``choose`` picks for the machine, and a line in the report for each match and each near
-miss. A routing weight behind the second product moves before it: a row of ``(h · W) p`` is ``(p h) · W``.
+Requires grouped products that can be differentiated (``group_experts``). Provides ``fxshard::grouped_swiglu`` in the
+place of each match, with the implementation that ``choose`` picks for the machine, and a line in the report for each
+match and each near miss. A routing weight behind the second product moves before it: ``(h · W) p`` is ``(p h) · W``.
 """
 
 from __future__ import annotations

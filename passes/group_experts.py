@@ -1,8 +1,9 @@
-"""Before autograd: a loop over expert modules becomes grouped products, and every grouped product can be differentiated.
+"""Before autograd: a loop over expert modules becomes grouped products, and grouped products can be differentiated.
 
-Requires nothing. Provides ``fxshard::grouped_product`` in the place of products whose own backward cannot be traced (the
-fallback of transformers reads offsets on the host there), and in the place of gated MLPs that each compute a part of one
-tensor, in order, and are put together again. The weights of such a loop are stacked: a copy, made again in backward.
+Requires nothing. Provides ``fxshard::grouped_product`` in the place of products whose own backward cannot be traced
+(the fallback of transformers reads offsets on the host there), and in the place of gated MLPs that each compute a part
+of one tensor, in order, and are put together again. The weights of such a loop are stacked: a copy, made again in
+backward.
 """
 
 from __future__ import annotations

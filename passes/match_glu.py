@@ -151,10 +151,11 @@ def _sources(gate: Any, up: Any, product: FindProduct) -> tuple[_Source, _Source
         if whole[0].product.x is not whole[1].product.x:
             raise Miss("gate and up project different inputs")
         return whole[0], whole[1], 0
-    halves = _half(gate), _half(up)
-    if halves[0] is None or halves[1] is None:
+    gate_half, up_half = _half(gate), _half(up)
+    if gate_half is None or up_half is None:
         raise Miss("gate and up cannot be traced to the first product")
-    (joined, first, interleave), (other, second, other_interleave) = halves
+    joined, first, interleave = gate_half
+    other, second, other_interleave = up_half
     if joined is not other or interleave != other_interleave:
         raise Miss("gate and up are parts of different projections")
     if (first, second) != (0, 1):
@@ -202,10 +203,10 @@ def _half(node: Any) -> tuple[Any, int, int] | None:
 
 def _blocks(joined: Any) -> tuple[Any, int]:
     """Undo ``view(tokens, blocks, 2, n).transpose(1, 2).reshape(tokens, -1)``: an interleave of n."""
-    swapped = joined.args[0] if call(joined) == "reshape" else None
+    swapped: Any = joined.args[0] if call(joined) == "reshape" else None
     while call(swapped) == "contiguous":
         swapped = swapped.args[0]
-    blocked = swapped.args[0] if call(swapped) == "transpose" else None
+    blocked: Any = swapped.args[0] if call(swapped) == "transpose" else None
     if blocked is None or call(blocked) != "reshape" or len(shape(blocked)) != 4 or shape(blocked)[2] != 2:
         return joined, 0
     dims = {argument(swapped, 1, "dim0") % 4, argument(swapped, 2, "dim1") % 4}

@@ -1,7 +1,7 @@
 """Experts with torch's own grouped GEMM and one kernel for the activation. Runs wherever torch does.
 
-Products of bf16 on CUDA go to ``torch.nn.functional.grouped_mm``, which reads the offsets on the device. Everything else is a
-loop over experts: on the CPU it is as fast as torch's grouped kernel, elsewhere it reads the offsets on the host.
+Products of bf16 on CUDA go to ``torch.nn.functional.grouped_mm``, which reads the offsets on the device. All else
+is a loop over experts: on the CPU it is as fast as torch's grouped kernel, elsewhere it reads the offsets on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxshard.fused.glu import Derivatives, Glu
 
 @dataclass(frozen=True)
 class Experts:
-    """The weights of all experts, ``[experts, in, out]`` with any strides. ``up`` is None where ``gate`` holds both, joined."""
+    """The weights of all experts, ``[experts, in, out]`` with any strides. ``up`` is None where ``gate`` holds both."""
 
     gate: torch.Tensor
     up: torch.Tensor | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -52,14 +53,55 @@ def choose(requested: str, case: Case) -> str:
     return requested
 
 
+def _triton() -> TorchExperts:
+    from fxshard.fused.by_triton import TritonExperts
+
+    return TritonExperts()
+
+
+def _te() -> TorchExperts:
+    from fxshard.fused.by_te import TransformerEngineExperts
+
+    return TransformerEngineExperts()
+
+
 def _triton_refusal(case: Case) -> str | None:
-    return "it needs a CUDA device" if case.device.type != "cuda" else "not there yet"
+    if case.device.type != "cuda":
+        return f"they are on {case.device.type}, its kernel needs a CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(case.device) < (9, 0):
+        return "its kernel loads tiles as compute capability 9.0 and later do"
+    if case.dtype != torch.bfloat16:
+        return f"its kernel computes in bfloat16, they are {case.dtype}"
+    if case.biased:
+        return "its kernel adds no bias"
+    if case.glu.interleave:
+        return f"its kernel takes gate and up as halves, they alternate every {case.glu.interleave}"
+    if case.hidden % 64 or case.inner % 8:
+        return f"hidden size {case.hidden} must be a multiple of 64 and inner size {case.inner} one of 8"
+    return None
 
 
-_MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts}
+def _te_refusal(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return f"they are on {case.device.type}, Transformer Engine needs a CUDA device"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"Transformer Engine's grouped GEMM takes 16-bit types, they are {case.dtype}"
+    if case.hidden % 8 or case.inner % 8:
+        return f"hidden size {case.hidden} and inner size {case.inner} must be multiples of 8"
+    if case.glu.interleave % 32:
+        return f"Transformer Engine alternates gate and up every 32 columns, they do every {case.glu.interleave}"
+    from fxshard.fused.by_te import engine_refusal
+
+    return engine_refusal()
+
+
+_MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts, "triton": _triton, "te": _te}
 _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "torch": lambda case: None,
     "triton": _triton_refusal,
-    "te": _triton_refusal,
+    "te": _te_refusal,
 }
-_FASTEST_FIRST = ("torch",)
+_FASTEST_FIRST = ("triton", "torch")
+"""As measured (docs/benchmarks.md). The last one runs everywhere."""

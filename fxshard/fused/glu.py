@@ -1,8 +1,8 @@
 """The gated activation between the two products: its formula, its derivative, and how gate and up share columns.
 
-With ``g = min(gate, limit)`` and ``u = clamp(up, ±limit) + offset`` an expert computes ``g · sigmoid(alpha · g) · u``, times
-the token's routing weight. SwiGLU is alpha 1, no limit, offset 0; the clamped quick-GeGLU of gpt-oss is alpha 1.702,
-limit 7, offset 1. Everything is computed in fp32 and rounded once.
+With ``g = min(gate, limit)`` and ``u = clamp(up, ±limit) + offset`` an expert computes ``g · sigmoid(alpha · g) · u``,
+times the token's routing weight. SwiGLU is alpha 1, no limit, offset 0; the clamped quick-GeGLU of gpt-oss is alpha
+1.702, limit 7, offset 1. Everything is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 
 @dataclass(frozen=True)
 class Glu:
-    """A gated activation. ``interleave`` n: a joined projection has n columns of gate, n of up, and so on; 0: halves."""
+    """A gated activation. ``interleave`` n: a joined projection has n columns of gate, n of up, and so on.
+
+    With 0 the first half is the gate.
+    """
 
     alpha: float = 1.0
     limit: float = math.inf

@@ -5,12 +5,13 @@ Parameters enter as ordinary inputs, again in backward, and every weight gradien
 gradient can be moved without moving the rest. Saved for backward are the input and the pre-activations; the activation,
 which is cheap, is computed again.
 
-Tokens are sorted by expert; ``offsets[e]`` is where expert e's tokens end. Rows behind the last offset are undefined, as
-they are for torch's ``grouped_mm``.
+Tokens are sorted by expert; ``offsets[e]`` is where expert e's tokens end. Rows behind the last offset are undefined,
+as they are for torch's ``grouped_mm``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from fxshard.fused.glu import Glu
 _library = torch.library.Library("fxshard", "FRAGMENT")
 _GLU = "float alpha, float limit, float offset, int interleave, bool weighted_bias, str implementation"
 _library.define(
-    "grouped_swiglu(Tensor x, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
-    f"Tensor? down_bias, Tensor? weights, {_GLU}) -> (Tensor, Tensor, Tensor)"
+    "grouped_swiglu(Tensor x, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias, "
+    f"Tensor? up_bias, Tensor? down_bias, Tensor? weights, {_GLU}) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "grouped_swiglu_backward(Tensor grad, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? down_bias, "
@@ -169,14 +170,14 @@ def _product_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 # -- registration ----------------------------------------------------------------------------------------------------
 
-_KERNELS = {
+_KERNELS: dict[str, Callable[..., Any]] = {
     "grouped_swiglu": _forward,
     "grouped_swiglu_backward": _backward,
     "grouped_product": lambda x, weight, offsets, name: implementation(name).product(x, weight, offsets),
     "grouped_wgrad": lambda a, b, offsets, name: implementation(name).weight_gradient(a, b, offsets),
     "grouped_sum": lambda a, offsets, name: implementation(name).row_sum(a, offsets),
 }
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "grouped_swiglu": _fake_forward,
     "grouped_swiglu_backward": _fake_backward,
     "grouped_product": lambda x, weight, offsets, name: x.new_empty(x.shape[0], weight.shape[-1]),
@@ -196,6 +197,17 @@ grouped_swiglu_backward = torch.ops.fxshard.grouped_swiglu_backward.default
 grouped_product = torch.ops.fxshard.grouped_product.default
 grouped_wgrad = torch.ops.fxshard.grouped_wgrad.default
 grouped_sum = torch.ops.fxshard.grouped_sum.default
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """``torch.nn.functional.grouped_mm`` for ``[tokens, in]`` and ``[experts, in, out]``, of any dtype, on any device.
+
+    Torch's own can be compiled for bf16 only. Where two of them enclose a gated activation, fxshard fuses all three.
+
+    >>> h = F.silu(fxshard.grouped_mm(x, gate.mT, offs=offsets)) * fxshard.grouped_mm(x, up.mT, offs=offsets)
+    >>> y = fxshard.grouped_mm(h, down.mT, offs=offsets)
+    """
+    return grouped_product(x, weight, offs, "torch")
 
 
 def _products(tokens: int, *weights: Any) -> int:

@@ -42,7 +42,8 @@ class ExpertsReport:
 
     def __str__(self) -> str:
         lines: dict[str, list[str]] = {}
-        for entry in (*self.fused, *self.left):
+        entries: list[Fused | Left] = [*self.fused, *self.left]
+        for entry in entries:
             lines.setdefault(str(entry), []).append(entry.where)
         if not lines:
             return "no experts found: no grouped product and no loop over gated MLPs"

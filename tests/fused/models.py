@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxshard.fused.op import grouped_product
+from fxshard import grouped_mm
 
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Torch's grouped product where its tracing allows (bf16 only), ours for fp32."""
     if x.dtype == torch.bfloat16:
         return F.grouped_mm(x, weight, offs=offsets)
-    return grouped_product(x, weight, offsets, "torch")
+    return grouped_mm(x, weight, offs=offsets)
 
 
 class Titan(nn.Module):
