@@ -60,7 +60,7 @@ class Backend:
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
         capture = Capture(self, [self._ref(value) for value in _inputs(graph)])
-        graph = before_autograd(graph, capture.context(Phase.FORWARD))
+        graph = before_autograd(graph, capture._context(Phase.FORWARD))
         inductor = self.sharding.options.lowering == "inductor"
         return _compat.aot_autograd(
             fw_compiler=capture.compile_forward,
@@ -93,7 +93,7 @@ class Capture:
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)
-        joint = recompute_param_views(joint, self.context(Phase.FORWARD))
+        joint = recompute_param_views(joint, self._context(Phase.FORWARD))
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
         self._backward = _copy(backward)
@@ -124,7 +124,7 @@ class Capture:
         for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self._refs, strict=False):
             node.meta[PARAM] = ref
 
-    def context(self, phase: Phase) -> PassContext:
+    def _context(self, phase: Phase) -> PassContext:
         sharding = self._sharding
         return PassContext(
             sharding.plans,
@@ -138,7 +138,7 @@ class Capture:
     def _schedule(self, modules: dict[Phase, fx.GraphModule]) -> None:
         sharding = self._sharding
         resident = resident_bytes(sharding.plans)
-        self._scheduled, memory = schedule(modules, self.context(next(iter(modules))), resident)
+        self._scheduled, memory = schedule(modules, self._context(next(iter(modules))), resident)
         self._arena_bytes = memory.bytes
         emitted = record(
             self._scheduled,
@@ -160,7 +160,7 @@ class Capture:
         if self._backend.lower is not None:
             return self._backend.lower(self._scheduled[phase])
         with _compat.no_dispatch_modes():
-            split = split_segments(self._scheduled[phase], self.context(phase))
+            split = split_segments(self._scheduled[phase], self._context(phase))
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
             return Program(split, phase, engine, self._arena_bytes, compiler, agree).boxed()
