@@ -48,9 +48,10 @@ def call(node: Any) -> str | None:
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return None
     try:
-        return _MEANING.get(node.target)
+        found = _MEANING.get(node.target)
     except TypeError:  # an unhashable target is nothing we know
         return None
+    return None if found == "add" and "alpha" in node.kwargs else found
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

@@ -96,6 +96,8 @@ def _check_unchanged(mlp: GatedMlp, tail: _Tail) -> None:
     """The operator reads its inputs where its last node stood: nothing may have changed them by then."""
     first = min(mlp.inside)
     for node in _inputs(mlp, tail):
+        if node in mlp.inside:
+            raise Miss(f"{node.name} depends on what lies between the products")
         for user in node.users:
             if writes(user) is node and first < user < tail.last:
                 raise Miss(f"{node.name} is changed in place before the experts are done")

@@ -148,7 +148,7 @@ class _Source:
 def _sources(gate: Any, up: Any, product: FindProduct) -> tuple[_Source, _Source | None, int]:
     whole = _source(gate, product), _source(up, product)
     if whole[0] is not None and whole[1] is not None:
-        if whole[0].product.x is not whole[1].product.x:
+        if not _same_value(whole[0].product.x, whole[1].product.x):
             raise Miss("gate and up project different inputs")
         return whole[0], whole[1], 0
     gate_half, up_half = _half(gate), _half(up)
@@ -165,6 +165,15 @@ def _sources(gate: Any, up: Any, product: FindProduct) -> tuple[_Source, _Source
     if source is None:
         raise Miss("gate and up are parts of something that is no grouped product")
     return source, None, interleave or blocks
+
+
+def _same_value(a: fx.Node, b: fx.Node) -> bool:
+    """One node, or the same cast of one."""
+    if a is b:
+        return True
+    first, second = value(a), value(b)
+    same_type = first is not None and second is not None and first.dtype == second.dtype
+    return same_type and past_casts(a) is past_casts(b)
 
 
 def _source(node: Any, product: FindProduct) -> _Source | None:

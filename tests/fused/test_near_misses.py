@@ -79,6 +79,10 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no gate": (lambda: Written(lambda g, u: F.silu(g + u)), "nothing is multiplied"),
     "tanh": (lambda: Written(lambda g, u: g.tanh() * u), "no gated SiLU"),
     "sigmoid of another": (lambda: Written(lambda g, u: g * torch.sigmoid(u) * g), "no gated SiLU"),
+    "a factor from between": (
+        lambda: Written(lambda g, u: F.silu(g) * u * g.mean(-1, keepdim=True)),
+        "depends on what lies",
+    ),
     "clamped differently": (lambda: Written(lambda g, u: F.silu(g.clamp(max=7.0)) * u), "clamped differently"),
     "clamped below": (
         lambda: Written(lambda g, u: F.silu(g.clamp(-7.0, 7.0)) * u),
