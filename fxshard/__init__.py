@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         RankDivergenceError,
         StateError,
     )
+    from fxshard.explaining import explain
+    from fxshard.fused.op import grouped_mm
     from fxshard.groups import Group
     from fxshard.inspect.files import ScheduleFileError
     from fxshard.inspect.schedule import Schedule
@@ -56,6 +58,8 @@ _HOME = {
     "Split": "config",
     "StateError": "errors",
     "compile": "api",
+    "explain": "explaining",
+    "grouped_mm": "fused.op",
     "plan": "planning",
     "shard": "api",
 }
@@ -104,6 +108,8 @@ __all__ = [
     "StateError",
     "__version__",
     "compile",
+    "explain",
+    "grouped_mm",
     "plan",
     "shard",
 ]

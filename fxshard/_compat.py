@@ -108,6 +108,26 @@ def shape_environment(value: Any) -> Any:
     return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
+def grouped_mm_offsets(target: Any) -> str | None:
+    """The name of the third argument, if ``target`` is a grouped matrix product: torch's, that of transformers, ours.
+
+    ``torch._grouped_mm``: torch 2.11, 2.13. ``F.grouped_mm``, which calls it, is what Dynamo traces through.
+    """
+    if target is torch._grouped_mm or target is torch.nn.functional.grouped_mm:
+        return "offs"
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        return _GROUPED_PRODUCTS.get(packet._qualified_op_name)
+    return None
+
+
+_GROUPED_PRODUCTS = {
+    "aten::_grouped_mm": "offs",
+    "transformers::grouped_mm_fallback": "offs",
+    "fxshard::grouped_product": "offsets",
+}
+
+
 def graph_input_example(placeholder: fx.Node) -> Any:
     """The real value behind an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
     argument = placeholder.meta.get("grapharg")

@@ -44,6 +44,7 @@ def compile(
     overlap: bool = True,
     arena: bool = True,
     verify: bool = True,
+    experts: str = "auto",
     fullgraph: bool = True,
     dynamic: bool | None = None,
     init: Init | None = None,
@@ -90,6 +91,7 @@ def compile(
         arena=arena,
         verify=verify,
         init=init,
+        experts=experts,
     )
     again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
     sharded.bind(again, fullgraph=fullgraph)
@@ -117,6 +119,7 @@ def shard(
     arena: bool = True,
     verify: bool = True,
     init: Init | None = None,
+    experts: str = "auto",
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -139,6 +142,7 @@ def shard(
         memory_budget=parse_bytes(memory_budget),
         hardware=hardware,
         verify=verify,
+        experts=experts,
     )
     if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
         raise ConfigError(

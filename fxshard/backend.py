@@ -16,7 +16,7 @@ from fxshard.events import Kind, Phase
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
-from fxshard.passes.pipeline import schedule
+from fxshard.passes.pipeline import before_autograd, schedule
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.split_segments import split_segments
 from fxshard.plan.memory import SlotRange
@@ -75,6 +75,7 @@ class Backend:
         if broken is not None:
             self._note_break(broken)
         refs = self.refs(graph)
+        graph = self.before_autograd(graph, refs)
         if self.one_graph or not any(refs):
             return self.compile(Capture(self, refs), graph, example_inputs)
         again = _copy(graph)  # before AOTAutograd has worked on it
@@ -97,6 +98,10 @@ class Backend:
             partition_fn=capture.partition,
             decompositions=_compat.inductor_decompositions() if inductor else None,
         )(graph, example_inputs)
+
+    def before_autograd(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> fx.GraphModule:
+        """The passes over a graph as Dynamo captured it."""
+        return before_autograd(graph, Capture(self, refs).context(Phase.FORWARD))
 
     def refs(self, graph: fx.GraphModule) -> list[ParamRef | None]:
         """The parameter that each input of a captured graph is, None for data."""
@@ -138,7 +143,7 @@ class Capture:
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)
-        joint = recompute_param_views(joint, self._context(Phase.FORWARD))
+        joint = recompute_param_views(joint, self.context(Phase.FORWARD))
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
         self._backward = _copy(backward)
@@ -169,7 +174,7 @@ class Capture:
         for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self.refs, strict=False):
             node.meta[PARAM] = ref
 
-    def _context(self, phase: Phase) -> PassContext:
+    def context(self, phase: Phase) -> PassContext:
         sharding = self._sharding
         return PassContext(
             sharding.plans,
@@ -185,7 +190,7 @@ class Capture:
         self._backend.report("scheduling")
         sharding = self._sharding
         resident = resident_bytes(sharding.plans)
-        self._scheduled, memory = schedule(modules, self._context(next(iter(modules))), resident)
+        self._scheduled, memory = schedule(modules, self.context(next(iter(modules))), resident)
         self._arena_bytes = memory.bytes
         emitted = record(
             self._scheduled,
@@ -219,7 +224,7 @@ class Capture:
         if self._backend.lower is not None:
             return self._backend.lower(self._scheduled[phase])
         with _compat.no_dispatch_modes():
-            split = split_segments(self._scheduled[phase], self._context(phase))
+            split = split_segments(self._scheduled[phase], self.context(phase))
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
             carries = self._carries if phase is Phase.FORWARD else None

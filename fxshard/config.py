@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxshard.errors import ConfigError
+from fxshard.fused.choose import EXPERTS
 from fxshard.optim import coefficients as coefficient_sets
 from fxshard.plan.hardware import Hardware
 
@@ -205,6 +206,8 @@ class Options:
     planned places in one allocation; off, each is allocated when needed. None of them changes a result.
     ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose
     durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
+    ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
+    machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written.
     """
 
     lowering: str = "inductor"
@@ -216,10 +219,13 @@ class Options:
     memory_budget: int | None = None
     hardware: str | Hardware | None = None
     verify: bool = True
+    experts: str = "auto"
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
             raise ConfigError(f"lowering={self.lowering!r}: expected one of {', '.join(map(repr, LOWERINGS))}")
+        if self.experts not in EXPERTS:
+            raise ConfigError(f"experts={self.experts!r}: expected one of {', '.join(map(repr, EXPERTS))}")
         if self.prefetch is not None and (not isinstance(self.prefetch, int) or self.prefetch < 0):
             raise ConfigError(
                 f"prefetch={self.prefetch!r}: expected the number of gathers to run ahead, 0 or more, or None"

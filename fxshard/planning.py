@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def plan(
     profile: Profile | None = None,
     trace_once: bool = True,
     progress: Callable[[str], None] | None = None,
+    experts: str = "auto",
 ) -> Schedule:
     """The schedule that ``fxshard.compile`` would emit on ``world_size`` ranks: no process group, no GPU, no weights.
 
@@ -94,11 +96,14 @@ def plan(
         memory_budget=parse_bytes(memory_budget),
         hardware=machine,
         verify=verify,
+        experts=experts,
     )
     domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
     domains = planned_domains(groups, domain)
     domain_of = domain_by_name(domains, domain)
     check_patterns(domains, [name for name, _ in model.named_parameters()], domain_of)
+    if options.experts != "off":  # the plan is for another machine; which kernel computes is no part of it
+        options = replace(options, experts="torch")
     twin = _hollow_twin(model, precision)
     plans = plan_buckets(
         model,
@@ -161,10 +166,13 @@ class _Planner(Backend):
         self.one_graph = True
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        short = shorten(graph, [self._names.get(id(value)) for value in graph_inputs(graph)])
+        names = [self._names.get(id(value)) for value in graph_inputs(graph)]
+        refs = self.refs(graph)
+        graph = self.before_autograd(graph, refs)
+        short = shorten(graph, names)
         if short is None:
-            return super().__call__(graph, example_inputs)
-        capture = _ShortCapture(self, self.refs(graph), short)
+            return self.compile(Capture(self, refs), graph, example_inputs)
+        capture = _ShortCapture(self, refs, short)
         return self.compile(capture, short.graph, [example_inputs[i] for i in short.kept])
 
 

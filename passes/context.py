@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from fxshard.config import Options
 from fxshard.events import Phase
+from fxshard.fused.report import ExpertsReport
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
 from fxshard.profile import Profile
@@ -46,6 +47,8 @@ class PassContext:
     """Whether gathers start as late as durations allow, instead of as early as ``ahead`` does."""
     arena_budget: int | None = None
     """Bytes the arena may have; None means as few as the step needs."""
+    experts: ExpertsReport = field(default_factory=ExpertsReport)
+    """What the passes before autograd made of mixture-of-experts layers."""
 
     def bucket(self, ref: ParamRef) -> BucketPlan:
         return self.buckets[ref.bucket]

@@ -11,6 +11,8 @@ from fxshard.errors import BudgetError
 from fxshard.events import Phase
 from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
+from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
@@ -22,6 +24,9 @@ from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
 
 Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
+
+BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu)
+"""On Dynamo's graph: what these put there brings its own backward."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
     Phase.FORWARD: (insert_unshard, insert_reshard),
@@ -41,6 +46,15 @@ FARTHEST = 2
 
 FARTHEST_IN_BUDGET = 8
 """The same under a memory budget, as far as it allows."""
+
+
+def before_autograd(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    """Run the passes over the graph that Dynamo captured, in place."""
+    if context.options.experts != "off":
+        for run in BEFORE_AUTOGRAD:
+            module = run(module, context)
+        module.recompile()
+    return module
 
 
 def schedule(

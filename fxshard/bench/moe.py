@@ -1,0 +1,185 @@
+"""Experts on one GPU: the fused operator against torch's grouped GEMM with an eager activation, and the same compiled.
+
+python -m fxshard.bench.moe --shapes 8x4096x2048,64x2048x1408 --tokens 16384
+
+Contenders take turns; figures are medians over rounds. ``saved`` is what forward leaves behind for backward,
+``peak`` what forward and backward need at once, gradients included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fxshard.backend import fxshard_backend
+from fxshard.fused.choose import Case, choose, refusal
+
+Contender = Callable[["Layer"], torch.Tensor]
+FUSED = ("torch", "triton", "te")
+
+
+@dataclass
+class Layer:
+    """Tokens sorted by expert, as evenly as routing makes them, and weights as ``nn.Linear`` has them."""
+
+    x: torch.Tensor
+    offsets: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    weights: torch.Tensor | None
+    upstream: torch.Tensor
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [leaf for leaf in (self.x, self.gate_up, self.down, self.weights) if leaf is not None]
+
+
+def make_layer(experts: int, hidden: int, inner: int, tokens: int, routed: bool) -> Layer:
+    torch.manual_seed(0)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        value = torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
+        return value.requires_grad_()
+
+    counts = torch.randint(experts, (tokens,), device="cuda").bincount(minlength=experts)
+    weights = torch.rand(tokens, device="cuda", dtype=torch.bfloat16).requires_grad_() if routed else None
+    upstream = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    gate_up, down = leaf(experts, 2 * inner, hidden), leaf(experts, hidden, inner)
+    return Layer(leaf(tokens, hidden), counts.cumsum(0).int(), gate_up, down, weights, upstream)
+
+
+def eager(layer: Layer) -> torch.Tensor:
+    gate, up = F.grouped_mm(layer.x, layer.gate_up.mT, offs=layer.offsets).chunk(2, -1)
+    out = F.grouped_mm(F.silu(gate) * up, layer.down.mT, offs=layer.offsets)
+    return out if layer.weights is None else out * layer.weights.unsqueeze(-1)
+
+
+def fused(name: str) -> Contender:
+    """What users run: the eager form, captured, found and fused."""
+    return torch.compile(eager, backend=fxshard_backend, dynamic=False, fullgraph=True, options={"experts": name})
+
+
+def backward(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(out, layer.leaves(), layer.upstream)
+
+
+def milliseconds(run: Callable[[], object], repeat: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeat):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeat
+
+
+def memory(contender: Contender, layer: Layer) -> tuple[int, int]:
+    """Bytes that forward leaves behind beside its output, and what a step needs at once, results included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = contender(layer)
+    saved = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    grads = backward(layer, out)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del grads
+    return saved, peak
+
+
+def error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> float:
+    return max(
+        float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12))
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat: int) -> dict[str, dict[str, float]]:
+    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "step": []} for name in contenders}
+    figures: dict[str, dict[str, float]] = {}
+    out = eager(layer)
+    reference = (out.detach(), *backward(layer, out))
+    for name, contender in contenders.items():
+        for _ in range(3):
+            out = contender(layer)
+            found = (out.detach(), *backward(layer, out))
+        figures[name] = {"error": error(found, reference)}
+        del out, found
+    del reference
+    for name, contender in contenders.items():
+        figures[name]["saved_mib"], figures[name]["peak_mib"] = (b / 2**20 for b in memory(contender, layer))
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            with torch.no_grad():
+                times[name]["forward"].append(milliseconds(lambda c=contender: c(layer), repeat))  # type: ignore[misc]
+            times[name]["step"].append(milliseconds(lambda c=contender: backward(layer, c(layer)), repeat))  # type: ignore[misc]
+    for name in contenders:
+        for what, values in times[name].items():
+            figures[name][f"{what}_ms"] = statistics.median(values)
+    for name in contenders:
+        for what in ("forward", "step"):
+            figures[name][f"{what}_speedup"] = figures["eager"][f"{what}_ms"] / figures[name][f"{what}_ms"]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shapes", default="8x4096x2048,64x2048x1408", help="experts × hidden × inner, …")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--contenders", default="eager,compile,torch,triton,te")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--json", help="where to write the figures")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA device")
+    results = []
+    for shape in arguments.shapes.split(","):
+        experts, hidden, inner = map(int, shape.split("x"))
+        case = Case(torch.device("cuda"), torch.bfloat16, hidden, inner)
+        for routed in (False, True):
+            layer = make_layer(experts, hidden, inner, arguments.tokens, routed)
+            torch.compiler.reset()
+            contenders = _contenders(arguments.contenders.split(","), case)
+            figures = measure(layer, contenders, arguments.rounds, arguments.repeat)
+            results.append({"shape": shape, "routed": routed, "default": choose("auto", case), "figures": figures})
+            _show(results[-1])
+            del layer
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"tokens": arguments.tokens, "torch": torch.__version__, "results": results}, file, indent=1)
+
+
+def _contenders(names: list[str], case: Case) -> dict[str, Contender]:
+    chosen: dict[str, Contender] = {"eager": eager}
+    for name in names:
+        if name == "compile":
+            chosen[name] = torch.compile(eager, dynamic=False)
+        elif name in FUSED:
+            reason = refusal(name, case)
+            if reason is None:
+                chosen[name] = fused(name)
+            else:
+                print(f"{name} does not run here: {reason}")
+    return chosen
+
+
+def _show(result: dict) -> None:  # type: ignore[type-arg]
+    routed = "with" if result["routed"] else "without"
+    print(f"\n{result['shape']} {routed} routing weights, the default is {result['default']}")
+    print(f"{'':8}{'forward':>9}{'':>7}{'step':>9}{'':>7}{'saved':>9}{'peak':>9}{'error':>9}")
+    for name, f in result["figures"].items():
+        print(
+            f"{name:8}{f['forward_ms']:7.3f}ms{f['forward_speedup']:6.3f}×{f['step_ms']:7.3f}ms{f['step_speedup']:6.3f}×"
+            f"{f['saved_mib']:6.0f}MiB{f['peak_mib']:6.0f}MiB{f['error']:9.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Experts with torch's own grouped GEMM and one kernel for the activation. Runs wherever torch does.
+
+Products of bf16 on CUDA go to ``torch.nn.functional.grouped_mm``, which reads the offsets on the device. All else
+is a loop over experts: on the CPU it is as fast as torch's grouped kernel, elsewhere it reads the offsets on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from fxshard.fused import glu as formula
+from fxshard.fused.glu import Derivatives, Glu
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The weights of all experts, ``[experts, in, out]`` with any strides. ``up`` is None where ``gate`` holds both."""
+
+    gate: torch.Tensor
+    up: torch.Tensor | None
+    down: torch.Tensor
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+class TorchExperts:
+    """The implementation ``torch``; the others replace some of its steps."""
+
+    name = "torch"
+
+    # -- the two operators -------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        experts: Experts,
+        weights: torch.Tensor | None,
+        glu: Glu,
+        weighted_bias: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The output and the pre-activations (joined and nothing, or gate and up)."""
+        pre, pre_up, hidden = self.up(x, offsets, experts, weights, glu)
+        out = self.product(hidden, experts.down, offsets)
+        if experts.down_bias is not None:
+            bias = per_row(experts.down_bias, offsets, x.shape[0])
+            out += bias * weights.to(bias.dtype).unsqueeze(-1) if weighted_bias and weights is not None else bias
+        return out, pre, pre_up
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        offsets: torch.Tensor,
+        experts: Experts,
+        weights: torch.Tensor | None,
+        pre: torch.Tensor,
+        pre_up: torch.Tensor,
+        glu: Glu,
+        weighted_bias: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the input, the pre-activations and the routing weights, and the activation for the weights'."""
+        grad_pre, grad_up, hidden, grad_weights = self.down_backward(grad, offsets, experts, weights, pre, pre_up, glu)
+        grad_x = self.product(grad_pre, experts.gate.mT, offsets)
+        if experts.up is not None:
+            grad_x += self.product(grad_up, experts.up.mT, offsets)
+        if experts.down_bias is not None and weights is not None and weighted_bias:
+            bias = per_row(experts.down_bias, offsets, grad.shape[0])
+            grad_weights += (grad.float() * bias.float()).sum(-1).to(grad_weights.dtype)
+        return grad_x, grad_pre, grad_up, hidden, grad_weights
+
+    # -- steps that other implementations replace --------------------------------------------------------------------
+
+    def up(
+        self, x: torch.Tensor, offsets: torch.Tensor, experts: Experts, weights: torch.Tensor | None, glu: Glu
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """First product and activation: pre-activations and what the second product multiplies."""
+        pre = self._biased(self.product(x, experts.gate, offsets), experts.gate_bias, offsets)
+        if experts.up is None:
+            return pre, x.new_empty(0), self.activate(pre, None, weights, glu)
+        pre_up = self._biased(self.product(x, experts.up, offsets), experts.up_bias, offsets)
+        return pre, pre_up, self.activate(pre, pre_up, weights, glu)
+
+    def down_backward(
+        self,
+        grad: torch.Tensor,
+        offsets: torch.Tensor,
+        experts: Experts,
+        weights: torch.Tensor | None,
+        pre: torch.Tensor,
+        pre_up: torch.Tensor,
+        glu: Glu,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Back through second product and activation: gradients of the pre-activations, activation, routing weights."""
+        grad_hidden = self.product(grad, experts.down.mT, offsets)
+        return self.differentiate(pre, pre_up if experts.up is not None else None, weights, grad_hidden, glu)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Each row of ``x`` times the matrix of its expert."""
+        x = x.contiguous()
+        if runs_grouped(x, weight):
+            return F.grouped_mm(x, weight, offs=offsets.int())
+        out = x.new_zeros(x.shape[0], weight.shape[-1])
+        for expert, (begin, end) in enumerate(_groups(offsets)):
+            if begin < end:
+                out[begin:end] = torch.mm(x[begin:end], weight[expert])
+        return out
+
+    def weight_gradient(self, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """``aᵀ b`` over the rows of each expert."""
+        a, b = a.contiguous(), b.contiguous()
+        if runs_grouped(a, b):
+            return F.grouped_mm(a.t(), b, offs=offsets.int())
+        out = a.new_zeros(offsets.shape[0], a.shape[1], b.shape[1])
+        for expert, (begin, end) in enumerate(_groups(offsets)):
+            if begin < end:
+                out[expert] = torch.mm(a[begin:end].t(), b[begin:end])
+        return out
+
+    def row_sum(self, a: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The sum of the rows of each expert: a bias's gradient."""
+        ones = a.new_ones(a.shape[0], 8)  # the grouped kernel wants 16 bytes
+        return self.weight_gradient(ones, a, offsets)[:, 0].contiguous()
+
+    def activate(
+        self, pre: torch.Tensor, pre_up: torch.Tensor | None, weights: torch.Tensor | None, glu: Glu
+    ) -> torch.Tensor:
+        kernels = _kernels(pre)
+        if kernels is not None:
+            return kernels.activate(pre, pre_up, weights, glu)
+        gate, up = formula.split(pre, glu.interleave) if pre_up is None else (pre, pre_up)
+        return formula.activate(gate, up, weights, glu)
+
+    def differentiate(
+        self,
+        pre: torch.Tensor,
+        pre_up: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        grad: torch.Tensor,
+        glu: Glu,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        kernels = _kernels(pre)
+        if kernels is not None:
+            return kernels.differentiate(pre, pre_up, weights, grad, glu)
+        gate, up = formula.split(pre, glu.interleave) if pre_up is None else (pre, pre_up)
+        found: Derivatives = formula.differentiate(gate, up, weights, grad, glu)
+        grad_weights = found.weights if found.weights is not None else pre.new_empty(0)
+        if pre_up is None:
+            return formula.join(found.gate, found.up, glu.interleave), pre.new_empty(0), found.hidden, grad_weights
+        return found.gate, found.up, found.hidden, grad_weights
+
+    def _biased(self, product: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
+        return product if bias is None else product.add_(per_row(bias, offsets, product.shape[0]))
+
+
+def per_row(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """The row of ``values`` that belongs to the expert of each token. Nothing is read on the host."""
+    positions = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    experts = torch.searchsorted(offsets, positions, right=True).clamp_(max=offsets.shape[0] - 1)
+    return values[experts]
+
+
+def runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch's grouped kernel takes these: bf16 on CUDA, rows of a multiple of 16 bytes."""
+    if a.device.type != "cuda" or a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+        return False
+    return all(size % 8 == 0 for size in (a.shape[-1], b.shape[-1], b.shape[-2] if b.ndim == 3 else 8))
+
+
+def _groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
+    return list(pairwise([0, *offsets.tolist()]))
+
+
+def _kernels(tensor: torch.Tensor):  # type: ignore[no-untyped-def]
+    """The activation as one Triton kernel, which torch for CUDA brings along."""
+    if tensor.device.type != "cuda":
+        return None
+    from fxshard.fused import activation_kernels
+
+    return activation_kernels

@@ -1,0 +1,107 @@
+"""Which implementation runs experts on this machine, and why another one cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from fxshard.errors import ConfigError
+from fxshard.fused.by_torch import TorchExperts
+from fxshard.fused.glu import SWIGLU, Glu
+
+EXPERTS = ("auto", "torch", "triton", "te", "off")
+"""Values of the option ``experts``: the fastest that runs here, one by name, or leave the model as it is written."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an implementation must be able to run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+    joined: bool = True
+    transposed: bool = True
+    """Whether weights lie in memory as ``[experts, out, in]``, as those of ``nn.Linear`` do."""
+    biased: bool = False
+    glu: Glu = SWIGLU
+
+
+@cache
+def implementation(name: str) -> TorchExperts:
+    """The implementation of that name. Whether it can run is asked of ``refusal``."""
+    return _MAKE[name]()
+
+
+def refusal(name: str, case: Case) -> str | None:
+    """The first gate that keeps an implementation from running this, or None."""
+    return _REFUSALS[name](case)
+
+
+def choose(requested: str, case: Case) -> str:
+    """The implementation to use. One that was asked for and cannot run is an error that names the gate."""
+    if requested == "auto":
+        return next(name for name in _FASTEST_FIRST if refusal(name, case) is None)
+    reason = refusal(requested, case)
+    if reason is not None:
+        raise ConfigError(f'experts="{requested}" cannot run these experts: {reason}; use experts="auto"')
+    return requested
+
+
+def _triton() -> TorchExperts:
+    from fxshard.fused.by_triton import TritonExperts
+
+    return TritonExperts()
+
+
+def _te() -> TorchExperts:
+    from fxshard.fused.by_te import TransformerEngineExperts
+
+    return TransformerEngineExperts()
+
+
+def _triton_refusal(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return f"they are on {case.device.type}, its kernel needs a CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(case.device) < (9, 0):
+        return "its kernel loads tiles as compute capability 9.0 and later do"
+    if case.dtype != torch.bfloat16:
+        return f"its kernel computes in bfloat16, they are {case.dtype}"
+    if case.biased:
+        return "its kernel adds no bias"
+    if case.glu.interleave:
+        return f"its kernel takes gate and up as halves, they alternate every {case.glu.interleave}"
+    if case.hidden % 64 or case.inner % 8:
+        return f"hidden size {case.hidden} must be a multiple of 64 and inner size {case.inner} one of 8"
+    return None
+
+
+def _te_refusal(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return f"they are on {case.device.type}, Transformer Engine needs a CUDA device"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"Transformer Engine's grouped GEMM takes 16-bit types, they are {case.dtype}"
+    if case.hidden % 8 or case.inner % 8:
+        return f"hidden size {case.hidden} and inner size {case.inner} must be multiples of 8"
+    if case.glu.interleave % 32:
+        return f"Transformer Engine alternates gate and up every 32 columns, they do every {case.glu.interleave}"
+    from fxshard.fused.by_te import engine_refusal
+
+    return engine_refusal()
+
+
+_MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts, "triton": _triton, "te": _te}
+_REFUSALS: dict[str, Callable[[Case], str | None]] = {
+    "torch": lambda case: None,
+    "triton": _triton_refusal,
+    "te": _te_refusal,
+}
+_FASTEST_FIRST = ("triton", "torch")
+"""As measured (docs/benchmarks.md). The last one runs everywhere."""

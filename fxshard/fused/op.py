@@ -1,0 +1,234 @@
+"""The operators that graphs contain: experts as one node forward, and backward as nodes that a scheduler can place.
+
+Parameters enter as ordinary inputs, again in backward, and every weight gradient is the result of a node of its own
+(``grouped_wgrad``, ``grouped_sum``): sharding gathers and reduces them as it does for any other node, and a weight
+gradient can be moved without moving the rest. Saved for backward are the input and the pre-activations; the activation,
+which is cheap, is computed again.
+
+Tokens are sorted by expert; ``offsets[e]`` is where expert e's tokens end. Rows behind the last offset are undefined,
+as they are for torch's ``grouped_mm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from fxshard.fused.by_torch import Experts
+from fxshard.fused.choose import implementation
+from fxshard.fused.glu import Glu
+
+_library = torch.library.Library("fxshard", "FRAGMENT")
+_GLU = "float alpha, float limit, float offset, int interleave, bool weighted_bias, str implementation"
+_library.define(
+    "grouped_swiglu(Tensor x, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias, "
+    f"Tensor? up_bias, Tensor? down_bias, Tensor? weights, {_GLU}) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "grouped_swiglu_backward(Tensor grad, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? down_bias, "
+    f"Tensor? weights, Tensor pre, Tensor pre_up, {_GLU}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define("grouped_product(Tensor x, Tensor weight, Tensor offsets, str implementation) -> Tensor")
+_library.define("grouped_wgrad(Tensor a, Tensor b, Tensor offsets, str implementation) -> Tensor")
+_library.define("grouped_sum(Tensor a, Tensor offsets, str implementation) -> Tensor")
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    down: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    alpha: float,
+    limit: float,
+    offset: float,
+    interleave: int,
+    weighted_bias: bool,
+    name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    experts = Experts(gate, up, down, gate_bias, up_bias, down_bias)
+    glu = Glu(alpha, limit, offset, interleave)
+    return implementation(name).forward(x, offsets, experts, weights, glu, weighted_bias)
+
+
+def _backward(
+    grad: torch.Tensor,
+    offsets: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    pre: torch.Tensor,
+    pre_up: torch.Tensor,
+    alpha: float,
+    limit: float,
+    offset: float,
+    interleave: int,
+    weighted_bias: bool,
+    name: str,
+) -> tuple[torch.Tensor, ...]:
+    experts = Experts(gate, up, down, down_bias=down_bias)
+    glu = Glu(alpha, limit, offset, interleave)
+    return implementation(name).backward(grad, offsets, experts, weights, pre, pre_up, glu, weighted_bias)
+
+
+def _fake_forward(
+    x: torch.Tensor, offsets: torch.Tensor, gate: torch.Tensor, up: Any, down: torch.Tensor, *_: Any
+) -> Any:
+    tokens = x.shape[0]
+    pre_up = x.new_empty(tokens, up.shape[-1]) if up is not None else x.new_empty(0)
+    return x.new_empty(tokens, down.shape[-1]), x.new_empty(tokens, gate.shape[-1]), pre_up
+
+
+def _fake_backward(
+    grad: torch.Tensor,
+    offsets: torch.Tensor,
+    gate: torch.Tensor,
+    up: Any,
+    down: torch.Tensor,
+    down_bias: Any,
+    weights: torch.Tensor | None,
+    pre: torch.Tensor,
+    pre_up: torch.Tensor,
+    *_: Any,
+) -> Any:
+    tokens = grad.shape[0]
+    return (
+        grad.new_empty(tokens, gate.shape[-2]),
+        torch.empty_like(pre),
+        torch.empty_like(pre_up),
+        grad.new_empty(tokens, down.shape[-2]),
+        torch.empty_like(weights, memory_format=torch.contiguous_format) if weights is not None else grad.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, offsets, gate, up, down, gate_bias, up_bias, down_bias, weights, *options = inputs
+    _, pre, pre_up = output
+    ctx.save_for_backward(x, offsets, gate, up, down, gate_bias, up_bias, down_bias, weights, pre, pre_up)
+    ctx.mark_non_differentiable(pre, pre_up)
+    ctx.options = tuple(options)
+
+
+def _autograd(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    x, offsets, gate, up, down, gate_bias, up_bias, down_bias, weights, pre, pre_up = ctx.saved_tensors
+    name, weighted_bias = ctx.options[-1], ctx.options[-2]
+    needs = ctx.needs_input_grad
+    grad_x, grad_pre, grad_up, hidden, grad_weights = grouped_swiglu_backward(
+        grad, offsets, gate, up, down, down_bias, weights, pre, pre_up, *ctx.options
+    )
+    grads: list[torch.Tensor | None] = [grad_x if needs[0] else None, None, None, None, None, None, None, None]
+    grads.append(grad_weights if weights is not None and needs[8] else None)
+    if needs[2]:
+        grads[2] = _wgrad(x, grad_pre, gate, offsets, name)
+    if up is not None and needs[3]:
+        grads[3] = _wgrad(x, grad_up, up, offsets, name)
+    if needs[4]:
+        grads[4] = _wgrad(hidden, grad, down, offsets, name)
+    if gate_bias is not None and needs[5]:
+        grads[5] = grouped_sum(grad_pre, offsets, name)
+    if up_bias is not None and needs[6]:
+        grads[6] = grouped_sum(grad_up, offsets, name)
+    if down_bias is not None and needs[7]:
+        weighted = weights is not None and weighted_bias
+        grads[7] = grouped_sum(grad * weights.to(grad.dtype).unsqueeze(-1) if weighted else grad, offsets, name)
+    return (*grads, *(None for _ in ctx.options))
+
+
+def _wgrad(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, name: str) -> torch.Tensor:
+    """The gradient of ``weight``, with its strides: a transposed parameter gets a gradient it can take as it lies."""
+    if weight.stride(-1) == 1:
+        return grouped_wgrad(a, b, offsets, name)
+    return grouped_wgrad(b, a, offsets, name).mT
+
+
+# -- one grouped product ---------------------------------------------------------------------------------------------
+
+
+def _setup_product(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.name = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _product_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    grad_x = grouped_product(grad, weight.mT, offsets, ctx.name) if ctx.needs_input_grad[0] else None
+    grad_weight = _wgrad(x, grad, weight, offsets, ctx.name) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_weight, None, None
+
+
+# -- registration ----------------------------------------------------------------------------------------------------
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "grouped_swiglu": _forward,
+    "grouped_swiglu_backward": _backward,
+    "grouped_product": lambda x, weight, offsets, name: implementation(name).product(x, weight, offsets),
+    "grouped_wgrad": lambda a, b, offsets, name: implementation(name).weight_gradient(a, b, offsets),
+    "grouped_sum": lambda a, offsets, name: implementation(name).row_sum(a, offsets),
+}
+_FAKES: dict[str, Callable[..., Any]] = {
+    "grouped_swiglu": _fake_forward,
+    "grouped_swiglu_backward": _fake_backward,
+    "grouped_product": lambda x, weight, offsets, name: x.new_empty(x.shape[0], weight.shape[-1]),
+    "grouped_wgrad": lambda a, b, offsets, name: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
+    "grouped_sum": lambda a, offsets, name: a.new_empty(offsets.shape[0], a.shape[1]),
+}
+for _name, _kernel in _KERNELS.items():
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxshard::{_name}", _FAKES[_name], lib=_library)
+torch.library.register_autograd("fxshard::grouped_swiglu", _autograd, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    "fxshard::grouped_product", _product_autograd, setup_context=_setup_product, lib=_library
+)
+
+grouped_swiglu = torch.ops.fxshard.grouped_swiglu.default
+grouped_swiglu_backward = torch.ops.fxshard.grouped_swiglu_backward.default
+grouped_product = torch.ops.fxshard.grouped_product.default
+grouped_wgrad = torch.ops.fxshard.grouped_wgrad.default
+grouped_sum = torch.ops.fxshard.grouped_sum.default
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """``torch.nn.functional.grouped_mm`` for ``[tokens, in]`` and ``[experts, in, out]``, of any dtype, on any device.
+
+    Torch's own can be compiled for bf16 only. Where two of them enclose a gated activation, fxshard fuses all three.
+
+    >>> h = F.silu(fxshard.grouped_mm(x, gate.mT, offs=offsets)) * fxshard.grouped_mm(x, up.mT, offs=offsets)
+    >>> y = fxshard.grouped_mm(h, down.mT, offs=offsets)
+    """
+    return grouped_product(x, weight, offs, "torch")
+
+
+def _products(tokens: int, *weights: Any) -> int:
+    return sum(2 * tokens * weight[-1] * weight[-2] for weight in weights if weight is not None)
+
+
+@register_flop_formula(torch.ops.fxshard.grouped_swiglu)
+def _(x: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -> int:
+    return _products(x[0], gate, up, down)
+
+
+@register_flop_formula(torch.ops.fxshard.grouped_swiglu_backward)
+def _(grad: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -> int:
+    return _products(grad[0], gate, up, down)
+
+
+@register_flop_formula(torch.ops.fxshard.grouped_product)
+def _(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return _products(x[0], weight)
+
+
+@register_flop_formula(torch.ops.fxshard.grouped_wgrad)
+def _(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]

@@ -1,0 +1,143 @@
+"""What a node of Dynamo's graph computes, however it was written: function, method or operator.
+
+Used by the passes before autograd, whose graphs hold the calls of the model's source and not yet ATen's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxshard import _compat
+
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"),
+    "add": (operator.add, operator.iadd, torch.add, "add", "add_"),
+    "silu": (F.silu,),
+    "sigmoid": (torch.sigmoid, F.sigmoid, "sigmoid"),
+    "clamp": (torch.clamp, torch.clip, "clamp", "clip", "clamp_"),
+    "cast": ("to", "float", "bfloat16", "half", "type", "type_as"),
+    "chunk": (torch.chunk, "chunk", torch.tensor_split, "tensor_split"),
+    "split": (torch.split, "split"),
+    "unbind": (torch.unbind, "unbind"),
+    "index": (operator.getitem,),
+    "transpose": (torch.transpose, torch.swapaxes, "transpose", "swapaxes"),
+    "reshape": (torch.reshape, "reshape", "view", torch.unflatten, "unflatten", torch.flatten, "flatten"),
+    "contiguous": ("contiguous",),
+    "cumsum": (torch.cumsum, "cumsum"),
+    "count": (torch.histc, "histc", torch.bincount, "bincount"),
+    "repeat_interleave": (torch.repeat_interleave, "repeat_interleave"),
+    "index_select": (torch.index_select, "index_select"),
+    "linear": (F.linear,),
+    "cat": (torch.cat, torch.concat, torch.concatenate),
+    "stack": (torch.stack,),
+    "gelu": (F.gelu,),
+    "relu": (F.relu, torch.relu, "relu"),
+}
+_MEANING: dict[Any, str] = {target: name for name, targets in _CALLS.items() for target in targets}
+
+
+def call(node: Any) -> str | None:
+    """The kind of call, one of the names above, or None."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return None
+    try:
+        found = _MEANING.get(node.target)
+    except TypeError:  # an unhashable target is nothing we know
+        return None
+    return None if found == "add" and "alpha" in node.kwargs else found
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def value(node: Any) -> torch.Tensor | None:
+    """The fake tensor that Dynamo computed for a node."""
+    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def shape(node: Any) -> tuple[Any, ...]:
+    found = value(node)
+    return tuple(found.shape) if found is not None else ()
+
+
+def past_casts(node: Any) -> Any:
+    """What a node computes before it was cast between floating-point types."""
+    while call(node) == "cast" and value(node) is not None and value(node.args[0]) is not None:
+        before, after = value(node.args[0]), value(node)
+        assert before is not None and after is not None
+        if not (before.is_floating_point() and after.is_floating_point() and before.device == after.device):
+            break
+        node = node.args[0]
+    return node
+
+
+def writes(node: fx.Node) -> fx.Node | None:
+    """The node whose value a call changes in place, if it does."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    by_name = name.endswith("_") and not name.endswith("__")
+    by_operator = node.target in (operator.iadd, operator.imul, operator.isub, operator.itruediv, operator.setitem)
+    return node.args[0] if by_name or by_operator or node.kwargs.get("inplace") is True else None
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product with weights: grouped by ``offsets``, or a dense one (None)."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    offsets: fx.Node | None = None
+    bias: fx.Node | None = None
+
+
+def grouped_product(node: Any) -> Product | None:
+    """``torch._grouped_mm`` (``F.grouped_mm`` in Dynamo's graphs), the fallback of transformers, or fxshard's own."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    third = _compat.grouped_mm_offsets(node.target)
+    if third is None:
+        return None
+    x, weight = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    offsets = argument(node, 2, third)
+    plain = node.kwargs.get("bias") is None and node.kwargs.get("out_dtype") is None and len(node.args) < 5
+    if not plain or not all(isinstance(arg, fx.Node) for arg in (x, weight, offsets)):
+        return None
+    if len(shape(x)) != 2 or len(shape(weight)) != 3:
+        return None
+    return Product(node, x, weight, offsets)  # type: ignore[arg-type]
+
+
+def dense_product(node: Any) -> Product | None:
+    """``F.linear``."""
+    if call(node) != "linear":
+        return None
+    x, weight, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
+    return Product(node, x, weight, None, bias)
+
+
+def grouped_products(graph: fx.Graph) -> Iterator[Product]:
+    for node in graph.nodes:
+        found = grouped_product(node)
+        if found is not None:
+            yield found
+
+
+def place(node: fx.Node) -> str:
+    """Where in the model a node stands, as a path of modules."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return node.name
+    path = str(list(stack.values())[-1][0])
+    path = path.removeprefix("L['self']").removeprefix("L['model']").replace("_modules['", "").replace("']", "")
+    return path.lstrip(".") or "the model itself"

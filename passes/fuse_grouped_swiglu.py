@@ -1,0 +1,170 @@
+"""Before autograd: grouped GEMM → gated activation (× routing weight) → grouped GEMM becomes one operator.
+
+Requires grouped products that can be differentiated (``group_experts``). Provides ``fxshard::grouped_swiglu`` in the
+place of each match, with the implementation that ``choose`` picks for the machine, and a line in the report for each
+match and each near miss. A routing weight behind the second product moves before it: ``(h · W) p`` is ``(p h) · W``.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxshard.fused.choose import Case, choose
+from fxshard.fused.op import grouped_swiglu
+from fxshard.fused.report import Fused, Left
+from fxshard.passes.calls import call, grouped_product, grouped_products, past_casts, place, shape, value, writes
+from fxshard.passes.context import PassContext
+from fxshard.passes.expert_bias import added_bias
+from fxshard.passes.match_glu import GatedMlp, Miss, match_gated_mlp
+
+
+def fuse_grouped_swiglu(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    graph = module.graph
+    misses: dict[fx.Node, str] = {}
+    for down in list(grouped_products(graph)):
+        try:
+            mlp = match_gated_mlp(down, grouped_product)
+            tail = _tail(mlp)
+            _check_unchanged(mlp, tail)
+        except Miss as miss:
+            misses[down.node] = str(miss)
+            continue
+        misses = {node: why for node, why in misses.items() if node not in mlp.inside}
+        context.experts.fused.append(_replace(graph, mlp, tail, context))
+    # One line per place: a first product is a near miss too, but it is the second that says what is missing.
+    reasons = {place(node): why for node, why in misses.items()}
+    context.experts.left.extend(Left(where, why) for where, why in reasons.items())
+    graph.lint()
+    return module
+
+
+@dataclass
+class _Tail:
+    """What follows the second product and belongs to it: the nodes, the last of which the operator replaces."""
+
+    last: fx.Node
+    nodes: list[fx.Node]
+    bias: fx.Node | None = None
+    routing: fx.Node | None = None
+    remark: str = ""
+
+
+def _tail(mlp: GatedMlp) -> _Tail:
+    down = mlp.down.node
+    tail = _Tail(down, [])
+    bias = added_bias(next((user for user in down.users if call(user) == "add"), None), grouped_product)
+    if bias is not None and bias.product is down and _alone_behind(down, bias.node):
+        tail.bias = bias.values
+        tail.nodes.append(bias.node)
+        # Added in place, later readers name the product itself.
+        tail.last = bias.node if writes(bias.node) is not down or len(down.users) == 1 else down
+    if mlp.routing is None:
+        _take_routing(tail, set(tail.nodes))
+    return tail
+
+
+def _alone_behind(product: fx.Node, adding: fx.Node) -> bool:
+    """Whether nobody reads the product without its bias."""
+    others = [user for user in product.users if user is not adding]
+    if not others:
+        return True
+    return writes(adding) is product and not adding.users and all(adding < user for user in others)
+
+
+def _take_routing(tail: _Tail, seen: set[fx.Node]) -> None:
+    readers = [user for user in tail.last.users if user not in seen]
+    if len(readers) != 1 or call(readers[0]) != "mul":
+        return
+    (scaling,) = readers
+    factors = [arg for arg in scaling.args[:2] if arg is not tail.last]
+    full = shape(tail.last)
+    if len(factors) != 1 or not isinstance(factors[0], fx.Node) or shape(factors[0]) != (full[0], 1) or full[1] == 1:
+        return
+    before, after = value(tail.last), value(scaling)
+    if before is None or after is None or before.dtype != after.dtype:
+        tail.remark = ", routing weight outside (it widens the result's type)"
+        return
+    tail.routing = factors[0]
+    tail.nodes.append(scaling)
+    tail.last = scaling
+
+
+def _check_unchanged(mlp: GatedMlp, tail: _Tail) -> None:
+    """The operator reads its inputs where its last node stood: nothing may have changed them by then."""
+    first = min(mlp.inside)
+    for node in _inputs(mlp, tail):
+        if node in mlp.inside:
+            raise Miss(f"{node.name} depends on what lies between the products")
+        for user in node.users:
+            if writes(user) is node and first < user < tail.last:
+                raise Miss(f"{node.name} is changed in place before the experts are done")
+
+
+def _inputs(mlp: GatedMlp, tail: _Tail) -> list[fx.Node]:
+    up = mlp.up.weight if mlp.up is not None else None
+    found = (mlp.x, mlp.down.offsets, mlp.gate.weight, up, mlp.down.weight, mlp.gate_bias, mlp.up_bias)
+    return [node for node in (*found, tail.bias, mlp.routing or tail.routing) if node is not None]
+
+
+def _replace(graph: fx.Graph, mlp: GatedMlp, tail: _Tail, context: PassContext) -> Fused:
+    name = choose(context.options.experts, _case(mlp, tail))
+    routing = mlp.routing if mlp.routing is not None else tail.routing
+    glu = mlp.glu
+    with graph.inserting_after(max([*mlp.inside, *tail.nodes])):
+        experts = graph.call_function(grouped_swiglu)
+    with graph.inserting_after(experts):
+        result = graph.call_function(operator.getitem, (experts, 0))  # the others are what backward needs
+    with graph.inserting_before(experts):
+        weights = graph.call_method("reshape", (routing, -1)) if routing is not None else None
+    up = mlp.up.weight if mlp.up is not None else None
+    experts.args = (
+        *(past_casts(mlp.x) if _same_type(mlp.x) else mlp.x, mlp.down.offsets, mlp.gate.weight, up, mlp.down.weight),
+        *(mlp.gate_bias, mlp.up_bias, tail.bias, weights),
+        *(glu.alpha, glu.limit, glu.offset, glu.interleave, tail.routing is not None, name),
+    )
+    for node in (experts, result):
+        node.meta.update({key: mlp.down.node.meta[key] for key in _KEPT if key in mlp.down.node.meta})
+    result.meta["example_value"] = value(tail.last)
+    where = place(mlp.down.node)
+    tail.last.replace_all_uses_with(result, delete_user_cb=lambda user: user not in mlp.inside | set(tail.nodes))
+    for node in sorted(mlp.inside | set(tail.nodes), reverse=True):
+        graph.erase_node(node)
+    return Fused(where, name, _form(mlp, tail))
+
+
+_KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack")
+
+
+def _same_type(x: fx.Node) -> bool:
+    before, after = value(past_casts(x)), value(x)
+    return before is not None and after is not None and before.dtype == after.dtype
+
+
+def _case(mlp: GatedMlp, tail: _Tail) -> Case:
+    x, weight, down = value(mlp.x), value(mlp.gate.weight), value(mlp.down.weight)
+    assert x is not None and weight is not None and down is not None
+    return Case(
+        x.device,
+        x.dtype,
+        hidden=int(down.shape[-1]),
+        inner=int(down.shape[-2]),
+        joined=mlp.up is None,
+        transposed=weight.stride(-1) != 1 and down.stride(-1) != 1,
+        biased=any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, tail.bias)),
+        glu=mlp.glu,
+    )
+
+
+def _form(mlp: GatedMlp, tail: _Tail) -> str:
+    weight = value(mlp.gate.weight)
+    parts = [mlp.glu.name, "gate and up joined" if mlp.up is None else "gate and up separate"]
+    if mlp.glu.interleave:
+        parts.append(f"interleave {mlp.glu.interleave}")
+    if tail.bias is not None or mlp.gate_bias is not None:
+        parts.append("biases")
+    if mlp.routing is not None or tail.routing is not None:
+        parts.append(f"routing weight {'before' if mlp.routing is not None else 'after'} the second product")
+    return f"{weight.shape[0] if weight is not None else '?'} experts, {', '.join(parts)}{tail.remark}"

@@ -1,0 +1,197 @@
+"""Before autograd: a loop over expert modules becomes grouped products, and grouped products can be differentiated.
+
+Requires nothing. Provides ``fxshard::grouped_product`` in the place of products whose own backward cannot be traced
+(the fallback of transformers reads offsets on the host there), and in the place of gated MLPs that each compute a part
+of one tensor, in order, and are put together again. The weights of such a loop are stacked: a copy, made again in
+backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard.fused.op import grouped_product as grouped_product_op
+from fxshard.fused.report import Left
+from fxshard.passes.calls import argument, call, dense_product, grouped_products, place, shape, value
+from fxshard.passes.context import PassContext
+from fxshard.passes.match_glu import GatedMlp, Miss, match_gated_mlp
+
+
+def group_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    graph = module.graph
+    for found in list(grouped_products(graph)):
+        if str(found.node.target).startswith("transformers."):
+            with graph.inserting_before(found.node):
+                _substitute(found.node, _product(graph, found.x, found.weight, found.offsets, found.node))
+    for node in list(graph.nodes):
+        if call(node) in ("cat", "stack") and isinstance(node.args[0], (list, tuple)) and len(node.args[0]) > 1:
+            try:
+                _group_loop(graph, node)
+            except Miss as miss:
+                if str(miss):
+                    context.experts.left.append(Left(place(node), f"a loop over gated MLPs, but {miss}"))
+    context.experts.left.extend(Left(place(node), _DENSE) for node in _dense_mlps(graph))
+    graph.lint()
+    return module
+
+
+_DENSE = "a dense gated MLP, one expert: there is nothing to group, and the compiler fuses its activation"
+
+
+def _dense_mlps(graph: fx.Graph) -> list[fx.Node]:
+    found = []
+    for node in graph.nodes:
+        down = dense_product(node)
+        if down is not None:
+            try:
+                match_gated_mlp(down, dense_product)
+            except Miss:
+                continue
+            found.append(node)
+    return found
+
+
+def _product(graph: fx.Graph, x: Any, weight: Any, offsets: Any, like: fx.Node) -> fx.Node:
+    node = graph.call_function(grouped_product_op, (x, weight, offsets, "torch"))
+    node.meta.update(like.meta)
+    return node
+
+
+def _substitute(old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+# -- loops -----------------------------------------------------------------------------------------------------------
+
+
+def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
+    """Replace ``cat([expert(part) for expert, part in zip(experts, parts)])``. An empty Miss: this is no such loop."""
+    mlps = _experts(together)
+    if argument(together, 1, "dim", 0) != 0:
+        raise Miss("their results are put together along another dimension than the first")
+    first = mlps[0]
+    for mlp in mlps[1:]:
+        if _signature(mlp) != _signature(first):
+            raise Miss("they differ in shape or activation")
+    if (
+        first.gate_bias is not None
+        or first.up_bias is not None
+        or first.down.bias is not None
+        or first.routing is not None
+    ):
+        raise Miss("they have biases or routing weights inside")
+    source = _parts([mlp.x for mlp in mlps])
+    rows, hidden, experts = _rows(first.x), shape(first.x)[-1], len(mlps)
+
+    def made(node: fx.Node, result: torch.Tensor) -> fx.Node:
+        node.meta.update({key: together.meta[key] for key in _KEPT if key in together.meta})
+        node.meta["example_value"] = result
+        return node
+
+    like = value(first.x)
+    assert like is not None
+    with graph.inserting_before(together):
+        x = made(graph.call_method("reshape", (source, -1, hidden)), like.new_empty(experts * rows, hidden))
+        ends = list(range(rows, experts * rows + 1, rows))
+        offsets = made(
+            graph.call_function(torch.tensor, (ends,), {"device": like.device, "dtype": torch.int32}),
+            like.new_empty(experts, dtype=torch.int32),
+        )
+
+        def product(x: fx.Node, weights: Sequence[fx.Node]) -> fx.Node:
+            out, width = (int(size) for size in shape(weights[0]))
+            stacked = made(graph.call_function(torch.stack, (list(weights),)), like.new_empty(experts, out, width))
+            turned = made(
+                graph.call_method("transpose", (stacked, 1, 2)), like.new_empty(experts, out, width).transpose(1, 2)
+            )
+            node = graph.call_function(grouped_product_op, (x, turned, offsets, "torch"))
+            return made(node, like.new_empty(experts * rows, out))
+
+        hidden_node = _activation(graph, first, mlps, x, product, made)
+        out = product(hidden_node, [mlp.down.weight for mlp in mlps])
+        whole = value(together)
+        assert whole is not None
+        result = made(graph.call_method("reshape", (out, *whole.shape)), whole)
+    together.replace_all_uses_with(result)
+    for node in sorted({together}.union(*(mlp.inside for mlp in mlps)), reverse=True):
+        graph.erase_node(node)
+
+
+def _activation(graph: fx.Graph, first: GatedMlp, mlps: list[GatedMlp], x: fx.Node, product: Any, made: Any) -> fx.Node:
+    """First products and the activation, written the way ``fuse_grouped_swiglu`` takes apart again."""
+    if first.glu.name != "SwiGLU" or first.glu.interleave:
+        raise Miss("their activation is not plain SwiGLU")
+    gate = product(x, [mlp.gate.weight for mlp in mlps])
+    if first.up is None:
+        halves = graph.call_method("chunk", (gate, 2, -1))
+        whole = value(gate)
+        assert whole is not None
+        gate, up = (
+            made(graph.call_function(operator.getitem, (halves, i)), half) for i, half in enumerate(whole.chunk(2, -1))
+        )
+    else:
+        up = product(x, [mlp.up.weight for mlp in mlps if mlp.up is not None])
+    silu = made(graph.call_function(torch.nn.functional.silu, (gate,)), value(gate))
+    return made(graph.call_function(torch.mul, (silu, up)), value(gate))
+
+
+def _experts(together: fx.Node) -> list[GatedMlp]:
+    results = together.args[0]
+    assert isinstance(results, (list, tuple))
+    mlps: list[GatedMlp] = []
+    for result in results:
+        down = dense_product(result)
+        if down is None or set(down.node.users) != {together}:
+            raise Miss("")
+        try:
+            mlps.append(match_gated_mlp(down, dense_product))
+        except Miss as miss:
+            raise Miss("") from miss
+    if len(set(results)) != len(results):
+        raise Miss("one result is used twice")
+    return mlps
+
+
+def _signature(mlp: GatedMlp) -> tuple[Any, ...]:
+    up = shape(mlp.up.weight) if mlp.up is not None else None
+    biases = tuple(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down.bias, mlp.routing))
+    return shape(mlp.x), shape(mlp.gate.weight), up, shape(mlp.down.weight), mlp.glu, biases
+
+
+def _parts(inputs: list[fx.Node]) -> fx.Node:
+    """The tensor of whose first dimension the inputs are the parts, all of them, in order."""
+    if any(call(node) != "index" for node in inputs):
+        raise Miss("their inputs are not consecutive parts of one tensor")
+    sources = {node.args[0] for node in inputs}
+    source = next(iter(sources))
+    if len(sources) != 1 or [node.args[1] for node in inputs] != list(range(len(inputs))):
+        raise Miss("their inputs are not consecutive parts of one tensor")
+    assert isinstance(source, fx.Node)
+    whole: Any = source
+    if call(source) in ("chunk", "split", "unbind"):
+        whole = source.args[0]
+        dim = argument(source, 1 if call(source) == "unbind" else 2, "dim", 0)
+        if dim != 0:
+            raise Miss("their inputs are parts of another dimension than the first")
+    size = value(whole)
+    part = value(inputs[0])
+    if size is None or part is None or size.numel() != part.numel() * len(inputs):
+        raise Miss("their inputs are not all of one tensor")
+    return whole
+
+
+def _rows(x: fx.Node) -> int:
+    *leading, _ = shape(x)
+    rows = 1
+    for size in leading:
+        rows *= int(size)
+    return rows
+
+
+_KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack")

@@ -1,0 +1,275 @@
+"""Recognise a gated MLP by what it computes: two products, between them ``act(gate) · up``, maybe a routing weight.
+
+The product of the activation is taken apart into its factors, so neither order nor grouping matters; gate and up are
+followed to the product they come from, through casts, clamps and whatever splits a joined projection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxshard.fused.glu import Glu
+from fxshard.passes.calls import Product, argument, call, past_casts, shape, value, writes
+from fxshard.passes.expert_bias import Bias, added_bias
+
+
+class Miss(Exception):
+    """Why something that looks like experts is not."""
+
+
+@dataclass
+class GatedMlp:
+    """Two (or three) products and what lies between them."""
+
+    gate: Product
+    up: Product | None
+    """None where ``gate`` computes both, joined."""
+    down: Product
+    glu: Glu
+    routing: fx.Node | None
+    """The routing weight before the second product, ``[tokens, 1]``."""
+    gate_bias: fx.Node | None = None
+    up_bias: fx.Node | None = None
+    inside: set[fx.Node] = field(default_factory=set)
+    """Nodes that nothing needs once the whole is one."""
+
+    @property
+    def x(self) -> fx.Node:
+        return self.gate.x
+
+
+FindProduct = Callable[[Any], Product | None]
+
+
+def match_gated_mlp(down: Product, product: FindProduct) -> GatedMlp:
+    """The gated MLP whose second product is ``down``; ``product`` says what counts as the first."""
+    routing, others = _split_off_routing(_factors(down.x), shape(down.x))
+    gate, alpha, up = _activation(others)
+    gate, limit = _clamped(gate, lower=False)
+    up, offset = _shifted(up)
+    up, up_limit = _clamped(up, lower=True)
+    if limit != up_limit:
+        raise Miss(f"gate and up are clamped differently ({limit:g} and {up_limit:g})")
+    first, second, interleave = _sources(past_casts(gate), past_casts(up), product)
+    matched = GatedMlp(
+        first.product,
+        second.product if second is not None else None,
+        down,
+        Glu(alpha, limit, offset, interleave),
+        routing,
+        gate_bias=first.bias.values if first.bias is not None else None,
+        up_bias=second.bias.values if second is not None and second.bias is not None else None,
+    )
+    _check_inputs(matched)
+    matched.inside = _between(matched)
+    return matched
+
+
+# -- the activation --------------------------------------------------------------------------------------------------
+
+
+def _factors(node: Any) -> list[Any]:
+    """A product taken apart, through casts, as far as its factors are tensors."""
+    node = past_casts(node)
+    if call(node) == "mul" and all(isinstance(arg, fx.Node) for arg in node.args[:2]):
+        return [factor for arg in node.args[:2] for factor in _factors(arg)]
+    return [node]
+
+
+def _split_off_routing(factors: list[Any], full: tuple[Any, ...]) -> tuple[fx.Node | None, list[Any]]:
+    per_row = [factor for factor in factors if shape(factor) == (*full[:-1], 1) and full[-1] != 1]
+    if len(per_row) > 1:
+        raise Miss(f"{len(per_row)} factors per token stand before the second product")
+    return per_row[0] if per_row else None, [factor for factor in factors if factor not in per_row]
+
+
+def _activation(factors: list[Any]) -> tuple[Any, float, Any]:
+    """(gate, alpha, up) of ``gate · sigmoid(alpha · gate) · up``, which is ``silu(gate) · up`` for alpha 1."""
+    silu = [factor for factor in factors if call(factor) == "silu"]
+    if len(silu) == 1 and len(factors) == 2:
+        factors.remove(silu[0])
+        return silu[0].args[0], 1.0, factors[0]
+    sigmoid = [factor for factor in factors if call(factor) == "sigmoid"]
+    if len(sigmoid) == 1 and len(factors) == 3:
+        factors.remove(sigmoid[0])
+        inner, alpha = _scaled(past_casts(sigmoid[0].args[0]))
+        rest = [factor for factor in factors if factor is not inner]
+        if len(rest) == 1:
+            return inner, alpha, rest[0]
+    other = next((name for name in map(call, factors) if name in ("gelu", "relu")), None)
+    if other is not None:
+        raise Miss(f"the activation is {other}, not SiLU")
+    if len(factors) == 1:
+        raise Miss("between the products nothing is multiplied: no gate")
+    raise Miss("what lies between the products is no gated SiLU")
+
+
+def _scaled(node: Any) -> tuple[Any, float]:
+    if call(node) == "mul":
+        for number, other in (node.args[:2], node.args[1::-1]):
+            if isinstance(number, (int, float)) and isinstance(other, fx.Node):
+                return past_casts(other), float(number)
+    return node, 1.0
+
+
+def _shifted(node: Any) -> tuple[Any, float]:
+    node = past_casts(node)
+    if call(node) == "add":
+        for number, other in (node.args[:2], node.args[1::-1]):
+            if isinstance(number, (int, float)) and isinstance(other, fx.Node):
+                return past_casts(other), float(number)
+    return node, 0.0
+
+
+def _clamped(node: Any, *, lower: bool) -> tuple[Any, float]:
+    node = past_casts(node)
+    if call(node) != "clamp":
+        return node, math.inf
+    low, high = argument(node, 1, "min"), argument(node, 2, "max")
+    if isinstance(high, (int, float)) and low == (-high if lower else None):
+        return past_casts(node.args[0]), float(high)
+    raise Miss(f"{'up' if lower else 'gate'} is clamped to [{low}, {high}]")
+
+
+# -- where gate and up come from -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Source:
+    product: Product
+    bias: Bias | None
+
+
+def _sources(gate: Any, up: Any, product: FindProduct) -> tuple[_Source, _Source | None, int]:
+    whole = _source(gate, product), _source(up, product)
+    if whole[0] is not None and whole[1] is not None:
+        if not _same_value(whole[0].product.x, whole[1].product.x):
+            raise Miss("gate and up project different inputs")
+        return whole[0], whole[1], 0
+    gate_half, up_half = _half(gate), _half(up)
+    if gate_half is None or up_half is None:
+        raise Miss("gate and up cannot be traced to the first product")
+    joined, first, interleave = gate_half
+    other, second, other_interleave = up_half
+    if joined is not other or interleave != other_interleave:
+        raise Miss("gate and up are parts of different projections")
+    if (first, second) != (0, 1):
+        raise Miss("gate is not the first half of the joined projection")
+    joined, blocks = _blocks(joined) if interleave == 0 else (joined, 0)
+    source = _source(past_casts(joined), product)
+    if source is None:
+        raise Miss("gate and up are parts of something that is no grouped product")
+    return source, None, interleave or blocks
+
+
+def _same_value(a: fx.Node, b: fx.Node) -> bool:
+    """One node, or the same cast of one."""
+    if a is b:
+        return True
+    first, second = value(a), value(b)
+    same_type = first is not None and second is not None and first.dtype == second.dtype
+    return same_type and past_casts(a) is past_casts(b)
+
+
+def _source(node: Any, product: FindProduct) -> _Source | None:
+    bias = added_bias(node, product)
+    found = product(bias.product if bias is not None else node)
+    if found is None:
+        return None
+    return _Source(found, bias if bias is not None else (Bias(found.bias, node, node) if found.bias else None))
+
+
+def _half(node: Any) -> tuple[Any, int, int] | None:
+    """(joined projection, which part, interleave) of a part of the last dimension."""
+    if call(node) != "index":
+        return None
+    source, index = node.args[0], node.args[1]
+    width = shape(node)[-1]
+    if isinstance(index, int) and call(source) in ("chunk", "split"):
+        joined = source.args[0]
+        dim = argument(source, 2, "dim", 0)
+        rank = len(shape(joined))
+        if rank and dim in (-1, rank - 1) and shape(joined)[-1] == 2 * width:
+            return joined, index, 0
+        return None
+    if value(source) is None or not isinstance(index, tuple) or shape(source)[-1] != 2 * width:
+        return None
+    last = index[-1]
+    if not isinstance(last, slice) or any(part not in (Ellipsis, slice(None)) for part in index[:-1]):
+        return None
+    start, stop, step = last.start or 0, last.stop, last.step or 1
+    if step == 2 and stop is None and start in (0, 1):
+        return source, start, 1
+    if step == 1 and (start, stop) in ((0, width), (width, None), (width, 2 * width)):
+        return source, int(start == width), 0
+    return None
+
+
+def _blocks(joined: Any) -> tuple[Any, int]:
+    """Undo ``view(tokens, blocks, 2, n).transpose(1, 2).reshape(tokens, -1)``: an interleave of n."""
+    swapped: Any = joined.args[0] if call(joined) == "reshape" else None
+    while call(swapped) == "contiguous":
+        swapped = swapped.args[0]
+    blocked: Any = swapped.args[0] if call(swapped) == "transpose" else None
+    if blocked is None or call(blocked) != "reshape" or len(shape(blocked)) != 4 or shape(blocked)[2] != 2:
+        return joined, 0
+    dims = {argument(swapped, 1, "dim0") % 4, argument(swapped, 2, "dim1") % 4}
+    source = blocked.args[0]
+    if dims != {1, 2} or shape(source) != shape(joined) or shape(blocked)[0] != shape(joined)[0]:
+        return joined, 0
+    return source, int(shape(blocked)[3])
+
+
+# -- whether it can be one operator ----------------------------------------------------------------------------------
+
+
+def _check_inputs(matched: GatedMlp) -> None:
+    products = [matched.gate, matched.down] + ([matched.up] if matched.up is not None else [])
+    if any(product.offsets is not matched.down.offsets for product in products):
+        raise Miss("the products are grouped by different offsets")
+    tensors = [matched.x, *(product.weight for product in products)]
+    found = {(value(node).dtype, value(node).device) for node in tensors if value(node) is not None}  # type: ignore[union-attr]
+    if len(found) != 1 or any(value(node) is None for node in tensors):
+        raise Miss(f"inputs and weights differ in type: {sorted(str(dtype) for dtype, _ in found)}")
+
+
+def _between(matched: GatedMlp) -> set[fx.Node]:
+    """Everything from the first product to the second that depends on the first; nothing else may use it."""
+    firsts = [matched.gate.node] + ([matched.up.node] if matched.up is not None else [])
+    inside: set[fx.Node] = set()
+    stack = list(firsts)
+    while stack:
+        node = stack.pop()
+        if node in inside:
+            continue
+        inside.add(node)
+        if node is matched.down.node:
+            continue
+        if node.op == "output":
+            raise Miss("what lies between the products is returned by the model")
+        stack += node.users
+        if len(inside) > 64:
+            raise Miss("what lies between the products is used elsewhere too")
+    if matched.down.node not in inside:
+        raise Miss("the second product does not depend on the first")
+    _check_writes(inside, matched)
+    return inside
+
+
+def _check_writes(inside: set[fx.Node], matched: GatedMlp) -> None:
+    """What is changed in place must not be read in another state than the match assumes."""
+    order = {node: i for i, node in enumerate(matched.down.node.graph.nodes)}
+    firsts = [matched.gate.node] + ([matched.up.node] if matched.up is not None else [])
+    for node in inside - {matched.down.node}:
+        base = writes(node)
+        if base is None or set(base.users) == {node}:
+            continue
+        others = [user for user in base.users if user is not node]
+        is_bias = base in firsts and call(node) == "add" and all(order[user] > order[node] for user in others)
+        if not is_bias:
+            raise Miss(f"{base.name} is changed in place between the products")
