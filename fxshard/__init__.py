@@ -22,6 +22,7 @@ from fxshard.inspect.files import ScheduleFileError
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.verify import ScheduleError
 from fxshard.module import ShardedModule
+from fxshard.precision.policy import MXFP8
 
 # Last: ``fxshard.plan`` is the function; the package of the same name is reached by ``from fxshard.plan.x import y``.
 from fxshard.planning import plan
@@ -33,6 +34,7 @@ __all__ = [
     "ConfigError",
     "FxshardError",
     "LayoutError",
+    "MXFP8",
     "PassError",
     "PeerError",
     "Precision",

@@ -17,6 +17,7 @@ from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.pipeline import schedule
+from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.split_segments import split_segments
 from fxshard.runtime.agreement import COMMUNICATION
@@ -92,6 +93,8 @@ class Capture:
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)
+        joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self._refs)
+        joint = quantize_linears(joint, self._context(Phase.FORWARD))
         joint = recompute_param_views(joint, self._context(Phase.FORWARD))
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
@@ -111,6 +114,7 @@ class Capture:
         if self._inductor:
             forward = _compat.inductor_joint_passes(forward)
         self._tie(forward)
+        forward = quantize_linears(forward, self._context(Phase.EVAL))
         self._schedule({Phase.EVAL: forward})
         return self._lower(Phase.EVAL)
 

@@ -21,6 +21,7 @@ from fxshard.plan.buckets import LAYOUTS, BucketPlan, LayoutKind, plan_buckets
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
+from fxshard.precision.policy import check_precision
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine, Groups
@@ -89,6 +90,7 @@ def take_apart(
     agreement = Agreement(group)
     ranks = mesh.size() if mesh is not None else 1
     try:
+        check_precision(precision)
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
         machine(options, device)
         plans = plan_buckets(
@@ -230,5 +232,5 @@ def _line(plan: BucketPlan) -> str:
     return (
         f"bucket {plan.index} {plan.name!r}: {len(plan.params)} parameters, "
         f"{plan.layout.ranks} × {plan.layout.shard_numel} elements, "
-        f"{plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, layout {slots}"
+        f"{plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, {plan.gather}, layout {slots}"
     )

@@ -17,7 +17,7 @@ from fxshard._version import __version__
 from fxshard.errors import FxshardError
 from fxshard.inspect.schedule import Schedule
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever a field of a schedule, an event, a bucket or a layout is added, removed or changes its meaning."""
 
 

@@ -80,8 +80,11 @@ def dequantize(
     data: torch.Tensor, scales: torch.Tensor, axis: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """The values of a quantized copy. bf16 holds them exactly, as long as they are in its range."""
-    spread = scale_values(scales).repeat_interleave(BLOCK, axis)
-    return (data.float() * spread[: data.shape[0]]).to(dtype)
+    rows, columns = data.shape
+    values, factors = data.float(), scale_values(scales)
+    if axis == ROWWISE:
+        return (values.view(rows, -1, BLOCK) * factors.unsqueeze(2)).view(rows, columns).to(dtype)
+    return (values * factors.repeat_interleave(BLOCK, 0)[:rows]).to(dtype)
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
