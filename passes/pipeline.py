@@ -16,15 +16,16 @@ from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory
+from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
 
 Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
-    Phase.FORWARD: (insert_unshard, insert_reshard),
-    Phase.EVAL: (insert_unshard, insert_reshard),
-    Phase.BACKWARD: (insert_unshard, insert_reshard, insert_reduce_scatter, write_gradients),
+    Phase.FORWARD: (insert_unshard, stage_mxfp8, insert_reshard),
+    Phase.EVAL: (insert_unshard, stage_mxfp8, insert_reshard),
+    Phase.BACKWARD: (insert_unshard, stage_mxfp8, insert_reshard, insert_reduce_scatter, write_gradients),
 }
 
 FARTHEST = 2

@@ -41,7 +41,7 @@ def record(
     if Phase.BACKWARD in graphs:
         found += _updates(found, buckets)
     resident = resident_bytes(buckets)
-    events = tuple(_with_dependencies(found))
+    events = tuple(_with_dependencies(found, buckets))
     return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
 
 
@@ -177,7 +177,7 @@ def _updates(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
     return updates
 
 
-def _with_dependencies(events: list[Event]) -> list[Event]:
+def _with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
     """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
     latest: dict[tuple[Kind, int], int] = {}
     last_write: dict[int, int] = {}
@@ -201,6 +201,12 @@ def _with_dependencies(events: list[Event]) -> list[Event]:
             needs.add(latest.get((Kind.REDUCE, index)))
         if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
             needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
+        if event.kind is Kind.WAIT:
+            # What was staged is quantized by then, as a part of the gather; a bucket that stays has no slot after.
+            opened = latest.get((Kind.UNSHARD, index))
+            if opened is not None and events[opened].slot is not None and buckets[index].staged_in_arena:
+                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
+                places.append((opened, events[opened]))
         if event.kind in (Kind.RESHARD, Kind.FINISH):
             opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
             if opened is not None and events[opened].slot is not None:

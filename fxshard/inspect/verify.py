@@ -20,6 +20,7 @@ from fxshard.events import Event, Kind, Phase
 from fxshard.inspect.schedule import COMMUNICATES, Schedule
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.memory import SlotRange
+from fxshard.precision.modes import Gather
 
 GRADIENT_BUCKETS = 2
 """Full gradient buckets that may be alive at once: the one being filled and the one being reduced."""
@@ -92,14 +93,19 @@ class Step:
         for index, i in self.carried.items():
             slot = self.event(i).slot
             if slot is not None:
-                held[Kind.RESHARD, index] = slot
+                held[self.given_back_by(self.event(i)), index] = slot
                 yield i, slot, True
         for i, event in enumerate(self.schedule.events):
             if event.kind in GIVEN_BACK_BY and event.slot is not None:
-                held[GIVEN_BACK_BY[event.kind], event.bucket_index] = event.slot
+                held[self.given_back_by(event), event.bucket_index] = event.slot
                 yield i, event.slot, True
             elif (event.kind, event.bucket_index) in held:
                 yield i, held.pop((event.kind, event.bucket_index)), False
+
+    def given_back_by(self, event: Event) -> Kind:
+        """The kind of event that frees what an event takes; a staging buffer is free when its gather is waited for."""
+        staged = event.kind is Kind.UNSHARD and self.bucket(event.bucket_index).staged_in_arena
+        return Kind.WAIT if staged else GIVEN_BACK_BY[event.kind]
 
     def broken(self, rule: Callable[[Step], None], i: int, what: str) -> NoReturn:
         raise _error(self.schedule, rule.__name__, i, what)
@@ -246,6 +252,50 @@ def at_most_two_gradient_buckets(step: Step) -> None:
             alive.discard(event.bucket_index)
 
 
+# -- quantized parameters ----------------------------------------------------------------------------------------------
+
+
+def staging_and_gradients_take_turns(step: Step) -> None:
+    """Between a staged gather and its wait nobody takes, writes or holds the gradients that share its memory.
+
+    The staging write is part of the gather, so what is gathered is what was staged, whoever cleared gradients before.
+    """
+    rule = staging_and_gradients_take_turns
+    for index, trail in step.trails.items():
+        if not step.bucket(index).staged:
+            continue
+        staged = taken = None
+        for i, what in trail:
+            if what == Kind.UNSHARD:
+                if taken is not None:
+                    step.broken(rule, i, f"stages parameters where event {taken} holds gradients")
+                staged = i
+            elif what == Kind.WAIT:
+                staged = None
+            elif what in (Kind.GRAD, WRITE) and staged is not None:
+                step.broken(rule, i, f"writes gradients where event {staged} has staged parameters")
+            taken = i if what == Kind.GRAD else None if what == Kind.FINISH else taken
+
+
+def waits_get_their_copies(step: Step) -> None:
+    """A wait for quantized parameters gives copies that its gather brought, and a gather brings some."""
+    rule = waits_get_their_copies
+    for index, trail in step.trails.items():
+        if step.bucket(index).gather is not Gather.DIRECT:
+            continue
+        gathered = step.carried.get(index)
+        for i, what in trail:
+            copies = step.event(i).copies
+            if what == Kind.UNSHARD:
+                gathered = i
+                if not copies.count or step.event(i).bytes != copies.count * step.bucket(index).gathered_bytes:
+                    step.broken(rule, i, f"moves {step.event(i).bytes} bytes, but is to bring {copies.value or 'nothing'}")
+            elif what == Kind.WAIT and gathered is not None:
+                brought = step.event(gathered).copies
+                if (copies.rowwise and not brought.rowwise) or (copies.columnwise and not brought.columnwise):
+                    step.broken(rule, i, f"wants {copies.value}, but event {gathered} brings {brought.value}")
+
+
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
@@ -312,7 +362,10 @@ def no_arena_overlap(step: Step) -> None:
 
 def _check_slot(step: Step, rule: Callable[[Step], None], i: int, event: Event) -> None:
     bucket, slot = step.bucket(event.bucket_index), event.slot
-    in_arena = not bucket.resident if event.kind is Kind.UNSHARD else bucket.grad_in_arena
+    if event.kind is Kind.UNSHARD:
+        in_arena = not bucket.resident or bucket.staged_in_arena
+    else:
+        in_arena = bucket.grad_in_arena
     if slot is None:
         if in_arena:
             step.broken(rule, i, "has no place in the arena")
@@ -396,6 +449,8 @@ def _takes_what_is_free(step: Step, rule: Callable[[Step], None]) -> None:
 def _waits_until_free(step: Step, i: int, freed: int) -> bool:
     """Whether event ``i`` starts behind the release at ``freed``, which may be implied: streams are in order."""
     event, release = step.event(i), step.event(freed)
+    if release.kind is Kind.WAIT:  # of a staged bucket: compute is behind the wait, other gathers behind this one
+        return True
     if release.kind is Kind.RESHARD:
         needs = [need for need in event.waits_for if step.event(need).kind not in COMMUNICATES]
         return event.kind not in COMMUNICATES or max(needs, default=-1) >= freed
@@ -414,6 +469,8 @@ RULES: tuple[Callable[[Step], None], ...] = (
     not_rewritten_before_reduced,
     reduce_after_all_writes,
     at_most_two_gradient_buckets,
+    staging_and_gradients_take_turns,
+    waits_get_their_copies,
     every_reduced_bucket_is_updated_once,
     gather_after_update,
     no_arena_overlap,

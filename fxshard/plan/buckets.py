@@ -152,23 +152,29 @@ def plan_buckets(
             sharded = placement.state
             param_dtype, master_dtype, reduce_dtype = _dtypes(dtype, precision)
             suffix = _kind_suffix(kind, among=kinds)
+            placed = LAYOUTS[layout](specs, ranks if sharded else 1)
             plans.append(
                 BucketPlan(
                     index=len(plans),
                     name=unit.name + suffix,
                     unit=unit.name,
-                    layout=LAYOUTS[layout](specs, ranks if sharded else 1),
+                    layout=placed,
                     placement=placement,
                     param_dtype=param_dtype,
                     master_dtype=master_dtype if trainable else param_dtype,
                     reduce_dtype=reduce_dtype,
                     trainable=trainable,
-                    gather=mode if kind.quantized else Gather.PLAIN,
+                    gather=_gather(mode, placed.ranks) if kind.quantized else Gather.PLAIN,
                 )
             )
     if not plans:
         raise ConfigError("the model has no parameters: there is nothing to shard")
     return tuple(plans)
+
+
+def _gather(mode: Gather, ranks: int) -> Gather:
+    """What one rank owns alone does not travel: both copies rest there, as in a staged bucket."""
+    return Gather.STAGED if mode is Gather.DIRECT and ranks == 1 else mode
 
 
 def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

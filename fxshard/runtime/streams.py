@@ -16,10 +16,22 @@ class Token(Protocol):
         """Order what the caller does next behind it: on CUDA the current stream waits, on the CPU the caller."""
 
 
+class AllOf:
+    """Several collectives that are waited for as one."""
+
+    def __init__(self, works: list[dist.Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+
 class CpuToken:
     """A gloo collective, and what is left to do when it is over."""
 
-    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None) -> None:
+    def __init__(self, work: dist.Work | AllOf | None, then: Callable[[], None] | None) -> None:
         self._work, self._then = work, then
 
     def wait(self) -> None:
@@ -47,7 +59,7 @@ class Streams(Protocol):
     def launch(
         self,
         stream: str,
-        collective: Callable[[bool], dist.Work | None] | None,
+        collective: Callable[[bool], dist.Work | AllOf | None] | None,
         *,
         before: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
@@ -68,7 +80,7 @@ class CpuStreams:
     def launch(
         self,
         stream: str,
-        collective: Callable[[bool], dist.Work | None] | None,
+        collective: Callable[[bool], dist.Work | AllOf | None] | None,
         *,
         before: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
@@ -94,7 +106,7 @@ class CudaStreams:
     def launch(
         self,
         stream: str,
-        collective: Callable[[bool], dist.Work | None] | None,
+        collective: Callable[[bool], dist.Work | AllOf | None] | None,
         *,
         before: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
