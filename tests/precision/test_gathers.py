@@ -7,25 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fxshard
 from fxshard import _compat
 from fxshard.events import Kind, Phase
 from fxshard.precision.modes import Gather
 from tests.pool import Pool
-from tests.toy import Llama
-from tests.training import EPS, VOCAB, Run, full_gradients, mean_over_ranks, this_ranks_batch
+from tests.precision.nets import net
+from tests.training import EPS, Run, full_gradients, mean_over_ranks, this_ranks_batch
 
 BF16 = torch.bfloat16
 
 
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return Llama(vocab=VOCAB, dim=64, layers=2, heads=4, hidden=96)
-
-
-def compiled(zero: int, gather: str, make: Any = small, **options: Any) -> fxshard.ShardedModule:
+def compiled(zero: int, gather: str, make: Any = net, **options: Any) -> fxshard.ShardedModule:
     optimizer = fxshard.AdamW(lr=1e-2, eps=EPS)
     options.setdefault("precision", fxshard.MXFP8(gather=gather))
     return fxshard.compile(make(), zero=zero, optimizer=optimizer, lowering="eager", **options)
@@ -103,7 +97,7 @@ def moved(zero: int, precision: fxshard.Precision) -> tuple[dict[str, int], dict
     of_linears: Counter[str] = Counter()
     for _, event in model.schedule.of(Kind.UNSHARD):
         planned[event.phase.value] += event.bytes
-        if any(".attention." in name or ".mlp." in name for name in event.params):
+        if any(name.endswith(("up.weight", "down.weight")) for name in event.params):
             of_linears[event.phase.value] += event.bytes
     return dict(planned), dict(wire), dict(of_linears)
 
@@ -146,7 +140,7 @@ def test_quantized_once_per_step(ranks: Pool, zero: int) -> None:
 
 def rest(zero: int) -> tuple[bool, dict[str, int], dict[str, int], set[str]]:
     """Whether masters start from the model's own values, bytes at rest measured and planned, and forms at rest."""
-    plain = small().state_dict()
+    plain = net().state_dict()
     model = compiled(zero, "auto")
     exact = all(torch.equal(value, plain[name]) for name, value in model.full_state_dict().items())
     model(*this_ranks_batch(0)).backward()
