@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+import fxshard
+from fxshard.models import Llama, LlamaConfig
 from fxshard.precision.kernels import Tile, quantize_both, quantize_into, quantize_one, runs_on
 from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE, Quantized, quantize
 from tests.precision.test_format import VECTORS
@@ -60,3 +62,33 @@ def test_the_kernel_equals_transformer_engine() -> None:
         for copy, what in zip(quantize_both(value), ("rowwise", "columnwise"), strict=True):
             assert np.array_equal(copy.data.view(torch.uint8).cpu().numpy(), file[f"{name}.{what}"])
             assert np.array_equal(copy.scales.cpu().numpy(), file[f"{name}.{what}_scales"])
+
+
+def trained(zero: int = 3, steps: int = 3, **options: object) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        plain = Llama(LlamaConfig(vocab=512, dim=256, layers=2, heads=4, hidden=704))
+    model = fxshard.compile(plain, zero=zero, optimizer=fxshard.AdamW(lr=1e-3), **options)  # type: ignore[arg-type]
+    losses = []
+    for step in range(steps):
+        x = torch.randint(0, 512, (2, 120), generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(x, x)
+        loss.backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, model.full_state_dict()
+
+
+def test_resting_quantized_changes_nothing() -> None:
+    off_losses, off = trained(precision=fxshard.MXFP8(gather="off"), lowering="eager")
+    losses, on = trained(precision=fxshard.MXFP8(), lowering="eager")
+    assert losses == off_losses
+    assert all(torch.equal(on[name], off[name]) for name in off)
+
+
+def test_trains_like_bf16_eager_and_compiled() -> None:
+    reference, _ = trained(precision=fxshard.Precision(param=torch.bfloat16, reduce=torch.float32), lowering="eager")
+    for lowering in ("eager", "inductor"):
+        losses, _ = trained(precision=fxshard.MXFP8(), lowering=lowering)
+        assert losses == pytest.approx(reference, rel=0.02)
