@@ -93,8 +93,9 @@ def drawing(losses: dict[str, list[float]], final: dict[str, float], options: ar
         return f"{x:.1f},{y:.1f}"
 
     every = max(1, options.steps // 400)
+    font = 'font-family="sans-serif" font-size="12"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {font}>',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for k in range(5):
@@ -112,7 +113,9 @@ def drawing(losses: dict[str, list[float]], final: dict[str, float], options: ar
         style = 'fill="none" stroke-width="1.6"' + (' stroke-dasharray="5 3"' if k else "")
         parts.append(f'<polyline points="{points}" {style} stroke="{COLOURS[name]}"/>')
         label = f"{name}: {final[name]:.4f} at the end"
-        parts.append(f'<text x="{width - 24}" y="{34 + 18 * k}" text-anchor="end" fill="{COLOURS[name]}">{label}</text>')
+        parts.append(
+            f'<text x="{width - 24}" y="{34 + 18 * k}" text-anchor="end" fill="{COLOURS[name]}">{label}</text>'
+        )
     return "\n".join([*parts, "</svg>\n"])
 
 

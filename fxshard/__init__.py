@@ -22,10 +22,10 @@ from fxshard.inspect.files import ScheduleFileError
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.verify import ScheduleError
 from fxshard.module import ShardedModule
-from fxshard.precision.policy import MXFP8
 
 # Last: ``fxshard.plan`` is the function; the package of the same name is reached by ``from fxshard.plan.x import y``.
 from fxshard.planning import plan
+from fxshard.precision.policy import MXFP8
 
 __all__ = [
     "AdamW",

@@ -1,7 +1,8 @@
 """Step: every gathered bucket and every gradient bucket gets a fixed place in the arena.
 
-Staging buffers, through which some gathers pass, do so too. Requires the runtime nodes in their final order. Provides ``Event.slot`` on ``unshard`` and ``grad`` nodes, and the
-:class:`MemoryPlan`. Lifetimes are those of the whole step: forward, then backward.
+Staging buffers, through which some gathers pass, do so too. Requires the runtime nodes in their final order. Provides
+``Event.slot`` on ``unshard`` and ``grad`` nodes, and the :class:`MemoryPlan`. Lifetimes are those of the whole step:
+forward, then backward.
 """
 
 from __future__ import annotations

@@ -150,9 +150,7 @@ def _check_uses(weights: set[fx.Node], chosen: list[Product], context: PassConte
             )
 
 
-def _quantize(
-    graph: fx.Graph, operand: Operand, both: bool, user: fx.Node
-) -> dict[Operand, tuple[fx.Node, fx.Node]]:
+def _quantize(graph: fx.Graph, operand: Operand, both: bool, user: fx.Node) -> dict[Operand, tuple[fx.Node, fx.Node]]:
     """Quantize a matrix before its first use, in one direction or in both."""
     args = (operand.base,) if both else (operand.base, operand.axis)
     target = mxfp8_quantize_both if both else mxfp8_quantize
@@ -176,9 +174,7 @@ def _replace(graph: fx.Graph, product: Product, copies: dict[Operand, tuple[fx.N
     old, left, right = product.node, product.left, product.right
     value = old.meta["val"]
     with graph.inserting_before(old):
-        new = graph.call_function(
-            mxfp8_mm, (*copies[left], *copies[right], left.axis, right.axis, value.dtype)
-        )
+        new = graph.call_function(mxfp8_mm, (*copies[left], *copies[right], left.axis, right.axis, value.dtype))
         _inherit(new, old)
         new.meta["val"] = value
         if product.bias is not None:

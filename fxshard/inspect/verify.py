@@ -289,7 +289,9 @@ def waits_get_their_copies(step: Step) -> None:
             if what == Kind.UNSHARD:
                 gathered = i
                 if not copies.count or step.event(i).bytes != copies.count * step.bucket(index).gathered_bytes:
-                    step.broken(rule, i, f"moves {step.event(i).bytes} bytes, but is to bring {copies.value or 'nothing'}")
+                    step.broken(
+                        rule, i, f"moves {step.event(i).bytes} bytes, but is to bring {copies.value or 'nothing'}"
+                    )
             elif what == Kind.WAIT and gathered is not None:
                 brought = step.event(gathered).copies
                 if (copies.rowwise and not brought.rowwise) or (copies.columnwise and not brought.columnwise):

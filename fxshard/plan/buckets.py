@@ -131,7 +131,8 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
-    Kinds differ in dtype, in whether they are trained and in whether they are quantized. A scalar has no rows to shard and is replicated.
+    Kinds differ in dtype, in whether they are trained and in whether they are quantized. A scalar has no rows to shard
+    and is replicated.
     """
     parameters = dict(model.named_parameters())
     stage = ZERO[zero]

@@ -138,9 +138,7 @@ def staged(resting: RestingCopies, master: torch.Tensor, staging: torch.Tensor, 
     def stage() -> None:
         own.copy_(master)
 
-    return Transfer(
-        ((staging, own),), resting.views, stage, lambda: resting.fill_from(staging, resting.bucket_places)
-    )
+    return Transfer(((staging, own),), resting.views, stage, lambda: resting.fill_from(staging, resting.bucket_places))
 
 
 def direct(

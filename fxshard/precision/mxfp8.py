@@ -54,7 +54,7 @@ def quantize(value: torch.Tensor, axis: int) -> Quantized:
 
 
 def block_scales(blocks: torch.Tensor, dim: int) -> torch.Tensor:
-    """The E8M0 scale of each block: the largest magnitude over 448, rounded up to a power of two. NaN does not count."""
+    """The E8M0 scale of each block: the largest magnitude over 448, rounded up to a power of two; NaN is ignored."""
     largest = blocks.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax(dim)
     return to_e8m0(largest * _bits_to_float(_RECIPROCAL_OF_LARGEST, blocks.device))
 
@@ -76,9 +76,7 @@ def to_e4m3(value: torch.Tensor) -> torch.Tensor:
     return torch.where(value.isnan(), _NAN, payload.view(torch.uint8)).view(E4M3)
 
 
-def dequantize(
-    data: torch.Tensor, scales: torch.Tensor, axis: int, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def dequantize(data: torch.Tensor, scales: torch.Tensor, axis: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of a quantized copy. bf16 holds them exactly, as long as they are in its range."""
     rows, columns = data.shape
     values, factors = data.float(), scale_values(scales)

@@ -42,7 +42,7 @@ class MXFP8(Precision):
         super().__post_init__()
         if self.param is not torch.bfloat16:
             raise ConfigError(
-                f"MXFP8(param={self.param}): what is quantized is bfloat16, as in Transformer Engine; leave param as it is"
+                f"MXFP8(param={self.param}): what is quantized is bfloat16, as in Transformer Engine; do not set it"
             )
         if self.gather not in CHOICES:
             raise ConfigError(f"MXFP8(gather={self.gather!r}): expected one of {', '.join(map(repr, CHOICES))}")
@@ -115,7 +115,9 @@ def choose_linears(model: nn.Module, policy: Precision | None) -> ChosenLinears:
             left_out[name] = problem
     if not chosen:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:4]) or "it has no nn.Linear"
-        raise ConfigError(f"MXFP8 chooses no linear of {type(model).__name__} ({reasons}); use fxshard.Precision instead")
+        raise ConfigError(
+            f"MXFP8 chooses no linear of {type(model).__name__} ({reasons}); use fxshard.Precision instead"
+        )
     return ChosenLinears(frozenset(chosen), left_out)
 
 
@@ -141,4 +143,6 @@ def _check_patterns(policy: MXFP8, names: list[str]) -> None:
     for pattern in () if callable(policy.linears) else policy.linears:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(names[:6])
-            raise ConfigError(f"MXFP8(linears=...): {pattern!r} matches no nn.Linear of the model, which has {shown} ...")
+            raise ConfigError(
+                f"MXFP8(linears=...): {pattern!r} matches no nn.Linear of the model, which has {shown} ..."
+            )

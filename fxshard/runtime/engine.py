@@ -20,7 +20,6 @@ from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import AllOf, Token, streams_for
 
-
 Views = tuple[torch.Tensor | None, ...]
 
 
@@ -182,9 +181,7 @@ class Engine:
         if not self.arena.planned:
             waits.append(self._streams.mark())
         collective = gather if transfer.moves else None
-        token = self._streams.launch(
-            "gather", collective, before=transfer.stage, then=transfer.settle, after=waits
-        )
+        token = self._streams.launch("gather", collective, before=transfer.stage, then=transfer.settle, after=waits)
         if not self.options.overlap:
             token.wait()
         return Gathered(transfer, slot, token)

@@ -1,4 +1,4 @@
-"""A model that is quick to capture: two blocks of linears that MXFP8 takes, and an embedding, norms and a head it leaves."""
+"""A model that is quick to capture: blocks of linears that MXFP8 takes, an embedding, norms and a head it leaves."""
 
 from __future__ import annotations
 

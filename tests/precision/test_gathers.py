@@ -1,4 +1,4 @@
-"""Gathering quantized parameters changes nothing, bitwise; what travels is as little as promised; owners quantize once."""
+"""Gathering quantized parameters changes nothing, bitwise, moves as little as promised, and quantizes once."""
 
 from __future__ import annotations
 

@@ -104,5 +104,5 @@ def test_the_report_says_what_runs_where() -> None:
     assert "nothing travels, this rank quantizes its own: 4 weights" in shown
     assert "head: not chosen" in shown
     plain = fxshard.compile(net(), lowering="eager")
-    with pytest.raises(StateError, match="not compiled with precision=fxshard.MXFP8"):
+    with pytest.raises(StateError, match=r"not compiled with precision=fxshard\.MXFP8"):
         report(plain)

@@ -120,4 +120,3 @@ def test_gradients_equal_plain_autograd(zero: int, gather: str) -> None:
         torch.testing.assert_close(grads[name], parameter.grad.float(), rtol=0, atol=0)
     with torch.no_grad():
         assert torch.equal(model(x, y), mine)  # evaluation multiplies the same values
-

@@ -109,7 +109,9 @@ def test_an_optimizer_gather_of_a_staged_bucket_is_the_next_steps() -> None:
     at, event = find(schedule, Kind.UNSHARD, Phase.FORWARD)
     update = next(i for i, e in schedule.of(Kind.UPDATE) if e.bucket_index == event.bucket_index)
     carried = replace(event, phase=Phase.OPTIMIZER, waits_for=(update - 1,))
-    moved = edited(schedule, lambda events: [*events[:at], *events[at + 1 : update + 1], carried, *events[update + 1 :]])
+    moved = edited(
+        schedule, lambda events: [*events[:at], *events[at + 1 : update + 1], carried, *events[update + 1 :]]
+    )
     gradients = [i for i, e in moved.of(Kind.GRAD) if e.slot is not None and _overlap(e, event)]
     assert gradients  # it shares memory with gradients of this step: fine, since it is gathered behind them
     staging_and_gradients_take_turns(Step(moved))
