@@ -36,7 +36,7 @@ def stage_mxfp8(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
             bucket, read = context.buckets[event.bucket_index], brought[event.bucket_index]
             stamped = replace(event, copies=read)
             if bucket.gather is Gather.DIRECT:
-                stamped = replace(stamped, bytes=read.count * bucket.copy_bytes(bucket.layout.numel), dtype=E4M3)
+                stamped = replace(stamped, bytes=read.number * bucket.copy_bytes(bucket.layout.numel), dtype=E4M3)
             node.meta[META] = stamped
     return module
 

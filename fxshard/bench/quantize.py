@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Timing]:
         "torch": (lambda: (quantize(value, ROWWISE), quantize(value, COLUMNWISE)), both_copies),
     }
     for tile in tiles:
-        contenders[f"tile {tile.columns}/{tile.warps}"] = (lambda tile=tile: quantize_both(value, tile), both_copies)
+        contenders[f"tile {tile.columns}/{tile.warps}"] = (partial(quantize_both, value, tile), both_copies)
     cast = transformer_engine_cast(value)
     if cast is not None:
         contenders["transformer engine"] = (cast, both_copies)

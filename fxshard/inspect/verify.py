@@ -288,7 +288,7 @@ def waits_get_their_copies(step: Step) -> None:
             copies = step.event(i).copies
             if what == Kind.UNSHARD:
                 gathered = i
-                if not copies.count or step.event(i).bytes != copies.count * step.bucket(index).gathered_bytes:
+                if not copies.number or step.event(i).bytes != copies.number * step.bucket(index).gathered_bytes:
                     step.broken(
                         rule, i, f"moves {step.event(i).bytes} bytes, but is to bring {copies.value or 'nothing'}"
                     )

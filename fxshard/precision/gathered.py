@@ -79,7 +79,7 @@ def carve(memory: torch.Tensor, numel: int, copies: Copies) -> FlatCopies:
     made: dict[int, FlatCopy] = {}
     scale = numel // BLOCK
     for i, axis in enumerate([ROWWISE] * copies.rowwise + [COLUMNWISE] * copies.columnwise):
-        scales_at = copies.count * numel + i * scale
+        scales_at = copies.number * numel + i * scale
         payload = memory[i * numel : (i + 1) * numel].view(E4M3)
         made[axis] = FlatCopy(payload, memory[scales_at : scales_at + scale], axis)
     return FlatCopies(made.get(ROWWISE), made.get(COLUMNWISE))

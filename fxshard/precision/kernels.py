@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +103,7 @@ def _launch(value: torch.Tensor, rowwise: Quantized | None, columnwise: Quantize
 
 
 @functools.cache
-def _kernel() -> Callable[..., Any]:
+def _kernel() -> Any:
     from fxshard.precision.triton_quantize import quantize_tile
 
     return quantize_tile

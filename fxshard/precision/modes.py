@@ -35,7 +35,7 @@ class Copies(StrEnum):
         return self in (Copies.COLUMNWISE, Copies.BOTH)
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return self.rowwise + self.columnwise
 
 

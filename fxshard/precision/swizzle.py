@@ -1,6 +1,6 @@
 """Scales in the order that block-scaled matrix products read them, and back.
 
-A tile of 128 rows × 4 scales becomes 512 bytes, ``(y % 32)·16 + (y / 32)·4 + x`` for the scale at ``(y, x)`` of it; tiles
+A tile of 128 rows × 4 scales becomes 512 bytes, ``(y % 32)·16 + (y / 32)·4 + x`` for the scale at ``(y, x)``; tiles
 follow each other row by row. The form exists next to the product only: what is stored and sent is compact.
 """
 

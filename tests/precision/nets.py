@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.training import VOCAB
 
@@ -23,8 +24,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int = 2, checkpointed: bool = False) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.emb = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(DIM, VOCAB, bias=False)
@@ -32,11 +34,11 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         hidden = self.emb(x)
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.checkpointed else layer(hidden)
         logits = self.head(hidden)
         return logits if y is None else F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def net() -> nn.Module:
+def net(checkpointed: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return Net()
+    return Net(checkpointed=checkpointed)

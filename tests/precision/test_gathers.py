@@ -75,6 +75,21 @@ def test_evaluation_zero_grad_and_loading_in_between(ranks: Pool, zero: int) -> 
         assert len(set(on.losses)) == len(on.losses)
 
 
+def recomputed() -> tuple[Run, Run, set[str]]:
+    """Runs whose blocks are recomputed in backward, and what backward gathers for that."""
+    off, on = (run(3, gather, steps=3, make=lambda: net(checkpointed=True)) for gather in ("off", "auto"))
+    model = compiled(3, "auto", make=lambda: net(checkpointed=True))
+    model(*this_ranks_batch(0)).backward()
+    gathers = model.schedule.of(Kind.UNSHARD, phase=Phase.BACKWARD)
+    return off, on, {event.copies.value for _, event in gathers if event.copies}
+
+
+def test_recomputation_in_backward_gathers_both_copies(ranks: Pool) -> None:
+    for off, on, brought in ranks(2, recomputed):
+        assert on.same(off)
+        assert "both" in brought
+
+
 def moved(zero: int, precision: fxshard.Precision) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Bytes of gathers of one step, by phase: as the schedule says, as the collectives got them, and of MXFP8 alone."""
     model = compiled(zero, "auto", precision=precision, keep_resident=False)
