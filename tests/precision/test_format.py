@@ -36,7 +36,7 @@ def from_bits(bits: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.shows("Q1")
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.one_of(blocks, spiked))
 def test_a_block_is_what_arithmetic_says(bits: list[int]) -> None:
     expected, scale = scalar.quantize([scalar.bf16(b) for b in bits])

@@ -45,13 +45,16 @@ def run(zero: int, gather: str, *, steps: int = 5, disturbed: bool = False, **op
 
 
 def on_and_off(zero: int) -> dict[str, Run]:
-    return {
+    runs = {
         "off": run(zero, "off"),
         "on": run(zero, "auto"),
         "no overlap": run(zero, "auto", overlap=False),
-        "no arena": run(zero, "auto", arena=False),
-        "whole": run(zero, "auto", layout="whole"),
     }
+    if zero == 2:
+        runs["no arena"] = run(zero, "auto", arena=False)
+    if zero == 3:
+        runs["whole"] = run(zero, "auto", layout="whole")
+    return runs
 
 
 def disturbed(zero: int) -> tuple[Run, Run]:
@@ -198,7 +201,7 @@ def poisoned(zero: int) -> tuple[Run, bool]:
 
         bucket.copies.fill_from = fill_and_poison
     losses, grads = [], {}
-    for step in range(5):
+    for step in range(3):
         loss = model(*this_ranks_batch(step))
         loss.backward()
         losses.append(mean_over_ranks(loss))
@@ -209,7 +212,7 @@ def poisoned(zero: int) -> tuple[Run, bool]:
 
 
 def poisoned_and_not(zero: int) -> tuple[Run, Run, bool]:
-    return run(zero, "off"), *poisoned(zero)
+    return run(zero, "off", steps=3), *poisoned(zero)
 
 
 @pytest.mark.shows("Q5")
