@@ -41,7 +41,7 @@ class Report:
 def report(model: nn.Module) -> Report:
     """What a model that was compiled with ``fxshard.MXFP8`` does.
 
-    >>> print(fxshard.precision.report(model))
+    >>> print(report(model))
     """
     from fxshard.module import ShardedModule
     from fxshard.precision.kernels import runs_on
