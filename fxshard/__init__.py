@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fxshard.inspect.step import ScheduleError
     from fxshard.module import ShardedModule
     from fxshard.planning import plan
+    from fxshard.precision.policy import MXFP8
     from fxshard.profile import Profile
 
 _HOME = {
@@ -45,6 +46,7 @@ _HOME = {
     "FxshardError": "errors",
     "Group": "groups",
     "LayoutError": "errors",
+    "MXFP8": "precision.policy",
     "Muon": "config",
     "PassError": "errors",
     "PeerError": "errors",
@@ -94,6 +96,7 @@ __all__ = [
     "FxshardError",
     "Group",
     "LayoutError",
+    "MXFP8",
     "Muon",
     "PassError",
     "PeerError",

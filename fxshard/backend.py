@@ -17,6 +17,7 @@ from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.pipeline import before_autograd, schedule
+from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.split_segments import split_segments
 from fxshard.plan.memory import SlotRange
@@ -143,6 +144,8 @@ class Capture:
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)
+        joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
+        joint = quantize_linears(joint, self.context(Phase.FORWARD))
         joint = recompute_param_views(joint, self.context(Phase.FORWARD))
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
@@ -162,6 +165,7 @@ class Capture:
         if self._inductor:
             forward = _compat.inductor_joint_passes(forward)
         self._tie(forward)
+        forward = quantize_linears(forward, self.context(Phase.EVAL))
         self._schedule({Phase.EVAL: forward})
         return self._lower(Phase.EVAL)
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.memory import SlotRange
+from fxshard.precision.modes import Copies
 
 META = "fxshard"
 """Key of ``node.meta`` under which a runtime node carries its :class:`Event`."""
@@ -79,6 +80,8 @@ class Event:
     """Bytes of activations alive behind a compute event."""
     waits_for: tuple[int, ...] = ()
     """Positions of the events that must be over before this one may start."""
+    copies: Copies = Copies.NONE
+    """Which quantized copies a gather brings or a wait gives, where parameters rest quantized."""
 
     def with_slot(self, slot: SlotRange) -> Event:
         return replace(self, slot=slot)

@@ -29,6 +29,7 @@ from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
+from fxshard.precision.policy import check_precision
 from fxshard.profile import Profile
 from fxshard.repetition import Shortened, Unrepeatable, shorten
 from fxshard.runtime.agreement import Agreement
@@ -87,6 +88,7 @@ def plan(
         raise ConfigError(f"zero={zero!r}: expected 0, 1, 2 or 3")
     if layout not in LAYOUTS:
         raise ConfigError(f"layout={layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
+    check_precision(precision)
     machine = known(hardware)
     options = Options(
         lowering=lowering,

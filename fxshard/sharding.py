@@ -27,6 +27,7 @@ from fxshard.plan.domain import Domain, Reduction, data_parallel
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
+from fxshard.precision.policy import check_precision
 from fxshard.profile import Profile
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
@@ -106,6 +107,7 @@ def take_apart(
     mesh = _resolve_mesh(model, mesh)
     agreement = Agreement(domain_ranks(mesh))
     try:
+        check_precision(precision)
         device = _check(model, zero=zero, mesh=mesh, layout=layout)
         check_initialisable(model, init)
         domain = _domain(mesh, reduction)
@@ -303,5 +305,6 @@ def _line(plan: BucketPlan) -> str:
     return (
         f"bucket {plan.index} {plan.name!r}: {len(plan.params)} parameters, "
         f"{plan.layout.ranks} × {plan.layout.shard_numel} elements, "
-        f"{plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, {plan.domain}, layout {slots}"
+        f"{plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, {plan.domain}, "
+        f"{plan.gather}, layout {slots}"
     )

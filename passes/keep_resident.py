@@ -17,6 +17,7 @@ from fxshard.events import META, Event, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.plan_memory import lifetimes
 from fxshard.plan.memory import plan_slots
+from fxshard.precision.modes import Gather
 
 
 def keep_resident(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> frozenset[int]:
@@ -36,7 +37,8 @@ def keep_resident(modules: Mapping[Phase, fx.GraphModule], context: PassContext)
     kept: list[int] = []
     for index in _from_the_end_of_forward(timeline):
         drop = {(Phase.FORWARD, Kind.RESHARD, index), (Phase.BACKWARD, Kind.UNSHARD, index)}
-        if not drop <= nodes.keys():
+        # Gathered quantized, forward and backward need different copies: there is nothing to keep.
+        if not drop <= nodes.keys() or context.buckets[index].gather is Gather.DIRECT:
             continue
         shorter = [event for event in timeline if (event.phase, event.kind, event.bucket_index) not in drop]
         if _arena_bytes(shorter, context) > allowed:

@@ -20,6 +20,7 @@ from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory
+from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
 
@@ -29,11 +30,12 @@ BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu)
 """On Dynamo's graph: what these put there brings its own backward."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
-    Phase.FORWARD: (insert_unshard, insert_reshard),
-    Phase.EVAL: (insert_unshard, insert_reshard),
+    Phase.FORWARD: (insert_unshard, stage_mxfp8, insert_reshard),
+    Phase.EVAL: (insert_unshard, stage_mxfp8, insert_reshard),
     Phase.BACKWARD: (
         defer_wgrad,
         insert_unshard,
+        stage_mxfp8,
         insert_reshard,
         insert_reduce_scatter,
         insert_all_reduce,

@@ -1,7 +1,8 @@
 """Step: every gathered bucket and every gradient bucket gets a fixed place in the arena.
 
-Requires the runtime nodes in their final order. Provides ``Event.slot`` on ``unshard`` and ``grad`` nodes, and the
-:class:`MemoryPlan`. Lifetimes are those of the whole step: forward, then backward.
+Staging buffers, through which some gathers pass, do so too. Requires the runtime nodes in their final order. Provides
+``Event.slot`` on ``unshard`` and ``grad`` nodes, and the :class:`MemoryPlan`. Lifetimes are those of the whole step:
+forward, then backward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fxshard.passes.context import PassContext
 from fxshard.plan.memory import Buffer, MemoryPlan, SlotRange, plan_slots
 
 _OPENS = {Kind.UNSHARD: "gathered", Kind.GRAD: "gradient"}
-_CLOSES = {Kind.RESHARD: "gathered", Kind.FINISH: "gradient"}
+_CLOSES = {Kind.RESHARD: "gathered", Kind.WAIT: "staging", Kind.FINISH: "gradient"}
 
 
 def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
@@ -25,7 +26,8 @@ def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -
     gathered: dict[int, SlotRange] = {}
     for i, (node, event) in enumerate(timeline):
         index = event.bucket_index
-        if event.kind in _OPENS and (slot := plan.slots.get((_OPENS[event.kind], index, i))) is not None:
+        slot = plan.slots.get((_what(event, context), index, i)) if event.kind in _OPENS else None
+        if slot is not None:
             node.meta[META] = event.with_slot(slot)
             if event.kind is Kind.UNSHARD:
                 gathered[index] = slot
@@ -35,6 +37,13 @@ def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -
     return plan
 
 
+def _what(event: Event, context: PassContext) -> str:
+    """What an event takes memory for. A staged bucket is elsewhere; a gather only passes through the arena."""
+    if event.kind is Kind.UNSHARD and context.buckets[event.bucket_index].staged_in_arena:
+        return "staging"
+    return _OPENS[event.kind]
+
+
 def lifetimes(timeline: list[Event], context: PassContext) -> list[Buffer]:
     """What is in the arena from which event to which."""
     opened: dict[tuple[str, int], tuple[int, int]] = {}
@@ -42,9 +51,9 @@ def lifetimes(timeline: list[Event], context: PassContext) -> list[Buffer]:
     for i, event in enumerate(timeline):
         bucket = context.buckets[event.bucket_index]
         if event.kind in _OPENS:
-            what = _OPENS[event.kind]
-            held = bucket.resident if what == "gathered" else not bucket.grad_in_arena
-            if not held:
+            what = _what(event, context)
+            in_arena = {"gathered": not bucket.resident, "staging": True, "gradient": bucket.grad_in_arena}
+            if in_arena[what]:
                 opened.setdefault((what, bucket.index), (i, event.bytes))
         elif event.kind in _CLOSES and (key := (_CLOSES[event.kind], bucket.index)) in opened:
             start, size = opened.pop(key)

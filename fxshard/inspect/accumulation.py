@@ -27,7 +27,7 @@ def accumulating(step: Schedule) -> Schedule:
     within = [_kept(event, step.buckets[event.bucket_index]) for event in step.events if _stays(event)]
     events = [*first, *within]
     resident = step.resident_bytes + kept_bytes(step.buckets)
-    return replace(step, events=tuple(with_dependencies(events)), resident_bytes=resident, budget=None)
+    return replace(step, events=tuple(with_dependencies(events, step.buckets)), resident_bytes=resident, budget=None)
 
 
 def kept_bytes(buckets: tuple[BucketPlan, ...]) -> int:

@@ -51,7 +51,7 @@ def record(
         else:
             found += [update(event, buckets[index]) for index, event in reduced.items()]
     resident = resident_bytes(buckets)
-    events = tuple(with_dependencies(found))
+    events = tuple(with_dependencies(found, buckets))
     return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
 
 
@@ -168,14 +168,20 @@ def _owned_bytes(node: fx.Node) -> int:
 def _carried(events: list[Event], buckets: Sequence[BucketPlan], reduced: Mapping[int, Event]) -> dict[int, Event]:
     """The gathers at the head of forward, of buckets that the step before updates. What is resident has its place."""
     head = takewhile(lambda event: event.kind is Kind.UNSHARD, events)
-    return {e.bucket_index: e for e in head if not buckets[e.bucket_index].resident and e.bucket_index in reduced}
+    return {
+        event.bucket_index: event
+        for event in head
+        if event.bucket_index in reduced
+        and not buckets[event.bucket_index].resident
+        and not buckets[event.bucket_index].quantized  # quantized as part of their gather, which copies differ by phase
+    }
 
 
 def _group(events: list[Event]) -> str:
     return next((event.group for event in events if event.kind is Kind.UNSHARD), "none")
 
 
-def with_dependencies(events: list[Event]) -> list[Event]:
+def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
     """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
     latest: dict[tuple[Kind, int], int] = {}
     last_write: dict[int, int] = {}
@@ -218,6 +224,12 @@ def with_dependencies(events: list[Event]) -> list[Event]:
             last_reduces = {at: kind for at, kind in last_reduces.items() if kind is not event.kind} | {i: event.kind}
         if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
             needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
+        if event.kind is Kind.WAIT:
+            # What was staged is quantized by then, as a part of the gather; a bucket that stays has no slot after.
+            opened = latest.get((Kind.UNSHARD, index))
+            if opened is not None and events[opened].slot is not None and buckets[index].staged_in_arena:
+                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
+                places.append((opened, events[opened]))
         if event.kind in (Kind.RESHARD, Kind.FINISH):
             opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
             if opened is None:

@@ -77,14 +77,19 @@ class Step:
         for index, i in self.carried.items():
             slot = self.event(i).slot
             if slot is not None:
-                held[Kind.RESHARD, index] = slot
+                held[self.given_back_by(self.event(i)), index] = slot
                 yield i, slot, True
         for i, event in enumerate(self.schedule.events):
             if event.kind in GIVEN_BACK_BY and event.slot is not None:
-                held[GIVEN_BACK_BY[event.kind], event.bucket_index] = event.slot
+                held[self.given_back_by(event), event.bucket_index] = event.slot
                 yield i, event.slot, True
             elif (event.kind, event.bucket_index) in held:
                 yield i, held.pop((event.kind, event.bucket_index)), False
+
+    def given_back_by(self, event: Event) -> Kind:
+        """The kind of event that frees what an event takes; a staging buffer is free when its gather is waited for."""
+        staged = event.kind is Kind.UNSHARD and self.bucket(event.bucket_index).staged_in_arena
+        return Kind.WAIT if staged else GIVEN_BACK_BY[event.kind]
 
     def broken(self, rule: Callable[[Step], None], i: int, what: str) -> NoReturn:
         raise error_at(self.schedule, rule.__name__, i, what)

@@ -35,7 +35,10 @@ def no_arena_overlap(step: Step) -> None:
 
 def _check_slot(step: Step, rule: Callable[[Step], None], i: int, event: Event) -> None:
     bucket, slot = step.bucket(event.bucket_index), event.slot
-    in_arena = not bucket.resident if event.kind is Kind.UNSHARD else bucket.grad_in_arena
+    if event.kind is Kind.UNSHARD:
+        in_arena = not bucket.resident or bucket.staged_in_arena
+    else:
+        in_arena = bucket.grad_in_arena
     if slot is None:
         if in_arena:
             step.broken(rule, i, "has no place in the arena")
@@ -120,6 +123,8 @@ def _takes_what_is_free(step: Step, rule: Callable[[Step], None]) -> None:
 def _waits_until_free(step: Step, i: int, freed: int) -> bool:
     """Whether event ``i`` starts behind the release at ``freed``, which may be implied: streams are in order."""
     event, release = step.event(i), step.event(freed)
+    if release.kind is Kind.WAIT:  # of a staged bucket: compute is behind the wait, other gathers behind this one
+        return True
     reductions_before = any(step.event(need).kind is Kind.REDUCE for need in release.waits_for)
     if release.kind is Kind.RESHARD or not reductions_before:  # given back by compute
         needs = [need for need in event.waits_for if step.event(need).kind not in COMMUNICATES]

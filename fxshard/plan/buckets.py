@@ -16,6 +16,9 @@ from fxshard.plan.layout import Layout, TensorSpec, aligned
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement, bytes_at_rest
 from fxshard.plan.units import Unit
+from fxshard.precision.modes import Gather
+from fxshard.precision.mxfp8 import BLOCK
+from fxshard.precision.policy import MXFP8, choose_linears
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class BucketPlan:
     master_dtype: torch.dtype
     reduce_dtype: torch.dtype
     trainable: bool
+    gather: Gather = Gather.PLAIN
+    """What travels when the bucket is gathered; anything but ``PLAIN`` holds weights of quantized linears."""
     domain: Domain = UNKNOWN
     matrices: tuple[str, ...] = ()
     """The parameters that Muon updates; the others are AdamW's."""
@@ -73,8 +78,36 @@ class BucketPlan:
         )
 
     @property
+    def quantized(self) -> bool:
+        """Whether products with these parameters run in MXFP8."""
+        return self.gather is not Gather.PLAIN
+
+    @property
+    def rests_quantized(self) -> bool:
+        """Whether unsharded parameters exist as quantized copies only."""
+        return self.gather in (Gather.STAGED, Gather.DIRECT)
+
+    @property
+    def staged(self) -> bool:
+        """Whether a gather goes through a staging buffer, which shares memory with gradients."""
+        return self.gather is Gather.STAGED and self.layout.ranks > 1
+
+    @property
+    def staged_in_arena(self) -> bool:
+        """Whether that memory is the arena's (ZeRO-2) and not a full gradient that stays (ZeRO-1)."""
+        return self.staged and self.grad_in_arena
+
+    @property
     def gathered_bytes(self) -> int:
+        """Bytes that one gather makes; of a bucket that is gathered quantized, of one copy."""
+        if self.gather is Gather.DIRECT:
+            return self.copy_bytes(self.layout.numel)
         return self.layout.numel * self.param_dtype.itemsize
+
+    @staticmethod
+    def copy_bytes(numel: int) -> int:
+        """Bytes of one quantized copy: payload and compact scales."""
+        return numel + numel // BLOCK
 
     @property
     def grad_bytes(self) -> int:
@@ -99,7 +132,7 @@ class BucketPlan:
         return sum(aligned(fragment.numel) for fragment in own)
 
     def _at_rest(self, state_tensors: int) -> BytesPerRank:
-        return bytes_at_rest(
+        rest = bytes_at_rest(
             self.placement,
             ranks=self.layout.ranks,
             shard_numel=self.layout.shard_numel,
@@ -109,6 +142,23 @@ class BucketPlan:
             trainable=self.trainable,
             state_tensors=state_tensors,
         )
+        if not self.rests_quantized:
+            return rest
+        masters = self.layout.shard_numel * self.master_dtype.itemsize
+        held = self.layout.numel if self.resident else self.layout.shard_numel
+        shared = self.master_dtype == self.param_dtype  # the table counts such masters as parameters
+        return BytesPerRank(2 * self.copy_bytes(held), rest.grad, rest.state + (masters if shared else 0))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What parameters of one bucket have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    scalar: bool
+    quantized: bool
+    domain: Domain
 
 
 def plan_buckets(
@@ -124,14 +174,16 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
-    Kinds differ in dtype, in whether they are trained, and in the ranks they are data-parallel over (by default
-    ``ranks`` shards). A scalar has no rows to shard and is replicated. ``matrices`` are the parameters that Muon
-    updates: they decide about layouts, and under ZeRO-1 and 2 about how many units share a bucket. They share it with
-    the parameters that AdamW updates, so Muon adds no collective.
+    Kinds differ in dtype, in whether they are trained and quantized, and in the ranks they are data-parallel over (by
+    default ``ranks`` shards). A scalar has no rows to shard and is replicated. ``matrices`` are the parameters that
+    Muon updates: they decide about layouts, and under ZeRO-1 and 2 about how many units share a bucket. They share it
+    with the parameters that AdamW updates, so Muon adds no collective.
     """
     own = Domain(ranks, divisor=ranks)
     parameters = dict(model.named_parameters())
     stage = ZERO[zero]
+    quantized = choose_linears(model, precision).weights
+    mode = precision.mode(zero) if isinstance(precision, MXFP8) else Gather.PLAIN
     plans: list[BucketPlan] = []
     units = list(units)
     if matrices and layout != "rows" and stage.state and not stage.param:
@@ -139,17 +191,20 @@ def plan_buckets(
         units = span_units(units, lambda unit: _specs(unit, parameters), ranks, matrices, longest=longest)
     work: dict[Domain, list[float]] = {}
     for unit in reversed(units):
-        kinds: dict[tuple[torch.dtype, bool, bool, Domain], list[TensorSpec]] = {}
+        kinds: dict[Kind, list[TensorSpec]] = {}
         for name in unit.params:
             parameter = parameters[name]
             domain = domain_of(name) if domain_of is not None else own
-            kind = (parameter.dtype, parameter.requires_grad, parameter.ndim == 0, domain)
-            kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape)))
-        for (dtype, trainable, scalar, domain), specs in kinds.items():
+            kind = Kind(parameter.dtype, parameter.requires_grad, parameter.ndim == 0, name in quantized, domain)
+            # Columnwise blocks run down 32 rows: a boundary between them lets every owner quantize alone.
+            cut = BLOCK if kind.quantized else 1
+            kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape), cut))
+        for kind, specs in kinds.items():
+            dtype, trainable, scalar, domain = kind.dtype, kind.trainable, kind.scalar, kind.domain
             placement = ZERO[0] if scalar else stage if trainable else Placement(stage.param, False, stage.param)
             sharded = placement.state
             param_dtype, master_dtype, reduce_dtype = _dtypes(dtype, precision)
-            suffix = _kind_suffix(dtype, trainable, scalar, domain, among=kinds)
+            suffix = _kind_suffix(kind, among=kinds)
             gathers = 2 if placement.param else 1
             of_ranks = work.setdefault(domain, [0.0] * domain.shards)
             chosen = choose_layout(
@@ -174,6 +229,7 @@ def plan_buckets(
                     master_dtype=master_dtype if trainable else param_dtype,
                     reduce_dtype=reduce_dtype,
                     trainable=trainable,
+                    gather=_gather(mode, chosen.layout.ranks) if kind.quantized else Gather.PLAIN,
                     domain=domain,
                     matrices=tuple(spec.name for spec in specs if trainable and spec.name in matrices),
                     why=chosen.why,
@@ -189,6 +245,11 @@ def _specs(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpe
     return [TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad]
 
 
+def _gather(mode: Gather, ranks: int) -> Gather:
+    """What one rank owns alone does not travel: both copies rest there, as in a staged bucket."""
+    return Gather.STAGED if mode is Gather.DIRECT and ranks == 1 else mode
+
+
 def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """(compute, master, reduce) dtypes of a parameter that the model holds in ``dtype``."""
     if precision is None or not dtype.is_floating_point:
@@ -197,22 +258,18 @@ def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtyp
     return param, precision.master or dtype, precision.reduce or param
 
 
-def _kind_suffix(
-    dtype: torch.dtype,
-    trainable: bool,
-    scalar: bool,
-    domain: Domain,
-    among: Iterable[tuple[torch.dtype, bool, bool, Domain]],
-) -> str:
+def _kind_suffix(own: Kind, among: Iterable[Kind]) -> str:
     """A suffix that tells the buckets of one unit apart; empty where the unit has only one."""
     kinds = list(among)
     parts = []
-    if len({kind[0] for kind in kinds}) > 1:
-        parts.append(str(dtype).removeprefix("torch."))
-    if len({kind[1] for kind in kinds}) > 1:
-        parts.append("trained" if trainable else "frozen")
-    if len({kind[2] for kind in kinds}) > 1:
-        parts.append("scalar" if scalar else "tensor")
-    if domain.name:
-        parts.append(domain.name)
+    if len({kind.dtype for kind in kinds}) > 1:
+        parts.append(str(own.dtype).removeprefix("torch."))
+    if len({kind.trainable for kind in kinds}) > 1:
+        parts.append("trained" if own.trainable else "frozen")
+    if len({kind.scalar for kind in kinds}) > 1:
+        parts.append("scalar" if own.scalar else "tensor")
+    if len({kind.quantized for kind in kinds}) > 1:
+        parts.append("mxfp8" if own.quantized else "plain")
+    if own.domain.name:
+        parts.append(own.domain.name)
     return f" [{', '.join(parts)}]" if parts else ""

@@ -20,6 +20,8 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
+    cut_rows: int = 1
+    """Shard boundaries fall between groups of so many rows."""
 
     @property
     def numel(self) -> int:
@@ -33,6 +35,11 @@ class TensorSpec:
     def row_numel(self) -> int:
         """Elements of one row; a parameter with no elements still has rows of length one so that division works."""
         return max(1, math.prod(self.shape[1:]))
+
+    @property
+    def cut_numel(self) -> int:
+        """Elements between two places at which a boundary may fall."""
+        return self.cut_rows * self.row_numel
 
 
 @dataclass(frozen=True)
@@ -152,8 +159,9 @@ class Layout:
                     break
                 if self.whole:
                     raise LayoutError(f"{slot.spec.name} crosses the shard boundary at {boundary} of a whole layout")
-                if (boundary - slot.offset) % slot.spec.row_numel:
-                    raise LayoutError(f"the shard boundary at {boundary} cuts a row of {slot.spec.name} in two")
+                if (boundary - slot.offset) % slot.spec.cut_numel:
+                    cut = "a row" if slot.spec.cut_rows == 1 else f"a group of {slot.spec.cut_rows} rows"
+                    raise LayoutError(f"the shard boundary at {boundary} cuts {cut} of {slot.spec.name} in two")
         if cursor > self.numel:
             raise LayoutError(f"the last parameter ends at {cursor}, after the bucket's {self.numel} elements")
 

@@ -31,8 +31,8 @@ def row_layout(specs: Sequence[TensorSpec], ranks: int) -> Layout:
 def _candidates(specs: Sequence[TensorSpec], ranks: int) -> Iterator[int]:
     """Shard lengths to try, ascending, ending in one that holds any input."""
     least = aligned(-(-sum(aligned(spec.numel) for spec in specs) // ranks))
-    steps = {math.lcm(ALIGNMENT, spec.row_numel) for spec in specs} | {ALIGNMENT}
-    long_rows = [spec.row_numel for spec in specs if spec.numel > least]
+    steps = {math.lcm(ALIGNMENT, spec.cut_numel) for spec in specs} | {ALIGNMENT}
+    long_rows = [spec.cut_numel for spec in specs if spec.numel > least]
     common = math.lcm(ALIGNMENT, *long_rows)
     # Several multiples: the smallest may just fail because the shifts at boundaries add up to more than the slack.
     tried = {aligned(least, step) + i * step for step in steps | {common} for i in range(4)}
@@ -72,9 +72,9 @@ def _first_legal_offset(spec: TensorSpec, cursor: int, shard_numel: int) -> int 
     boundary = (cursor // shard_numel + 1) * shard_numel
     if cursor + spec.numel <= boundary:
         return cursor
-    step = math.lcm(ALIGNMENT, spec.row_numel)
+    step = math.lcm(ALIGNMENT, spec.cut_numel)
     shifted = boundary - (boundary - cursor) // step * step  # a row ends exactly at the boundary
     crosses_one = shifted + spec.numel <= boundary + shard_numel
-    if crosses_one or shard_numel % spec.row_numel == 0:
+    if crosses_one or shard_numel % spec.cut_numel == 0:
         return shifted
     return None

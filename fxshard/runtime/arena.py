@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ class Arena:
         self._planned = planned
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._in_use: list[tuple[SlotRange, Token]] = []
-        self._views: dict[Hashable, tuple[torch.Tensor, ...]] = {}
+        self._views: dict[Hashable, tuple[Any, ...]] = {}
         self.allocations = 0
 
     @property
@@ -55,7 +56,7 @@ class Arena:
         if self._planned:
             self._in_use.append((slot, when))
 
-    def views(self, key: Hashable, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    def views(self, key: Hashable, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Views of a planned place: made once, since the place does not move."""
         if not self._planned:
             return make()

@@ -9,6 +9,7 @@ from torch import nn
 
 from fxshard import _compat
 from fxshard.plan.buckets import BucketPlan
+from fxshard.precision.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.freshness import watch
 from fxshard.runtime.unreduced import guard
@@ -18,7 +19,8 @@ class Bucket:
     """Flat memory and the views of it.
 
     ``master`` is this rank's shard, what the optimizer updates. ``full`` exists only where unsharded parameters are
-    resident; a master of the compute dtype is then a slice of it. ``grad`` is the reduced gradient of the shard: it
+    resident; a master of the compute dtype is then a slice of it. ``copies`` are the quantized parameters at rest,
+    where they are quantized. ``grad`` is the reduced gradient of the shard: it
     exists from the backward that needs it until forward finds that nobody holds its gradients any more, so that it
     shares memory with activations. ``grad_full`` exists only where full gradients are kept (ZeRO-1).
     """
@@ -31,7 +33,9 @@ class Bucket:
         layout = plan.layout
         self.rank = channels.shard if layout.ranks > 1 else 0
         begin = self.rank * layout.shard_numel
-        self.full = self._empty(layout.numel, plan.param_dtype) if plan.resident else None
+        holds_full = plan.resident and not plan.rests_quantized
+        self.full = self._empty(layout.numel, plan.param_dtype) if holds_full else None
+        self.copies = RestingCopies(plan, self.rank, device) if plan.rests_quantized else None
         if self.full is not None and plan.master_dtype == plan.param_dtype:
             self.master = self.full[begin : begin + layout.shard_numel]
         else:
@@ -71,7 +75,7 @@ class Bucket:
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
             guard(parameter, self)
-            watch(parameter, self.master, always=self.plan.resident)
+            watch(parameter, self.master, always=self.plan.resident or self.copies is not None)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -104,10 +108,24 @@ class Bucket:
         """Every parameter as a view of a gathered (or full gradient) buffer."""
         return tuple(flat[slot.offset : slot.end].view(slot.spec.shape) for slot in self.plan.layout.slots)
 
+    def resident_views(self) -> tuple[torch.Tensor | None, ...]:
+        """What a graph is given of parameters that stay unsharded."""
+        if self.copies is not None:
+            return self.copies.views()
+        assert self.full is not None, f"{self.plan.name} is not resident"
+        return self.views(self.full)
+
     def own_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a gathered buffer."""
         shard = self.plan.layout.shard_numel
         return flat[self.rank * shard : (self.rank + 1) * shard]
+
+    def staging(self) -> torch.Tensor:
+        """The full gradient's memory, idle while parameters are gathered, as bytes of a staging buffer (ZeRO-1)."""
+        assert self.grad_full is not None
+        if self.kept is not None:  # gradients that no_sync left there are not reduced yet
+            return torch.empty(self.plan.gathered_bytes, dtype=torch.uint8, device=self.device)
+        return self.grad_full.view(torch.uint8)[: self.plan.gathered_bytes]
 
     # -- freshness ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +207,9 @@ class Bucket:
         master = self.master.untyped_storage().nbytes()
         param = self.full.untyped_storage().nbytes() if self.full is not None else 0
         mixed = self.plan.master_dtype != self.plan.param_dtype
-        if self.full is None and not mixed:
+        if self.copies is not None:
+            param = self.copies.memory.untyped_storage().nbytes()
+        elif self.full is None and not mixed:
             param, master = master, 0
         elif self.full is not None and not mixed:
             master = 0

@@ -14,21 +14,26 @@ from fxshard.config import Options
 from fxshard.errors import PeerError, StateError
 from fxshard.events import Kind, Phase
 from fxshard.plan.memory import SlotRange
+from fxshard.precision import gathered
+from fxshard.precision.gathered import Transfer
+from fxshard.precision.modes import Copies
 from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.recorder import Recorder
-from fxshard.runtime.streams import Token, streams_for
+from fxshard.runtime.streams import AllOf, Token, streams_for
 from fxshard.runtime.watchdog import Watchdog, failing
+
+Views = tuple[torch.Tensor | None, ...]
 
 
 @dataclass
 class Gathered:
     """An unsharded bucket, or one on its way."""
 
-    flat: torch.Tensor
+    transfer: Transfer
     slot: SlotRange | None
     token: Token
-    views: tuple[torch.Tensor, ...] | None = None
+    views: Views | None = None
     version: int | None = None
     """The shard's version that an optimizer step gathered ahead of the next forward."""
 
@@ -169,7 +174,7 @@ class Engine:
         bucket = self.buckets[index]
         memory, pending = self.arena.take(slot)
         self._start = self._streams.mark()
-        held = self._gather(bucket, memory.view(bucket.plan.param_dtype), slot, pending)
+        held = self._gather(bucket, self._transfer(bucket, memory, Copies.NONE), slot, pending)
         held.version = bucket.version
         self._gathered[index] = held
 
@@ -197,35 +202,38 @@ class Engine:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def unshard(self, index: int, slot: SlotRange | None) -> None:
+    def unshard(self, index: int, slot: SlotRange | None, copies: Copies = Copies.NONE) -> None:
         bucket = self.buckets[index]
-        if bucket.plan.resident:
-            if bucket.stale:
-                assert bucket.full is not None
-                self._gathered[index] = self._gather(bucket, bucket.full, None, [])
+        plan = bucket.plan
+        if plan.resident and not bucket.stale:
             return
         if index in self._gathered and self._gathered[index].version is not None:
             return  # the optimizer step gathered it
-        if slot is None:
-            raise StateError(f"no arena slot is planned for {bucket.plan.name!r}: the schedule is incomplete")
-        memory, pending = self.arena.take(slot)
-        self._gathered[index] = self._gather(bucket, memory.view(bucket.plan.param_dtype), slot, pending)
+        in_arena = not plan.resident or plan.staged_in_arena
+        if in_arena and slot is None:
+            raise StateError(f"no arena slot is planned for {plan.name!r}: the schedule is incomplete")
+        memory, pending = self.arena.take(slot) if in_arena and slot is not None else (None, [])
+        transfer = self._transfer(bucket, memory, copies)
+        self._gathered[index] = self._gather(bucket, transfer, slot if in_arena else None, pending)
 
-    def wait(self, index: int, slot: SlotRange | None = None) -> tuple[torch.Tensor, ...]:
+    def wait(self, index: int, slot: SlotRange | None = None, copies: Copies = Copies.NONE) -> Views:
         bucket = self.buckets[index]
         if index not in self._gathered:
-            if bucket.full is not None:
-                views = bucket.views(bucket.full)
-                self._gathered[index] = Gathered(bucket.full, None, self._streams.mark(), views)
+            if bucket.plan.resident:
+                transfer = Transfer((), bucket.resident_views)
+                self._gathered[index] = Gathered(transfer, None, self._streams.mark(), transfer.views())
             else:  # kept since forward, but another program needed the place in between
-                self.unshard(index, slot)
+                self.unshard(index, slot, copies)
         held = self._gathered[index]
         if held.views is None:
             held.token.wait()
-            # Only now: gloo copies into the buffer from a thread of its own, and a copy counts as a change.
-            bucket.gathered()
-            key = ("gathered", index, held.slot)
-            held.views = self.arena.views(key, lambda: bucket.views(held.flat))
+            if bucket.plan.resident:
+                # Only now: gloo copies into the buffer from a thread of its own, and a copy counts as a change.
+                bucket.gathered()
+            held.views = self.arena.views(("gathered", index, held.slot, copies), held.transfer.views)
+            if bucket.plan.staged_in_arena and held.slot is not None:
+                self.arena.release(held.slot, held.token)  # quantized: the staging buffer is free
+                held.slot = None
         return held.views
 
     def reshard(self, index: int) -> None:
@@ -233,40 +241,67 @@ class Engine:
         if held.slot is not None:
             self.arena.release(held.slot, self._streams.mark() if held.views is not None else held.token)
 
-    def _gather(self, bucket: Bucket, flat: torch.Tensor, slot: SlotRange | None, after: list[Token]) -> Gathered:
-        own, master = bucket.own_slice(flat), bucket.master
+    def _transfer(self, bucket: Bucket, memory: torch.Tensor | None, copies: Copies) -> Transfer:
+        """What a gather of the bucket moves, into ``memory`` where it is not resident."""
+        plan, resting, master = bucket.plan, bucket.copies, bucket.master
+        alone = plan.layout.ranks == 1
+        if resting is not None:
+            if alone:
+                return gathered.alone(resting, master)
+            if plan.staged:
+                staging = (memory if memory is not None else bucket.staging()).view(plan.param_dtype)
+                return gathered.staged(resting, master, staging, bucket.own_slice(staging))
+            assert memory is not None
+            stale = bucket.stale
+            bucket.gathered()  # the shard's copies, which stay, are made anew by this transfer
+            return gathered.direct(resting, master, memory, plan.layout.numel, copies, stale)
+        flat = memory.view(plan.param_dtype) if memory is not None else bucket.full
+        assert flat is not None
+        return self._plain(bucket, flat)
+
+    def _plain(self, bucket: Bucket, flat: torch.Tensor) -> Transfer:
+        """A gather of the parameters in the dtype they compute in."""
+        alone, master, own = bucket.plan.layout.ranks == 1, bucket.master, bucket.own_slice(flat)
         in_place = own.data_ptr() == master.data_ptr()
-        alone = bucket.plan.layout.ranks == 1
         send = master if master.dtype == flat.dtype and not alone else own
-        group = bucket.channels.gather
 
         def stage() -> None:
             if send is own and not in_place:
                 own.copy_(master)
 
-        def gather(async_op: bool) -> dist.Work | None:
+        return Transfer(() if alone else ((flat, send),), lambda: bucket.views(flat), stage)
+
+    def _gather(self, bucket: Bucket, transfer: Transfer, slot: SlotRange | None, after: list[Token]) -> Gathered:
+        group = bucket.channels.gather
+
+        def gather(async_op: bool) -> dist.Work | AllOf | None:
             assert group is not None
-            return _compat.all_gather(flat, send, group, async_op=async_op)
+            works = [_compat.all_gather(to, part, group, async_op=async_op) for to, part in transfer.moves]
+            return works[0] if len(works) == 1 else AllOf(works)
 
         waits = list(after)
         if self._start is not None:
             waits.append(self._start)
         if not self.arena.planned:
             waits.append(self._streams.mark())
+        collective = gather if transfer.moves else None
         with self._naming(Kind.UNSHARD, bucket) as watched:
-            token = watched(self._streams.launch("gather", None if alone else gather, before=stage, after=waits))
+            token = watched(
+                self._streams.launch("gather", collective, before=transfer.stage, then=transfer.settle, after=waits)
+            )
         if not self.options.overlap:
             token.wait()
-        return Gathered(flat, slot, token)
+        return Gathered(transfer, slot, token)
 
     def unsharded(self, index: int) -> tuple[torch.Tensor, ...]:
         """Parameters for code outside programs, in memory of their own where they do not stay in memory anyway."""
         bucket = self.buckets[index]
-        if bucket.plan.resident:
+        if bucket.full is not None:
             self.unshard(index, None)
-            return self.wait(index)
+            self.wait(index)
+            return bucket.views(bucket.full)
         flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.plan.param_dtype, device=bucket.device)
-        self._gather(bucket, flat, None, [self._streams.mark()]).token.wait()
+        self._gather(bucket, self._plain(bucket, flat), None, [self._streams.mark()]).token.wait()
         return bucket.views(flat)
 
     # -- gradients ---------------------------------------------------------------------------------------------------

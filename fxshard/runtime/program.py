@@ -174,8 +174,8 @@ class Program:
         engine, index, slot = self._engine, event.bucket_index, event.slot
         zeros = call.kwargs.get("zeros", ())
         actions: dict[Kind, Callable[[list[Any]], Any]] = {
-            Kind.UNSHARD: lambda _: engine.unshard(index, slot),
-            Kind.WAIT: lambda _: engine.wait(index, slot),
+            Kind.UNSHARD: lambda _: engine.unshard(index, slot, event.copies),
+            Kind.WAIT: lambda _: engine.wait(index, slot, event.copies),
             Kind.RESHARD: lambda _: engine.reshard(index),
             Kind.GRAD: lambda _: engine.grad(index, slot, zeros),  # type: ignore[arg-type]
             Kind.REDUCE: lambda _: engine.reduce(index),

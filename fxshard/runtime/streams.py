@@ -19,10 +19,25 @@ class Token(Protocol):
         """Whether it is over, without waiting."""
 
 
+class AllOf:
+    """Several collectives that are waited for as one."""
+
+    def __init__(self, works: list[dist.Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work is None or work.is_completed() for work in self._works)
+
+
 class CpuToken:
     """A gloo collective, and what is left to do when it is over."""
 
-    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None) -> None:
+    def __init__(self, work: dist.Work | AllOf | None, then: Callable[[], None] | None) -> None:
         self._work, self._then = work, then
 
     def wait(self) -> None:
@@ -57,7 +72,7 @@ class Streams(Protocol):
     def launch(
         self,
         stream: str,
-        collective: Callable[[bool], dist.Work | None] | None,
+        collective: Callable[[bool], dist.Work | AllOf | None] | None,
         *,
         before: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
@@ -78,7 +93,7 @@ class CpuStreams:
     def launch(
         self,
         stream: str,
-        collective: Callable[[bool], dist.Work | None] | None,
+        collective: Callable[[bool], dist.Work | AllOf | None] | None,
         *,
         before: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
@@ -104,7 +119,7 @@ class CudaStreams:
     def launch(
         self,
         stream: str,
-        collective: Callable[[bool], dist.Work | None] | None,
+        collective: Callable[[bool], dist.Work | AllOf | None] | None,
         *,
         before: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,

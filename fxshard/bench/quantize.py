@@ -1,0 +1,119 @@
+"""The dual-copy quantizer against a plain copy, the torch version and Transformer Engine's cast, in one run.
+
+python -m fxshard.bench.quantize --rows 16384 --columns 8192 --json quantize.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fxshard.precision.kernels import Tile, quantize_both, runs_on
+from fxshard.precision.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
+
+ROUNDS, REPEATS = 10, 10
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median milliseconds of one contender, the bytes it has to move, and its bandwidth as a part of the copy's."""
+
+    name: str
+    milliseconds: float
+    bytes: int
+    of_copy: float = 0.0
+
+    @property
+    def bandwidth(self) -> float:
+        return self.bytes / self.milliseconds * 1e3
+
+
+def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Timing]:
+    """All contenders on one bf16 matrix, in turns: every round times each of them once."""
+    value = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    other = torch.empty_like(value)
+    both_copies = value.numel() * 2 + 2 * (value.numel() + value.numel() // BLOCK)
+    contenders: dict[str, tuple[Callable[[], object], int]] = {
+        "copy": (lambda: other.copy_(value), 2 * value.numel() * 2),
+        "fxshard": (lambda: quantize_both(value), both_copies),
+        "torch": (lambda: (quantize(value, ROWWISE), quantize(value, COLUMNWISE)), both_copies),
+    }
+    for tile in tiles:
+        contenders[f"tile {tile.columns}/{tile.warps}"] = (partial(quantize_both, value, tile), both_copies)
+    cast = transformer_engine_cast(value)
+    if cast is not None:
+        contenders["transformer engine"] = (cast, both_copies)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS + 1):
+        for name, (run, _) in contenders.items():
+            times[name].append(_milliseconds(run))
+    timings = [Timing(n, statistics.median(times[n][1:]), size) for n, (_, size) in contenders.items()]
+    return [Timing(t.name, t.milliseconds, t.bytes, t.bandwidth / timings[0].bandwidth) for t in timings]
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    """Of one call, on the device: a long product goes first, so that all calls are queued before the first starts."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ahead = torch.empty(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(4):
+        torch.mm(ahead, ahead)
+    start.record()
+    for _ in range(REPEATS):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / REPEATS
+
+
+def transformer_engine_cast(value: torch.Tensor) -> Callable[[], object] | None:
+    """TE's cast of a master weight to both copies (largest values, scales, payloads); None where TE cannot be used."""
+    try:
+        import transformer_engine.pytorch as te
+        import transformer_engine_torch as tex
+        from transformer_engine.pytorch.optimizers import multi_tensor_applier
+        from transformer_engine.pytorch.tensor import utils
+    except Exception as error:  # TE fails to import in many ways, few of them ImportError
+        print(f"without Transformer Engine: {error}")
+        return None
+    rows, columns = value.shape
+    made = te.MXFP8Quantizer(te.DType.kFloat8E4M3).make_empty((rows, columns), dtype=value.dtype, device=value.device)
+    scales = [made._rowwise_scale_inv, made._columnwise_scale_inv]
+    largest = [torch.zeros(s.shape, device=value.device, dtype=value.dtype) for s in scales]
+    data = [made._rowwise_data.view(-1), made._columnwise_data.view(-1)]
+
+    def cast() -> None:
+        tex.mxfp8_scaling_compute_partial_amax(value.view(-1), *largest, rows, columns, 0)
+        multi_tensor_applier(utils.multi_tensor_compute_scale_inv_e8m0, None, [largest, scales])
+        tex.mxfp8_scaling_partial_cast(value.view(-1), *data, *scales, rows, columns, 0)
+
+    return cast
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--columns", type=int, default=8192)
+    parser.add_argument("--tiles", default="", help="tiles to compare beside the default one: columns/warps,...")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or not runs_on(torch.device("cuda")):
+        parser.error("needs a CUDA device of compute capability 8.9 or more, and Triton")
+    tiles = [Tile(*map(int, tile.split("/"))) for tile in options.tiles.split(",") if tile]
+    timings = measure(options.rows, options.columns, tiles)
+    print(f"{torch.cuda.get_device_name()}, {options.rows} × {options.columns} bf16 to both MXFP8 copies")
+    for t in timings:
+        print(f"{t.name:>20}  {t.milliseconds:8.3f} ms  {t.bandwidth / 1e12:6.2f} TB/s  {t.of_copy:5.2f} × copy")
+    if options.json is not None:
+        shape = {"rows": options.rows, "columns": options.columns, "device": torch.cuda.get_device_name()}
+        options.json.write_text(json.dumps({**shape, "timings": [asdict(t) for t in timings]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""A model that is quick to capture: blocks of linears that MXFP8 takes, an embedding, norms and a head it leaves."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.training import VOCAB
+
+DIM, HIDDEN = 64, 128
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM, eps=1e-5)
+        self.up = nn.Linear(DIM, HIDDEN)
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 2, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.emb = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.emb(x)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.checkpointed else layer(hidden)
+        logits = self.head(hidden)
+        return logits if y is None else F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+
+def net(checkpointed: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(checkpointed=checkpointed)

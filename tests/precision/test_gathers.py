@@ -1,0 +1,250 @@
+"""Gathering quantized parameters changes nothing, bitwise, moves as little as promised, and quantizes once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import fxshard
+from fxshard import _compat
+from fxshard.events import Kind, Phase
+from fxshard.precision.modes import Gather
+from tests.pool import Pool
+from tests.precision.nets import net
+from tests.training import EPS, Run, full_gradients, mean_over_ranks, this_ranks_batch
+
+BF16 = torch.bfloat16
+
+
+def compiled(zero: int, gather: str, make: Any = net, **options: Any) -> fxshard.ShardedModule:
+    optimizer = fxshard.AdamW(lr=1e-2, eps=EPS)
+    options.setdefault("precision", fxshard.MXFP8(gather=gather))
+    return fxshard.compile(make(), zero=zero, optimizer=optimizer, lowering="eager", **options)
+
+
+def run(zero: int, gather: str, *, steps: int = 5, disturbed: bool = False, **options: Any) -> Run:
+    """Train; disturbed: evaluate, clear gradients to zeros and load a state dict at every turn."""
+    model = compiled(zero, gather, **options)
+    losses, grads = [], {}
+    for step in range(steps):
+        x, y = this_ranks_batch(step)
+        loss = model(x, y)
+        loss.backward()
+        losses.append(mean_over_ranks(loss))
+        grads = full_gradients(model)
+        model.optimizer.step()
+        model.optimizer.zero_grad(set_to_none=not disturbed)
+        if disturbed:
+            with torch.no_grad():
+                losses.append(mean_over_ranks(model(x, y)))
+            model.load_state_dict(model.full_state_dict())
+    return Run(losses, grads, model.full_state_dict())
+
+
+def on_and_off(zero: int) -> dict[str, Run]:
+    runs = {
+        "off": run(zero, "off"),
+        "on": run(zero, "auto"),
+        "no overlap": run(zero, "auto", overlap=False),
+    }
+    if zero == 2:
+        runs["no arena"] = run(zero, "auto", arena=False)
+    if zero == 3:
+        runs["whole"] = run(zero, "auto", layout="whole")
+    return runs
+
+
+def disturbed(zero: int) -> tuple[Run, Run]:
+    return run(zero, "off", disturbed=True, steps=3), run(zero, "auto", disturbed=True, steps=3)
+
+
+@pytest.mark.shows("Q4")
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gathering_quantized_parameters_changes_nothing(ranks: Pool, zero: int) -> None:
+    for runs in ranks(2, on_and_off, zero):
+        for name, one in runs.items():
+            assert one.same(runs["off"]), name
+        assert len(set(runs["off"].losses)) == 5  # weights change in every step
+
+
+@pytest.mark.shows("Q6")
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_evaluation_zero_grad_and_loading_in_between(ranks: Pool, zero: int) -> None:
+    for off, on in ranks(2, disturbed, zero):
+        assert on.same(off)
+        assert len(set(on.losses)) == len(on.losses)
+
+
+def recomputed() -> tuple[Run, Run, set[str]]:
+    """Runs whose blocks are recomputed in backward, and what backward gathers for that."""
+    off, on = (run(3, gather, steps=3, make=lambda: net(checkpointed=True)) for gather in ("off", "auto"))
+    model = compiled(3, "auto", make=lambda: net(checkpointed=True))
+    model(*this_ranks_batch(0)).backward()
+    gathers = model.schedule.of(Kind.UNSHARD, phase=Phase.BACKWARD)
+    return off, on, {event.copies.value for _, event in gathers if event.copies}
+
+
+def test_recomputation_in_backward_gathers_both_copies(ranks: Pool) -> None:
+    for off, on, brought in ranks(2, recomputed):
+        assert on.same(off)
+        assert "both" in brought
+
+
+def moved(zero: int, precision: fxshard.Precision) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Bytes of gathers of one step, by phase: as the schedule says, as the collectives got them, and of MXFP8 alone."""
+    model = compiled(zero, "auto", precision=precision, keep_resident=False)
+    wire: Counter[str] = Counter()
+    phase = ["forward"]
+    gather = _compat.all_gather
+
+    def counted(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        wire[phase[0]] += output.numel() * output.itemsize
+        return gather(output, *args, **kwargs)
+
+    _compat.all_gather = counted
+    try:
+        loss = model(*this_ranks_batch(0))
+        phase[0] = "backward"
+        loss.backward()
+    finally:
+        _compat.all_gather = gather
+    planned: Counter[str] = Counter()
+    of_linears: Counter[str] = Counter()
+    for _, event in model.schedule.of(Kind.UNSHARD):
+        planned[event.phase.value] += event.bytes
+        if any(name.endswith(("up.weight", "down.weight")) for name in event.params):
+            of_linears[event.phase.value] += event.bytes
+    return dict(planned), dict(wire), dict(of_linears)
+
+
+def traffic() -> tuple[Any, Any]:
+    plain = fxshard.Precision(param=BF16, reduce=torch.float32)
+    return moved(3, plain), moved(3, fxshard.MXFP8())
+
+
+@pytest.mark.shows("Q9", "Q11")
+def test_direct_gathers_move_half_the_bytes(ranks: Pool) -> None:
+    for (_, _, plain), (planned, wire, quantized) in ranks(2, traffic):
+        assert planned == wire
+        for phase in ("forward", "backward"):
+            assert quantized[phase] <= 0.53 * plain[phase]
+
+
+def quantizations(zero: int, gather: str) -> list[tuple[int, int]]:
+    """(steps so far, times each bucket's copies were made), after micro-batches and an evaluation in every step."""
+    model = compiled(zero, gather)
+    counts = []
+    for step in range(3):
+        for _ in range(2):
+            model(*this_ranks_batch(step)).backward()
+        with torch.no_grad():
+            model(*this_ranks_batch(step))
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        made = {bucket.copies.quantized for bucket in model._sharding.buckets if bucket.copies is not None}
+        counts.append((step + 1, *made))
+    return counts
+
+
+@pytest.mark.shows("Q3")
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_quantized_once_per_step(ranks: Pool, zero: int) -> None:
+    for counts in ranks(2, quantizations, zero, "auto"):
+        assert counts == [(1, 1), (2, 2), (3, 3)]
+
+
+def rest(zero: int) -> tuple[bool, dict[str, int], dict[str, int], set[str]]:
+    """Whether masters start from the model's own values, bytes at rest measured and planned, and forms at rest."""
+    plain = net().state_dict()
+    model = compiled(zero, "auto")
+    exact = all(torch.equal(value, plain[name]) for name, value in model.full_state_dict().items())
+    model(*this_ranks_batch(0)).backward()
+    measured = {what: size for what, size in model.bytes_at_rest().items() if what != "state"}
+    plans = [plan.at_rest() for plan in model._sharding.plans]
+    forms = {
+        str(tensor.dtype)
+        for bucket in model._sharding.buckets
+        if bucket.plan.quantized
+        for tensor in (bucket.full, *([bucket.copies.memory] if bucket.copies else []))
+        if tensor is not None
+    }
+    return exact, measured, {"param": sum(p.param for p in plans), "grad": sum(p.grad for p in plans)}, forms
+
+
+@pytest.mark.shows("Q2")
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_masters_start_from_the_initial_values_and_parameters_rest_quantized(ranks: Pool, zero: int) -> None:
+    for exact, measured, planned, forms in ranks(2, rest, zero):
+        assert exact
+        assert measured == planned
+        assert forms == {"torch.uint8"}
+
+
+def poisoned(zero: int) -> tuple[Run, bool]:
+    """Training with every staging buffer filled with NaN as soon as it has been quantized."""
+    model = compiled(zero, "auto")
+    seen = False
+    for bucket in model._sharding.buckets:
+        if bucket.copies is None:
+            continue
+        fill = bucket.copies.fill_from
+
+        def fill_and_poison(flat: torch.Tensor, places: Any, fill: Any = fill, bucket: Any = bucket) -> None:
+            nonlocal seen
+            fill(flat, places)
+            if flat is not bucket.master:
+                flat.fill_(torch.nan)
+                seen = True
+
+        bucket.copies.fill_from = fill_and_poison
+    losses, grads = [], {}
+    for step in range(3):
+        loss = model(*this_ranks_batch(step))
+        loss.backward()
+        losses.append(mean_over_ranks(loss))
+        grads = full_gradients(model)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return Run(losses, grads, model.full_state_dict()), seen
+
+
+def poisoned_and_not(zero: int) -> tuple[Run, Run, bool]:
+    return run(zero, "off", steps=3), *poisoned(zero)
+
+
+@pytest.mark.shows("Q5")
+@pytest.mark.parametrize("zero", [1, 2])
+def test_staged_bytes_never_appear_in_a_gradient(ranks: Pool, zero: int) -> None:
+    for off, on, seen in ranks(2, poisoned_and_not, zero):
+        assert seen
+        assert on.same(off)
+
+
+def shares(zero: int) -> bool:
+    """Whether the staging buffer of every bucket lies in memory that gradients use."""
+    model = compiled(zero, "auto")
+    model(*this_ranks_batch(0)).backward()
+    gradient_slots = [event.slot for _, event in model.schedule.of(Kind.GRAD) if event.slot is not None]
+    found = []
+    for bucket in model._sharding.buckets:
+        if bucket.plan.gather is not Gather.STAGED:
+            continue
+        if zero == 1:
+            assert bucket.grad_full is not None
+            found.append(bucket.staging().data_ptr() == bucket.grad_full.data_ptr())
+            continue
+        for _, event in model.schedule.of(Kind.UNSHARD, phase=Phase.FORWARD):
+            if event.bucket_index == bucket.plan.index:
+                slot = event.slot
+                assert slot is not None
+                found.append(any(slot.offset < other.end and other.offset < slot.end for other in gradient_slots))
+    return bool(found) and all(found)
+
+
+@pytest.mark.shows("Q5")
+@pytest.mark.parametrize("zero", [1, 2])
+def test_staging_shares_memory_with_gradients(ranks: Pool, zero: int) -> None:
+    assert all(ranks(2, shares, zero))
