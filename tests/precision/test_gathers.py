@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 def compiled(zero: int, gather: str, make: Any = net, **options: Any) -> fxshard.ShardedModule:
-    optimizer = fxshard.AdamW(lr=1e-2, eps=EPS)
+    optimizer = options.pop("optimizer", fxshard.AdamW(lr=1e-2, eps=EPS))
     options.setdefault("precision", fxshard.MXFP8(gather=gather))
     return fxshard.compile(make(), zero=zero, optimizer=optimizer, lowering="eager", **options)
 
@@ -70,6 +70,47 @@ def test_gathering_quantized_parameters_changes_nothing(ranks: Pool, zero: int) 
         assert len(set(runs["off"].losses)) == 5  # weights change in every step
 
 
+def with_muon(zero: int) -> tuple[Run, Run, list[Counter[str]], set[bool]]:
+    """Both runs, how often each bucket is gathered in each phase, and whether buckets have matrices for Muon."""
+    muon = fxshard.Muon(lr=1e-2, adamw=fxshard.AdamW(lr=1e-2, eps=EPS))
+    off, on = (run(zero, gather, steps=3, optimizer=muon) for gather in ("off", "auto"))
+    model = compiled(zero, "auto", optimizer=muon)
+    model(*this_ranks_batch(0)).backward()
+    phases = (Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD,)
+    gathers = [event for _, event in model.schedule.of(Kind.UNSHARD)]
+    counts = [Counter(event.bucket for event in gathers if event.phase in some) for some in phases]
+    return off, on, counts, {bool(bucket.matrices) for bucket in model.schedule.buckets}
+
+
+@pytest.mark.shows("Q8")
+@pytest.mark.parametrize("zero", [2, 3])
+def test_muon_and_adamw_buckets_are_each_gathered_once(ranks: Pool, zero: int) -> None:
+    for off, on, counts, kinds in ranks(2, with_muon, zero):
+        assert on.same(off)
+        assert len(set(on.losses)) == 3
+        assert kinds == {True, False}
+        assert all(times == 1 for count in counts for times in count.values())
+
+
+def with_kept_gradients() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of two micro-batches, the first inside no_sync, with a forced gather in between."""
+    found = []
+    for gather in ("off", "auto"):
+        model = compiled(1, gather)
+        with model.no_sync():
+            model(*this_ranks_batch(0)).backward()
+        model.load_state_dict(model.full_state_dict())  # the shard changed: the next forward gathers, and stages, again
+        model(*this_ranks_batch(1)).backward()
+        found.append(list(full_gradients(model).values()))
+    return found[0], found[1]
+
+
+@pytest.mark.shows("Q5")
+def test_staging_leaves_gradients_that_no_sync_kept_alone(ranks: Pool) -> None:
+    for off, on in ranks(2, with_kept_gradients):
+        assert all(map(torch.equal, off, on))
+
+
 @pytest.mark.shows("Q6")
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_evaluation_zero_grad_and_loading_in_between(ranks: Pool, zero: int) -> None:
@@ -114,9 +155,11 @@ def moved(zero: int, precision: fxshard.Precision) -> tuple[dict[str, int], dict
     planned: Counter[str] = Counter()
     of_linears: Counter[str] = Counter()
     for _, event in model.schedule.of(Kind.UNSHARD):
-        planned[event.phase.value] += event.bytes
+        # What an optimizer step gathers is what the next forward starts with; the first forward gathers it itself.
+        used_in = "backward" if event.phase is Phase.BACKWARD else "forward"
+        planned[used_in] += event.bytes
         if any(name.endswith(("up.weight", "down.weight")) for name in event.params):
-            of_linears[event.phase.value] += event.bytes
+            of_linears[used_in] += event.bytes
     return dict(planned), dict(wire), dict(of_linears)
 
 
