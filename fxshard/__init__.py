@@ -6,10 +6,12 @@ data-parallel ranks, and schedules every collective. The schedule is an object: 
 
 from fxshard._version import __version__
 from fxshard.api import compile, shard
+from fxshard.checkpoint import latest, load, save
 from fxshard.config import AdamW, Muon, Precision, Split
 from fxshard.errors import (
     BudgetError,
     CaptureError,
+    CheckpointError,
     ConfigError,
     FxshardError,
     LayoutError,
@@ -30,6 +32,7 @@ __all__ = [
     "AdamW",
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "FxshardError",
     "LayoutError",
@@ -46,6 +49,9 @@ __all__ = [
     "StateError",
     "__version__",
     "compile",
+    "latest",
+    "load",
     "plan",
+    "save",
     "shard",
 ]
