@@ -58,9 +58,9 @@ def of_model(model: ShardedModule) -> Iterator[Held]:
         names = tuple(keys.pop(id(parameter)))
         yield Held(MODEL, names, tuple(parameter.shape), fragment.row_start, bucket.local(fragment.name))
     first = _is_first(model)
-    for identity, names in keys.items():
+    for identity, of_buffer in keys.items():
         buffer = values[identity].detach()
-        yield Held(MODEL, tuple(names), tuple(buffer.shape), 0, buffer, writes=first)
+        yield Held(MODEL, tuple(of_buffer), tuple(buffer.shape), 0, buffer, writes=first)
 
 
 State = Mapping[torch.Tensor, Mapping[str, Any]]

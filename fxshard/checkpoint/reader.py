@@ -17,7 +17,14 @@ import zlib
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata, ReadItem
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
@@ -57,6 +64,7 @@ class RowReader(FileSystemReader):
             planner.load_bytes(item, io.BytesIO(packed))
             return
         stored = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata) and item.storage_index.index is not None
         sizes = stored.chunks[item.storage_index.index].sizes
         dtype = stored.properties.dtype
         target = planner.resolve_tensor(item).detach()

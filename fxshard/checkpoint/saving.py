@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def save(
     try:
         held = [*of_model(model), *(of_optimizer(model, optimizer.state) if optimizer is not None else ())]
         record = _record(model, optimizer, ranks)
-        objects = {("rng", str(ranks.rank)): packed(random_states(device))}
+        objects: dict[tuple[str, ...], bytes] = {("rng", str(ranks.rank)): packed(random_states(device))}
         objects["extra", str(ranks.rank)] = _packed_extra(extra)
     except FxshardError as error:
         problems.append(str(error))
@@ -216,17 +217,15 @@ def check_model(model: object) -> Ranks:
     return ranks_of(model._sharding)
 
 
-class quiet(warnings.catch_warnings):
+@contextlib.contextmanager
+def quiet(ranks: Ranks) -> Iterator[None]:
     """torch warns when there is no process group; here that is as it should be."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self._alone = ranks.group is None
-
-    def __enter__(self) -> None:  # type: ignore[override]
-        super().__enter__()
-        if self._alone:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    if ranks.group is not None:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def explained(error: CheckpointException) -> str:
