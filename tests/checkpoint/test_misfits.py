@@ -27,19 +27,19 @@ class Wider(nn.Module):
         for name, child in plain.named_children():
             if name != "odd":
                 self.add_module(name, child)
-        self.odd = nn.Linear(13, 6)
+        self.odd = nn.Linear(29, 20)
         self.row, self.scale, self.empty = plain.row, plain.scale, plain.empty
 
 
 class Smaller(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.odd = nn.Linear(13, 5)
+        self.odd = nn.Linear(29, 19)
         self.new = nn.Linear(2, 2)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "shapes": (Wider, {"optimizer": MUON}, r"odd.weight has shape \(5, 13\) there and \(6, 13\) here"),
+    "shapes": (Wider, {"optimizer": MUON}, r"odd.weight has shape \(19, 29\) there and \(20, 29\) here"),
     "keys": (Smaller, {"optimizer": MUON}, r"new.weight is missing(.|\n)*emb.weight is not in the model"),
     "coefficients": (zoo, {"optimizer": POLAR}, "coefficients='quintic', this optimizer has coefficients='polar_"),
     "steps": (zoo, {"optimizer": fxshard.Muon(steps=7, adamw=ADAMW)}, "made with steps=5"),

@@ -40,6 +40,8 @@ def saved(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
     model = sharded(**SAVED[dist.get_world_size()])
     model.get_buffer("norm.running_mean").fill_(3 + dist.get_rank())
     before = train(model, range(2))
+    if dist.get_world_size() == 2:  # or this would show nothing about uneven rows
+        assert model.get_parameter("emb.weight").to_local().shape[0] not in (0, 18, 19, 37)
     fxshard.save(model, path, extra={"rank": dist.get_rank()})
     return before, train(model, range(2, 3))
 
@@ -65,7 +67,7 @@ def test_any_number_of_ranks_to_any_other(ranks: Pool, tmp_path: Path) -> None:
         before = originals[world][0][0]
         model_part = {k.removeprefix("model."): v for k, v in contents[world].items() if k.startswith("model.")}
         assert same(model_part, before) == [], world
-        assert model_part["norm.running_mean"].tolist() == [3.0] * 6  # the first rank's
+        assert model_part["norm.running_mean"].tolist() == [3.0] * 24  # the first rank's
         zoo(7).load_state_dict(model_part)
     assert "optimizer.state.layers.0.weight.momentum_buffer" in contents[2]
     assert contents[3]["optimizer.state.odd.bias.step"] == 2

@@ -21,16 +21,16 @@ class Zoo(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.emb = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.odd = nn.Linear(13, 5)
-        self.row = nn.Parameter(torch.randn(1, 4))
+        self.emb = nn.Embedding(37, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.odd = nn.Linear(29, 19)
+        self.row = nn.Parameter(torch.randn(1, 40))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.empty(3, 0))
-        self.frozen = nn.Linear(4, 7)
+        self.frozen = nn.Linear(12, 23)
         self.frozen.requires_grad_(False)
-        self.norm = nn.BatchNorm1d(6)
-        self.head = nn.Linear(6, 11, bias=False)
+        self.norm = nn.BatchNorm1d(24)
+        self.head = nn.Linear(24, 37, bias=False)
         self.head.weight = self.emb.weight
 
 
