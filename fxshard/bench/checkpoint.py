@@ -8,6 +8,7 @@ Contenders take turns in one run, each saving, loading and deleting its own chec
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
@@ -138,7 +139,9 @@ def main() -> None:
     parser.add_argument("--contenders", default="fsdp2,fxshard,asynchronous", help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--rounds", type=int, default=5, help="the first one is not counted")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=5, help="the first one is not timed")
+    parser.add_argument("--one-at-a-time", action="store_true", help="of the contenders, where memory is short")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
@@ -151,23 +154,34 @@ def main() -> None:
     made = [tempfile.mkdtemp(dir=arguments.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
     folder = Path(str(made[0]))
-    contenders = []
-    for name in arguments.contenders.split(","):
-        torch.manual_seed(0)
-        contenders.append(CONTENDERS[name](Llama(config)))
-    found: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
+    torch.set_default_dtype(getattr(torch, arguments.dtype))
+    names = arguments.contenders.split(",")
+    alive: dict[str, Fsdp2 | Ours] = {}
+    found: dict[str, list[dict[str, float]]] = {CONTENDERS[name].name: [] for name in names}
     for _ in range(arguments.rounds):
-        for contender in contenders:
-            found[contender.name].append(round_trip(contender, folder))
+        for name in names:
+            if arguments.one_at_a_time and name not in alive:
+                alive.clear()
+                gc.collect()
+            if name not in alive:
+                torch.manual_seed(0)
+                alive[name] = CONTENDERS[name](Llama(config))
+            found[alive[name].name].append(round_trip(alive[name], folder))
     if dist.get_rank() == 0:
         folder.rmdir()
-        report({name: rounds[1:] or rounds for name, rounds in found.items()}, arguments.json)
+        report(found, arguments.json)
     dist.destroy_process_group()
 
 
 def report(found: dict[str, list[dict[str, float]]], path: Path | None) -> None:
+    """Medians of times without the first round, and the largest of the peaks of all rounds."""
     medians = {
-        name: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        name: {
+            key: max(one[key] for one in rounds)
+            if key.endswith("peak")
+            else statistics.median(one[key] for one in rounds[1:] or rounds)
+            for key in rounds[0]
+        }
         for name, rounds in found.items()
     }
     base = next(iter(medians.values()))

@@ -6,6 +6,7 @@ are made from the layout's own records. A planner is the documented place to do 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import io
 import threading
@@ -85,7 +86,7 @@ class SaveRows(DefaultSavePlanner):
             return io.BytesIO(self._objects[write_item.index])
         tensor = self._tensors[write_item.index].contiguous()
         self._progress.add(tensor.nbytes)
-        return tensor
+        return _with_storage_of_its_own(tensor)
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,17 @@ class LoadRows(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self._progress.add(tensor.nbytes)
+
+
+def _with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, without what lies around it: of a view, torch would make copies and keep them all for a while.
+
+    The result does not keep the memory alive; the planner does.
+    """
+    if tensor.device.type != "cpu" or not tensor.nbytes or tensor.nbytes == tensor.untyped_storage().nbytes():
+        return tensor
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 class _Counter:
