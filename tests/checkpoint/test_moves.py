@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
+from fxshard.checkpoint.planners import LoadRows, Target
+from fxshard.checkpoint.reader import RowReader
 from tests.checkpoint.zoo import ADAMW, MUON, Zoo, plain_contents, same, train, zoo
 from tests.pool import Pool
 from tests.toy import Mlp
@@ -46,14 +49,14 @@ def saved(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
     return before, train(model, range(2, 3))
 
 
-def loaded(paths: dict[int, Path]) -> dict[int, tuple[dict[str, torch.Tensor], Any]]:
+def loaded(paths: dict[int, Path]) -> dict[int, tuple[dict[str, torch.Tensor], Any, list[str]]]:
     """Load each into a model with other values, save it again from here, make the next step."""
     world, found = dist.get_world_size(), {}
     for source, path in paths.items():
         model = sharded(seed=1, **LOADED[world])
         was = fxshard.load(model, path)
         fxshard.save(model, path.with_name(f"{path.name}-on-{world}"))
-        found[source] = (train(model, range(2, 3)), was.extra)
+        found[source] = (train(model, range(2, 3)), was.extra, was.notes)
     return found
 
 
@@ -75,9 +78,10 @@ def test_any_number_of_ranks_to_any_other(ranks: Pool, tmp_path: Path) -> None:
         assert same(contents[1], contents[world]) == [], world
     for world in WORLDS:
         for rank, found in enumerate(ranks(world, loaded, paths)):
-            for source, (after, extra) in found.items():
+            for source, (after, extra, notes) in found.items():
                 assert same(after, originals[source][0][1]) == [], f"{source} → {world}"
                 assert extra == {"rank": rank if source == world else 0}
+                assert bool(notes) is (source != world)  # random states belong to ranks
         for source in WORLDS:
             again = plain_contents(tmp_path / f"from-{source}-on-{world}")
             assert same(again, contents[source]) == [], f"{source} → {world}"
@@ -103,6 +107,22 @@ def test_torch_optimizers(ranks: Pool, tmp_path: Path) -> None:
         assert same(after, straight) == []
     alone = with_torch_optimizer(path, False)
     assert same(alone, straight) == []
+
+
+def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
+    weight = torch.nn.Linear(64, 8192)
+    expected = weight.weight.detach()[5000:5010].clone()
+    fxshard.save(fxshard.shard(weight), tmp_path / "a")
+    rows = torch.empty(10, 64)
+    before = _bytes_read()
+    planner = LoadRows([Target("model.weight", (5000, 0), rows)], [])
+    torch.distributed.checkpoint.load({}, storage_reader=RowReader(tmp_path / "a"), planner=planner, no_dist=True)
+    assert torch.equal(rows, expected)
+    assert _bytes_read() - before < 100_000  # of two million
+
+
+def _bytes_read() -> int:
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
 
 
 @pytest.mark.shows("C2")
