@@ -175,6 +175,12 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
+def local_version(tensor: torch.Tensor) -> int:
+    """The version of the rows that a DTensor wraps; 0 for a plain tensor. torch 2.11, 2.13."""
+    local = getattr(tensor, "_local_tensor", None)
+    return 0 if local is None else local._version
+
+
 def profiling() -> bool:
     """Whether a profiler runs (``emit_nvtx`` is one): ranges cost something. torch 2.11, 2.13."""
     return torch.autograd._profiler_enabled()

@@ -16,6 +16,7 @@ from fxshard.events import Kind, Phase
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
+from fxshard.passes.order_prefetch import leading
 from fxshard.passes.pipeline import before_autograd, schedule
 from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recompute_param_views import recompute_param_views
@@ -203,7 +204,7 @@ class Capture:
             ranks=sharding.ranks,
             zero=sharding.zero,
             budget=sharding.options.memory_budget,
-            own_optimizer=sharding.own_optimizer and self._backend.one_graph,
+            carry=leading(sharding.options) if sharding.own_optimizer and self._backend.one_graph else 0,
         )
         self._carries = {
             event.bucket_index: event.slot

@@ -367,6 +367,46 @@ def test_gradient_norm_counts_every_element_once(ranks: Pool) -> None:
         assert norm == pytest.approx(whole, rel=1e-5)
 
 
+def test_groups_of_ones_own_are_refused() -> None:
+    model = fxshard.shard(llama(), optimizer=MUON)
+    with pytest.raises(fxshard.ConfigError, match="no others"):
+        model.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    muon = model.optimizer.param_groups[0]
+    model.optimizer.param_groups.append({**muon, "params": [muon["params"].pop()], "lr": 0.0})
+    with pytest.raises(fxshard.StateError, match="several groups"):
+        model.optimizer.step()
+
+
+def test_loading_an_empty_state_starts_afresh() -> None:
+    model = fxshard.shard(llama(), optimizer=MUON)
+    deliver(model, random_gradients(0))
+    model.optimizer.step()
+    model.optimizer.load_state_dict({**model.optimizer.state_dict(), "state": {}})
+    moments = model.optimizer._moments.values()
+    assert not any(m.first.any() or m.second.any() or any(m.counts) for m in moments)
+
+
+def changed_by_hand() -> list[bool]:
+    """Whether a change between a step, which gathers for the next forward, and that forward is seen."""
+    seen = []
+    for change in (lambda p: p.mul_(2), lambda p: p.to_local().mul_(2), lambda p: p.detach().mul_(2)):
+        model = fxshard.compile(llama(), optimizer=ADAMW, lowering="eager")
+        plain = llama()
+        model(*this_ranks_batch(0)).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                change(parameter)
+        plain.load_state_dict(model.full_state_dict())
+        seen.append(torch.allclose(model(*this_ranks_batch(1)), plain(*this_ranks_batch(1)), rtol=1e-5))
+    return seen
+
+
+def test_changes_behind_a_step_are_seen(ranks: Pool) -> None:
+    assert ranks(2, changed_by_hand) == [[True] * 3] * 2
+
+
 def test_bad_choices_are_errors() -> None:
     with pytest.raises(fxshard.ConfigError, match="no matrix"):
         fxshard.compile(llama(), optimizer=fxshard.Muon(use=lambda name, shape: "norm" in name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,8 @@ def planned(profile: fxshard.Profile, gathers: float) -> fxshard.Schedule:
     with torch.device("meta"):
         model = llama()
     scaled = replace(profile, seconds=seconds)
-    return fxshard.plan(model, batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager", profile=scaled)
+    settings: dict[str, Any] = {"hardware": "cpu", "lowering": "eager", "optimizer": fxshard.AdamW()}
+    return fxshard.plan(model, batch(0, 2, 0, VOCAB), world_size=2, profile=scaled, **settings)
 
 
 @pytest.mark.shows("P2")

@@ -17,6 +17,8 @@ def exchanges_go_there_and_back(step: Step) -> None:
     last: dict[tuple[str, ...], int] = {}
     returned: dict[int, int] = {}
     reduced: dict[int, int] = {}
+    # A bucket that no graph uses travels too, as zeros: nothing reduces or updates it.
+    used = {event.bucket_index for _, event in step.schedule.of(Kind.REDUCE)}
     for i, event in enumerate(step.schedule.events):
         if event.kind is Kind.REDUCE:
             reduced[event.bucket_index] = i
@@ -25,11 +27,11 @@ def exchanges_go_there_and_back(step: Step) -> None:
             if before is not None and before not in event.waits_for:
                 step.broken(rule, i, f"does not wait for event {before}, which is about the same matrices")
             if event.kind is Kind.EXCHANGE and before is None:
-                _behind_reductions(step, rule, i, reduced)
+                _behind_reductions(step, rule, i, used, reduced)
             elif before is None or step.event(before).kind is event.kind:
                 step.broken(rule, i, "is about matrices that have not been sent, or not been computed")
             last[event.params] = i
-            returned.update(dict.fromkeys(event.writes, i))
+            returned.update({index: i for index in event.writes if index in used})
         elif event.kind is Kind.UPDATE:
             back = returned.pop(event.bucket_index, None)
             if back is not None and back not in event.waits_for:
@@ -41,9 +43,11 @@ def exchanges_go_there_and_back(step: Step) -> None:
         step.broken(rule, i, "brings back matrices of a bucket that nothing updates behind it")
 
 
-def _behind_reductions(step: Step, rule: Callable[[Step], None], i: int, reduced: dict[int, int]) -> None:
+def _behind_reductions(
+    step: Step, rule: Callable[[Step], None], i: int, used: set[int], reduced: dict[int, int]
+) -> None:
     """Reductions are in order on their stream: waiting for a later one is enough."""
     latest = max((need for need in step.event(i).waits_for if step.event(need).kind is Kind.REDUCE), default=-1)
-    for index in step.event(i).reads:
+    for index in used.intersection(step.event(i).reads):
         if reduced.get(index, len(step.schedule)) > latest:
             step.broken(rule, i, f"sends matrices of {step.bucket(index).name!r}, whose gradients are not reduced")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import torch
 from torch import fx
@@ -32,20 +32,20 @@ def record(
     ranks: int,
     zero: int,
     budget: int | None = None,
-    own_optimizer: bool = False,
+    carry: int = 0,
 ) -> Schedule:
     """The schedule of a step (or an evaluation) from its graphs, with the stretches of compute between the events.
 
-    With an optimizer of ``fxshard``'s own, the gathers that a forward starts with stand in the optimizer phase of the
-    step before. Any other optimizer is taken for AdamW, and its step ends before anything is gathered.
+    With an optimizer of ``fxshard``'s own, up to ``carry`` gathers that a forward starts with stand in the optimizer
+    phase of the step before. Any other optimizer is taken for AdamW, and its step ends before anything is gathered.
     """
     found: list[Event] = []
     for phase, module in graphs.items():
         found += _events_of(module.graph, phase)
     if Phase.BACKWARD in graphs:
         reduced = {event.bucket_index: event for event in found if event.kind is Kind.REDUCE}
-        if own_optimizer:
-            carried = _carried(found, buckets, reduced)
+        if carry:
+            carried = _carried(found, buckets, reduced, carry)
             found = [event for event in found if event is not carried.get(event.bucket_index)]
             found += updates(reduced, buckets, carried, _group(found))
         else:
@@ -165,9 +165,11 @@ def _owned_bytes(node: fx.Node) -> int:
     return tensor_bytes(value)
 
 
-def _carried(events: list[Event], buckets: Sequence[BucketPlan], reduced: Mapping[int, Event]) -> dict[int, Event]:
+def _carried(
+    events: list[Event], buckets: Sequence[BucketPlan], reduced: Mapping[int, Event], most: int
+) -> dict[int, Event]:
     """The gathers at the head of forward, of buckets that the step before updates. What is resident has its place."""
-    head = takewhile(lambda event: event.kind is Kind.UNSHARD, events)
+    head = islice(takewhile(lambda event: event.kind is Kind.UNSHARD, events), most)
     return {
         event.bucket_index: event
         for event in head

@@ -106,6 +106,15 @@ class Moments:
         """Take the step counts over from the tensor."""
         self.counts = [int(step) for step in self.steps.tolist()]
 
+    def clear(self, i: int) -> None:
+        """As if a parameter had never been stepped."""
+        fragment, at = self.bucket.fragments[i], self._second_at[i]
+        self.first[fragment.offset : fragment.offset + fragment.numel].zero_()
+        if fragment.name not in self.muon:
+            self.second[at : at + fragment.numel].zero_()
+        self.counts[i] = 0
+        self.steps[i] = 0.0
+
     def load(self, i: int, state: Mapping[str, Any]) -> None:
         """Copy loaded state of a parameter into the flat tensors."""
         fragment = self.bucket.fragments[i]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fxshard.config import Muon, Split
+from fxshard.errors import StateError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.moments import Moments
 from fxshard.optim.newton_schulz import orthogonalize
@@ -54,6 +55,11 @@ class ShardedMuon(ShardedOptimizer):
         super().load_state_dict(state_dict)
 
     def _may_step(self) -> bool:
+        if sum(group["kind"] == "muon" for group in self.param_groups) > 1:
+            raise StateError(
+                "param_groups has several groups of kind 'muon', but all of Muon's parameters follow the first: give "
+                "them one group, or choose with fxshard.Muon(use=...) which parameters are Muon's"
+            )
         grads = {
             name: moments.bucket.as_rows(moments.bucket.grad, name)
             for moments in self._moments.values()

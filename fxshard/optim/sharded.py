@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fxshard import _compat
+from fxshard.errors import ConfigError
 from fxshard.optim.moments import Moments
 from fxshard.plan.step import Done, Instruction, Local, plan_step
 from fxshard.runtime.engine import Engine
@@ -48,13 +49,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for moments in self._moments.values():
             moments.bucket.release_gradient()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are those of the sharded model: what else is to be trained needs an optimizer of its own."""
+        if hasattr(self, "_moments"):
+            raise ConfigError(
+                "add_param_group: this optimizer updates the parameters of the sharded model and no others; make a "
+                "torch.optim optimizer for the rest, or pass decay= and use= to fxshard.AdamW and fxshard.Muon"
+            )
+        super().add_param_group(param_group)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         with torch.no_grad():
             for moments in self._moments.values():
                 for i, parameter in enumerate(moments.bucket.params):
-                    if parameter in self.state:
+                    if self.state.get(parameter):
                         moments.load(i, self.state[parameter])
+                    else:
+                        moments.clear(i)
         self._bind_state()
 
     def state_was_written(self) -> None:

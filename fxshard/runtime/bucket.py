@@ -145,7 +145,10 @@ class Bucket:
     def version(self) -> int:
         """Counts the changes of the shard."""
         # A DTensor counts operations on itself, not on the rows it wraps: both counters are needed.
-        return self.master._version + sum(parameter._version for parameter in self.params)
+        # The rows count for themselves, too: they were wrapped detached.
+        return self.master._version + sum(
+            parameter._version + _compat.local_version(parameter) for parameter in self.params
+        )
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

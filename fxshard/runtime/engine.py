@@ -86,13 +86,17 @@ class Engine:
             self.recorder.begin(phase)
         if phase is Phase.BACKWARD:
             if not same:
-                self._evict()
+                self._drop()
+            for index in [index for index, held in self._gathered.items() if held.version is not None]:
+                if self._gathered[index].views is None:  # a step before this backward: the place is backward's
+                    self.reshard(index)
             self.arena.reserve(arena_bytes)
             return
         for bucket in self.buckets:
             bucket.reclaim_gradient()
         grows = self.arena.planned and arena_bytes > self.arena.bytes
-        self._evict(keep={} if grows else carries)
+        self._keep_carried({} if grows else carries)
+        self._evict()
         self.arena.reserve(arena_bytes)
         self._carries = carries
         # The first gather may start when the optimizer's writes to the shards are done: they are on this stream.
@@ -105,13 +109,33 @@ class Engine:
     def abort(self) -> None:
         """A program failed half-way: let what it started end and forget what it held: the next starts clean."""
         self.gradients.abort()
+        self._drop()
+
+    def _keep_carried(self, places: Mapping[int, SlotRange]) -> None:
+        """What the last step gathered is used, wherever this program wants it: ranks may run different programs, and
+        must all gather again, or none. Only a change of the shard, which all see, makes it worthless.
+        """
+        for index, held in self._gathered.items():
+            fresh = held.version is not None and held.version == self.buckets[index].version
+            if not fresh or held.views is not None:
+                held.version = None
+            elif places.get(index) != held.slot:
+                held.token.wait()
+                assert held.slot is not None
+                self.arena.release(held.slot, self._streams.mark())
+                ((flat, _),) = held.transfer.moves
+                held.views, held.slot = self.buckets[index].views(flat.clone()), None
+
+    def _drop(self) -> None:
+        """Release everything that does not stay in memory."""
+        for held in self._gathered.values():
+            held.version = None
         self._evict()
 
-    def _evict(self, keep: Mapping[int, SlotRange] | None = None) -> None:
-        """Release every gathered bucket, but for those that the last step gathered and that nothing touched since."""
+    def _evict(self) -> None:
+        """Release every gathered bucket, but for those that stay in memory, or were carried here."""
         for index, held in list(self._gathered.items()):
-            untouched = held.views is None and held.version == self.buckets[index].version
-            if held.slot is not None and not (untouched and (keep or {}).get(index) == held.slot):
+            if held.version is None and (held.slot is not None or not self.buckets[index].plan.resident):
                 self.reshard(index)
 
     # -- the optimizer step ------------------------------------------------------------------------------------------
@@ -119,7 +143,7 @@ class Engine:
     def carry(self, index: int) -> None:
         """A bucket has its new values: if the next forward starts by gathering it, that starts now."""
         slot = self._carries.get(index)
-        if slot is None:
+        if slot is None or self.recorder is not None:  # who measures gathers wants them where programs start them
             return
         bucket = self.buckets[index]
         for other, held in list(self._gathered.items()):
@@ -127,13 +151,14 @@ class Engine:
             if other == index or (held.slot is not None and held.slot.overlaps(slot)):
                 self.reshard(other)
         memory, pending = self.arena.take(slot)
-        self._start = self._streams.mark()
+        self._start, self.frame.phase = self._streams.mark(), Phase.OPTIMIZER
         held = self._gather(bucket, self._transfer(bucket, memory, Copies.NONE), slot, pending)
         held.version = bucket.version
         self._gathered[index] = held
 
     def exchange(self, index: int, sends: torch.Tensor, to: list[int], from_each: list[int]) -> Sent:
         """Among the ranks that share a bucket, send ``to[r]`` elements to each rank ``r`` and get ``from_each[r]``."""
+        self.frame.phase = Phase.OPTIMIZER
         brings = torch.empty(sum(from_each), dtype=sends.dtype, device=sends.device)
         group = self.buckets[index].channels.gather
 
@@ -190,6 +215,8 @@ class Engine:
 
     def reshard(self, index: int) -> None:
         held = self._gathered.pop(index)
+        if held.views is None and not self.arena.planned:
+            held.token.wait()  # the memory goes back to an allocator that knows this stream only
         if held.slot is not None:
             self.arena.release(held.slot, self._streams.mark() if held.views is not None else held.token)
 

@@ -77,7 +77,7 @@ class Reductions:
             if bucket.channels.domain.ranks > 1:
                 with failing(f"eager reduce of {bucket.plan.params[position]!r}", dist.get_rank()):
                     bucket.channels.all_reduce(value, dist.ReduceOp.SUM)
-                value = value / bucket.plan.domain.divisor
+            value = value / bucket.plan.domain.divisor
             bucket.add_gradient(bucket.plan.params[position], value)
 
     def grad(self, index: int, slot: SlotRange | None, zeros: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
