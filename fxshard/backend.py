@@ -74,9 +74,6 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
-        self.observer = observer()
-        if self.observer is not None:
-            self.observer.say("Dynamo gave %d nodes", len(graph.graph.nodes))
         broken = _compat.graph_break(graph)
         if broken is not None:
             self._note_break(broken)
@@ -107,7 +104,10 @@ class Backend:
         )(graph, example_inputs)
 
     def before_autograd(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> fx.GraphModule:
-        """The passes over a graph as Dynamo captured it."""
+        """The passes over a graph as Dynamo captured it, the first thing that happens to it."""
+        self.observer = observer()
+        if self.observer is not None:
+            self.observer.say("Dynamo gave %d nodes", len(graph.graph.nodes))
         return before_autograd(graph, Capture(self, refs).context(Phase.FORWARD))
 
     def refs(self, graph: fx.GraphModule) -> list[ParamRef | None]:

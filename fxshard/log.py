@@ -28,8 +28,8 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     """To stderr, with the rank. What every rank would say alike, rank 0 says, unless somebody debugs."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        record.rank = rank()
-        if record.rank == 0 or record.levelno >= logging.WARNING or LOG.level == logging.DEBUG:
+        record.__dict__["rank"] = here = rank()
+        if here == 0 or record.levelno >= logging.WARNING or LOG.level == logging.DEBUG:
             super().emit(record)
 
 

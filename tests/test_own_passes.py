@@ -80,8 +80,8 @@ def stumbles(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
 
 
 def moves_a_use_before_its_source(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    first = module.graph.find_nodes(op="call_function")[0]
-    next(iter(first.users)).append(first)
+    source = next(node for node in module.graph.nodes if node.target is torch.ops.aten.tanh.default)
+    next(iter(source.users)).append(source)
     return module
 
 
