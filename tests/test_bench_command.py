@@ -13,6 +13,7 @@ import pytest
 from fxshard.bench import command
 from fxshard.bench.chart import Chart, to_svg
 from fxshard.bench.figures import CHARTS
+from fxshard.bench.tables import read_tables
 from fxshard.inspect import cli
 
 TRAIN = [
@@ -103,6 +104,14 @@ def test_a_real_one_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     optimizer.main()
     (chart,) = CHARTS["optimizer"](json.loads(figures.read_text()))
     assert {name for name, _ in chart.bars} > {"fxshard.Muon", "torch.optim.Muon"}
+
+
+def test_tables_that_are_printed_become_figures() -> None:
+    printed = "noise\n\n## Cost: a model\n\n| layers | seconds |\n|---|---|\n| 8 | 2.5 |\n| 16 | 3.5 |\n\nmore\n"
+    (table,) = tables = read_tables(printed)
+    assert table == {"title": "Cost: a model", "head": ["layers", "seconds"], "rows": [["8", "2.5"], ["16", "3.5"]]}
+    (chart,) = CHARTS["planning"](tables)
+    assert chart.bars == (("fxshard, 8 layers", 2.5), ("fxshard, 16 layers", 3.5))
 
 
 def test_every_benchmark_has_a_picture() -> None:

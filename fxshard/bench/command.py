@@ -17,16 +17,20 @@ from pathlib import Path
 
 from fxshard.bench.chart import to_svg
 from fxshard.bench.figures import CHARTS
+from fxshard.bench.tables import read_tables
 from fxshard.inspect.target import UsageError
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A benchmark: its module, what it measures, and whether it runs on several ranks."""
+    """A benchmark: its module and what it measures."""
 
     module: str
     about: str
     ranks: bool = False
+    """Whether it runs on several ranks."""
+    tables: bool = False
+    """Whether its figures are the tables that it prints; the others write theirs as JSON."""
 
 
 BENCHES = {
@@ -35,7 +39,7 @@ BENCHES = {
     "quantize": Bench("fxshard.bench.quantize", "quantizing to MXFP8 beside a copy and Transformer Engine"),
     "moe": Bench("fxshard.bench.moe", "a mixture of experts beside eager torch and torch.compile"),
     "compile-time": Bench("fxshard.bench.compile_time", "time to the first step, by number of layers"),
-    "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator"),
+    "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator", tables=True),
     "checkpoint": Bench("fxshard.bench.checkpoint", "saving and loading beside FSDP2", ranks=True),
 }
 
@@ -86,8 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
     with tempfile.TemporaryDirectory() as folder:
         figures = arguments.json or Path(folder, "figures.json")
-        wanted = ["--json", str(figures)] if arguments.json or arguments.svg else []
-        code = subprocess.call(launch(bench, arguments.ranks, [*rest, *wanted]), env=environment())
+        wanted = bool(arguments.json or arguments.svg)
+        if bench.tables and wanted:
+            code = _keep_tables(launch(bench, None, rest), figures)
+        else:
+            rest_and_figures = [*rest, "--json", str(figures)] if wanted else rest
+            code = subprocess.call(launch(bench, arguments.ranks, rest_and_figures), env=environment())
         if code == 0 and arguments.svg is not None:
             _draw(arguments.name, figures, arguments.svg, " ".join(rest))
     for path in (arguments.json, arguments.svg):
@@ -104,6 +112,18 @@ def launch(bench: Bench, ranks: int | None, rest: list[str]) -> list[str]:
         ranks = 1 if "cuda" in rest else 2
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*start, "-m", bench.module, *rest]
+
+
+def _keep_tables(start: list[str], figures: Path) -> int:
+    """Show what a benchmark prints as it comes, and write its tables down."""
+    lines = []
+    with subprocess.Popen(start, env=environment(), stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    figures.write_text(json.dumps(read_tables("".join(lines)), indent=1), encoding="utf-8")
+    return running.returncode
 
 
 def environment() -> dict[str, str]:

@@ -13,10 +13,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -215,17 +214,14 @@ def carry_first_gathers(schedule: Schedule, count: int) -> Schedule:
     return replace(schedule, events=tuple(result))
 
 
-def print_cost() -> Iterator[Table]:
-    yield _table(
-        "Cost: llama-70b on 1024 ranks", ("layers", "seconds", "CPU seconds", "peak GiB", "events"), [_cost_row(80)]
-    )
+def print_cost() -> None:
+    print("\n## Cost: llama-70b on 1024 ranks\n", flush=True)
+    _table(("layers", "seconds", "CPU seconds", "peak GiB", "events"), [_cost_row(80)])
 
 
-def print_layers() -> Iterator[Table]:
-    rows = (_cost_row(layers) for layers in LAYERS)
-    yield _table(
-        "Cost by layers: llama-70b on 1024 ranks", ("layers", "seconds", "CPU seconds", "peak GiB", "events"), rows
-    )
+def print_layers() -> None:
+    print("\n## Cost by layers: llama-70b on 1024 ranks\n", flush=True)
+    _table(("layers", "seconds", "CPU seconds", "peak GiB", "events"), (_cost_row(layers) for layers in LAYERS))
 
 
 def _cost_row(layers: int) -> list[str]:
@@ -234,13 +230,13 @@ def _cost_row(layers: int) -> list[str]:
     return [str(layers), seconds, cpu, f"{found['gib']:.2f}", f"{found['events']:.0f}"]
 
 
-def print_gains(layers: int | None) -> Iterator[Table]:
+def print_gains(layers: int | None) -> None:
     for preset in PRESETS:
-        title = f"Gain: {preset}{f', {layers} layers' if layers else ''}, milliseconds per step"
+        about = f", {layers} layers" if layers else ""
+        print(f"\n## Gain: {preset}{about}, milliseconds per step\n", flush=True)
         head = ["hardware", "ranks", "compute", "bound"]
         head += [f"{rule}: step (exposed)" for rule in SHOWN]
-        head += [f"{rule} / bound" for rule in OURS]
-        yield _table(title, head, (_gain_row(*row) for row in gains(preset, layers)))
+        _table([*head, *[f"{rule} / bound" for rule in OURS]], (_gain_row(*row) for row in gains(preset, layers)))
 
 
 OURS = ("default", "steady", "roomy")
@@ -258,41 +254,30 @@ def _gain_row(hardware: str, ranks: int, found: dict[str, Simulation | None]) ->
     return [*row, *["–" if step is None else f"{step.step_seconds / step.bound_seconds:.3f}" for step in ratios]]
 
 
-Table = dict[str, Any]
-"""Title, head and rows, as printed."""
-
-
-def _table(title: str, head: Sequence[str], rows: Iterable[list[str]]) -> Table:
-    """Print row by row, as they come; returns all of it."""
-    print(f"\n## {title}\n")
+def _table(head: Sequence[str], rows: Any) -> None:
     print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head), flush=True)
-    printed = []
+    print("|" + "---|" * len(head))
     for row in rows:
         print("| " + " | ".join(row) + " |", flush=True)
-        printed.append(row)
-    return {"title": title, "head": list(head), "rows": printed}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=("cost", "layers", "gains"), default=("cost", "layers", "gains"))
     parser.add_argument("--quick", action="store_true", help=f"gains with {QUICK_LAYERS} layers of each model")
-    parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help="plan once, print its cost")
     args = parser.parse_args(argv)
     if args.one:
         preset, layers, ranks = args.one
         print(json.dumps(one(preset, int(layers), int(ranks))))
         return
-    parts: dict[str, Callable[[], Iterator[Table]]] = {
+    parts: dict[str, Callable[[], None]] = {
         "cost": print_cost,
         "layers": print_layers,
         "gains": lambda: print_gains(QUICK_LAYERS if args.quick else None),
     }
-    tables = [table for part in args.parts for table in parts[part]()]
-    if args.json:
-        args.json.write_text(json.dumps(tables, indent=1))
+    for part in args.parts:
+        parts[part]()
 
 
 if __name__ == "__main__":

@@ -68,16 +68,29 @@ def ours(
     return sharded, sharded.optimizer
 
 
+class Autocast(nn.Module):
+    """A module whose forward runs under autocast."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dtype = dtype
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, self.dtype):
+            return self.inner(tokens, targets)
+
+
 def ddp(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """DistributedDataParallel around the compiled model. It has no masters: under mixed precision, autocast."""
+    """DistributedDataParallel around the compiled model; in mixed precision autocast over fp32 parameters."""
     from torch.nn.parallel import DistributedDataParallel
 
-    forward = model.forward
-    if precision is not None and precision.param is not None:
-        device = next(model.parameters()).device.type
-        model.forward = torch.autocast(device, precision.param)(forward)  # type: ignore[method-assign]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model.compile()
-    return DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    parallel: nn.Module = DistributedDataParallel(model)
+    if precision is not None and precision.param is not None:
+        parallel = Autocast(parallel, precision.param)
+    return parallel, optimizer
 
 
 def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
