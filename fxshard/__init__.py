@@ -16,10 +16,12 @@ from fxshard.log import set_up
 
 if TYPE_CHECKING:
     from fxshard.api import compile, shard
+    from fxshard.checkpoint import latest, load, save
     from fxshard.config import AdamW, Muon, Precision, Split
     from fxshard.errors import (
         BudgetError,
         CaptureError,
+        CheckpointError,
         ConfigError,
         FxshardError,
         LayoutError,
@@ -45,6 +47,7 @@ _HOME = {
     "AdamW": "config",
     "BudgetError": "errors",
     "CaptureError": "errors",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "FxshardError": "errors",
     "Group": "groups",
@@ -67,7 +70,10 @@ _HOME = {
     "compile": "api",
     "explain": "explaining",
     "grouped_mm": "fused.op",
+    "latest": "checkpoint",
+    "load": "checkpoint",
     "plan": "planning",
+    "save": "checkpoint",
     "shard": "api",
 }
 """The module that each public name is in."""
@@ -99,6 +105,7 @@ __all__ = [
     "AdamW",
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "FxshardError",
     "Group",
@@ -122,6 +129,9 @@ __all__ = [
     "compile",
     "explain",
     "grouped_mm",
+    "latest",
+    "load",
     "plan",
+    "save",
     "shard",
 ]
