@@ -108,7 +108,11 @@ def schedule(
         context = _plain_order(scheduled, context, resident_bytes)
     with _watched("keep_resident", scheduled, context):
         kept = keep_resident(scheduled, context)
-    _say(context, "kept from forward to backward: %s", ", ".join(context.buckets[i].name for i in kept) or "nothing")
+    _say(
+        context,
+        "kept from forward to backward: %s",
+        ", ".join(context.buckets[i].name for i in sorted(kept)) or "nothing",
+    )
     if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
         with _watched("order_prefetch by deadlines", scheduled, context):
             _move_to_deadlines(scheduled, context)

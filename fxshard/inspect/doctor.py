@@ -18,13 +18,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from fxshard._version import __version__
-from fxshard.inspect.progress import Report, progress
+from fxshard.inspect.progress import progress
 
 if TYPE_CHECKING:
     import torch
-
-
-CHECKS = 19
 
 
 class State(StrEnum):
@@ -45,8 +42,8 @@ class Finding:
     detail: str
 
 
-def examine(begin: Report = lambda what: None) -> list[Finding]:
-    """Everything that is looked at, in the order it is printed. ``begin`` is called before each."""
+def examine() -> list[Finding]:
+    """Everything that is looked at, in the order it is printed."""
     checks: list[tuple[str, str, Callable[[], tuple[State, str]]]] = [
         ("needed", "fxshard", lambda: (State.GOOD, __version__)),
         ("needed", "Python", lambda: _at_least(sys.version.split()[0], "3.11")),
@@ -68,11 +65,11 @@ def examine(begin: Report = lambda what: None) -> list[Finding]:
         ("chosen", "MXFP8 quantizer", _mxfp8_quantizer),
         ("chosen", "hardware preset", _hardware),
     ]
-    assert len(checks) == CHECKS
     found = []
-    for part, name, check in checks:
-        begin(name)
-        found.append(Finding(part, name, *_safely(check)))
+    with progress(len(checks)) as begin:
+        for part, name, check in checks:
+            begin(name)
+            found.append(Finding(part, name, *_safely(check)))
     return found
 
 
@@ -245,8 +242,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with progress(CHECKS) as begin:
-        findings = examine(begin)
+    findings = examine()
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1, ensure_ascii=False))
     else:
