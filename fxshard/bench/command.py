@@ -97,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
             rest_and_figures = [*rest, "--json", str(figures)] if wanted else rest
             code = subprocess.call(launch(bench, arguments.ranks, rest_and_figures), env=environment())
         if code == 0 and arguments.svg is not None:
-            _draw(arguments.name, figures, arguments.svg, " ".join(rest))
+            ranks = ["--ranks", str(arguments.ranks)] if arguments.ranks is not None else []
+            _draw(figures, arguments.svg, arguments.name, " ".join([arguments.name, *ranks, *rest]))
     for path in (arguments.json, arguments.svg):
         if code == 0 and path is not None:
             print(f"wrote {path}", file=sys.stderr)
@@ -131,8 +132,8 @@ def environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
-def _draw(name: str, figures: Path, path: Path, rest: str) -> None:
+def _draw(figures: Path, path: Path, name: str, called: str) -> None:
     charts = CHARTS[name](json.loads(figures.read_text(encoding="utf-8")))
     if not charts:
         raise UsageError(f"{path} is not written: these parts of bench {name} give tables, and no bars")
-    path.write_text(to_svg(charts, f"fxshard bench {name} {rest}".strip()), encoding="utf-8")
+    path.write_text(to_svg(charts, f"fxshard bench {called}"), encoding="utf-8")
