@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fxshard._version import __version__
+from fxshard.log import set_up
 
 if TYPE_CHECKING:
     from fxshard.api import compile, shard
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from fxshard.inspect.schedule import Schedule
     from fxshard.inspect.step import ScheduleError
     from fxshard.module import ShardedModule
+    from fxshard.passes.pass_list import PassList
+    from fxshard.passes.pipeline import PASSES
     from fxshard.planning import plan
     from fxshard.precision.policy import MXFP8
     from fxshard.profile import Profile
@@ -51,7 +54,9 @@ _HOME = {
     "LayoutError": "errors",
     "MXFP8": "precision.policy",
     "Muon": "config",
+    "PASSES": "passes.pipeline",
     "PassError": "errors",
+    "PassList": "passes.pass_list",
     "PeerError": "errors",
     "Precision": "config",
     "Profile": "profile",
@@ -93,6 +98,8 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+set_up()
+del set_up
 
 __all__ = [
     "AdamW",
@@ -105,7 +112,9 @@ __all__ = [
     "LayoutError",
     "MXFP8",
     "Muon",
+    "PASSES",
     "PassError",
+    "PassList",
     "PeerError",
     "Precision",
     "Profile",

@@ -300,3 +300,13 @@ def no_dispatch_modes() -> Iterator[None]:
 
     with unset_fake_temporarily():
         yield
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would use, None where it finds none. torch 2.11, 2.13."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return get_cpp_compiler()
+    except RuntimeError:  # InvalidCxxCompiler
+        return None

@@ -17,6 +17,7 @@ from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
 from fxshard.optim.muon import ShardedMuon
 from fxshard.optim.muon_rule import matrices
+from fxshard.passes.pass_list import PassList
 from fxshard.plan.choice import LayoutKind
 from fxshard.plan.domain import Reduction
 from fxshard.plan.hardware import Hardware
@@ -48,6 +49,7 @@ def compile(
     fullgraph: bool = True,
     dynamic: bool | None = None,
     init: Init | None = None,
+    passes: PassList | None = None,
 ) -> ShardedModule:
     """Shard a model over the data-parallel ranks and compile its training step.
 
@@ -92,6 +94,7 @@ def compile(
         verify=verify,
         init=init,
         experts=experts,
+        passes=passes,
     )
     again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
     sharded.bind(again, fullgraph=fullgraph)
@@ -120,6 +123,7 @@ def shard(
     verify: bool = True,
     init: Init | None = None,
     experts: str = "auto",
+    passes: PassList | None = None,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -143,6 +147,7 @@ def shard(
         hardware=hardware,
         verify=verify,
         experts=experts,
+        passes=passes,
     )
     if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
         raise ConfigError(

@@ -13,13 +13,13 @@ from fxshard import _compat
 from fxshard.config import Options
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Kind, Phase
+from fxshard.inspect.observe import Observer, observer
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.order_prefetch import leading
-from fxshard.passes.pipeline import before_autograd, schedule
-from fxshard.passes.quantize_linears import quantize_linears
-from fxshard.passes.recompute_param_views import recompute_param_views
+from fxshard.passes.pipeline import before_autograd, before_partition, chosen, schedule
+from fxshard.passes.run import blaming
 from fxshard.passes.split_segments import split_segments
 from fxshard.plan.memory import SlotRange
 from fxshard.runtime.agreement import COMMUNICATION
@@ -61,6 +61,8 @@ class Backend:
         self.schedules: dict[str, Schedule] = {}
         self.emitted: list[Schedule] = []
         self.captures = 0
+        self.observer: Observer | None = None
+        """Who watches the graph that is being compiled, where somebody asked for it."""
         self.report: Callable[[str], None] = lambda stage: None
         """Called when a stage begins: ``differentiating``, ``partitioning``, ``scheduling``."""
         self.used: set[ParamRef] = set()
@@ -83,6 +85,7 @@ class Backend:
         again = _copy(graph)  # before AOTAutograd has worked on it
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
+            self.observer = observer()
             return self.compile(Capture(self, [self._ref(value) for value in args]), _copy(again), args)
 
         first = self.compile(Capture(self, refs), graph, example_inputs)
@@ -102,7 +105,10 @@ class Backend:
         )(graph, example_inputs)
 
     def before_autograd(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> fx.GraphModule:
-        """The passes over a graph as Dynamo captured it."""
+        """The passes over a graph as Dynamo captured it, the first thing that happens to it."""
+        self.observer = observer()
+        if self.observer is not None:
+            self.observer.say("Dynamo gave %d nodes", len(graph.graph.nodes))
         return before_autograd(graph, Capture(self, refs).context(Phase.FORWARD))
 
     def refs(self, graph: fx.GraphModule) -> list[ParamRef | None]:
@@ -130,6 +136,7 @@ class Capture:
     def __init__(self, backend: Backend, refs: list[ParamRef | None]) -> None:
         self._backend = backend
         self._sharding = backend.sharding
+        self._observer = backend.observer
         self.refs = refs
         self._owner = object()
         self._backward: fx.GraphModule | None = None
@@ -146,8 +153,7 @@ class Capture:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
-        joint = quantize_linears(joint, self.context(Phase.FORWARD))
-        joint = recompute_param_views(joint, self.context(Phase.FORWARD))
+        joint = before_partition(joint, self.context(Phase.FORWARD))
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
         self._backward = _copy(backward)
@@ -166,7 +172,6 @@ class Capture:
         if self._inductor:
             forward = _compat.inductor_joint_passes(forward)
         self._tie(forward)
-        forward = quantize_linears(forward, self.context(Phase.EVAL))
         self._schedule({Phase.EVAL: forward})
         return self._lower(Phase.EVAL)
 
@@ -189,10 +194,28 @@ class Capture:
             ranks=sharding.ranks,
             hardware=sharding.hardware,
             profile=sharding.profile,
+            observer=self._observer,
         )
 
     def _schedule(self, modules: dict[Phase, fx.GraphModule]) -> None:
         self._backend.report("scheduling")
+        name = "train" if Phase.FORWARD in modules else "eval"
+        with blaming(chosen(self.context(Phase.FORWARD))):
+            self._backend.schedules.update(self._emit(modules, name))
+        emitted = self._backend.schedules[name]
+        self._carries = {
+            event.bucket_index: event.slot
+            for _, event in emitted.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)
+            if event.slot is not None
+        }
+        # Compared before the first run, not here: collectives under a compiler's dispatch modes can deadlock.
+        self._agree = lambda: self._sharding.agreement.check(COMMUNICATION, emitted.communication())
+        for phase, module in self._scheduled.items():
+            self._backend.graphs[phase.value] = module
+        self._backend.emitted.append(emitted)
+
+    def _emit(self, modules: dict[Phase, fx.GraphModule], name: str) -> dict[str, Schedule]:
+        """Run the passes, record what they made, and verify it."""
         sharding = self._sharding
         resident = resident_bytes(sharding.plans)
         self._scheduled, memory = schedule(modules, self.context(next(iter(modules))), resident)
@@ -206,24 +229,15 @@ class Capture:
             budget=sharding.options.memory_budget,
             carry=leading(sharding.options) if sharding.own_optimizer and self._backend.one_graph else 0,
         )
-        self._carries = {
-            event.bucket_index: event.slot
-            for _, event in emitted.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)
-            if event.slot is not None
-        }
-        if sharding.options.verify:
-            emitted.verify()
-        # Compared before the first run, not here: collectives under a compiler's dispatch modes can deadlock.
-        self._agree = lambda: sharding.agreement.check(COMMUNICATION, emitted.communication())
-        for phase, module in self._scheduled.items():
-            self._backend.graphs[phase.value] = module
-        self._backend.emitted.append(emitted)
-        self._backend.schedules["train" if Phase.FORWARD in modules else "eval"] = emitted
+        made = {name: emitted}
         if Phase.BACKWARD in modules and sharding.ranks > 1:
-            kept = emitted.accumulating()
+            made["accumulate"] = emitted.accumulating()
+        for kind, each in made.items():
+            if self._observer is not None:
+                self._observer.schedule(each, kind)
             if sharding.options.verify:
-                kept.verify()
-            self._backend.schedules["accumulate"] = kept
+                each.verify()
+        return made
 
     def _lower(self, phase: Phase) -> Callable[..., Any]:
         if self._backend.lower is not None:
@@ -233,7 +247,11 @@ class Capture:
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
             carries = self._carries if phase is Phase.FORWARD else None
-            return Program(split, phase, engine, self._arena_bytes, compiler, agree, self._owner, carries).boxed()
+            program = Program(split, phase, engine, self._arena_bytes, compiler, agree, self._owner, carries)
+            if self._observer is not None:
+                so_far = "%s: lowered by %s; so far %d segments of the model, %d of them compiled"
+                self._observer.say(so_far, phase, compiler.lowering, compiler.segments, compiler.compilations)
+            return program.boxed()
 
 
 def backend_of(sharding: Sharding) -> Backend:

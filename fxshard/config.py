@@ -17,6 +17,7 @@ from fxshard.plan.hardware import Hardware
 
 if TYPE_CHECKING:
     from fxshard.optim.plain_muon import PlainMuon
+    from fxshard.passes.pass_list import PassList
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,8 @@ class Options:
     ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose
     durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
     ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
-    machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written.
+    machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written. ``passes``: a
+    list derived from ``fxshard.PASSES``, with passes of one's own.
     """
 
     lowering: str = "inductor"
@@ -220,6 +222,7 @@ class Options:
     hardware: str | Hardware | None = None
     verify: bool = True
     experts: str = "auto"
+    passes: PassList | None = None
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
@@ -230,6 +233,15 @@ class Options:
             raise ConfigError(
                 f"prefetch={self.prefetch!r}: expected the number of gathers to run ahead, 0 or more, or None"
             )
+
+        if self.passes is not None:
+            from fxshard.passes.pass_list import PassList  # which knows these options
+
+            if not isinstance(self.passes, PassList):
+                raise ConfigError(
+                    f"passes={self.passes!r}: expected a list derived from fxshard.PASSES, such as "
+                    'fxshard.PASSES.after("insert_reshard", my_pass)'
+                )
 
     @classmethod
     def from_dict(cls, options: dict[str, Any] | None) -> Options:

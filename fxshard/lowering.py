@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 from fxshard import _compat
+from fxshard.log import LOG
 
 BoxedCallable = Callable[[list[Any]], Any]
 
@@ -41,7 +43,12 @@ class SegmentCompiler:
         key = (structure(segment), symbols)
         if key not in self._compiled:
             self.compilations += 1
+            started = time.perf_counter()
             self._compiled[key] = self._lower(segment)
+            seconds = time.perf_counter() - started
+            LOG.debug(
+                "segment %d: %d nodes, %s, %.2f s", self.segments, len(segment.graph.nodes), self.lowering, seconds
+            )
         return self._compiled[key]
 
     def _lower(self, segment: fx.GraphModule) -> BoxedCallable:

@@ -22,6 +22,7 @@ from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import SegmentCompiler
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.context import ParamRef
+from fxshard.passes.pass_list import PassList
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.choice import LAYOUTS, LayoutKind
 from fxshard.plan.domain import Reduction, data_parallel
@@ -64,6 +65,7 @@ def plan(
     trace_once: bool = True,
     progress: Callable[[str], None] | None = None,
     experts: str = "auto",
+    passes: PassList | None = None,
 ) -> Schedule:
     """The schedule that ``fxshard.compile`` would emit on ``world_size`` ranks: no process group, no GPU, no weights.
 
@@ -99,6 +101,7 @@ def plan(
         hardware=machine,
         verify=verify,
         experts=experts,
+        passes=passes,
     )
     domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
     domains = planned_domains(groups, domain)

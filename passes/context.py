@@ -9,6 +9,7 @@ from torch import fx
 from fxshard.config import Options
 from fxshard.events import Phase
 from fxshard.fused.report import ExpertsReport
+from fxshard.inspect.observe import Observer
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
 from fxshard.profile import Profile
@@ -49,6 +50,8 @@ class PassContext:
     """Bytes the arena may have; None means as few as the step needs."""
     experts: ExpertsReport = field(default_factory=ExpertsReport)
     """What the passes before autograd made of mixture-of-experts layers."""
+    observer: Observer | None = None
+    """Who logs and writes down what passes do, where somebody asked for it."""
 
     def bucket(self, ref: ParamRef) -> BucketPlan:
         return self.buckets[ref.bucket]

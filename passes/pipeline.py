@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import fx
@@ -19,19 +21,24 @@ from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.order_prefetch import order_prefetch
+from fxshard.passes.pass_list import Pass, PassList, places
 from fxshard.passes.plan_memory import plan_memory
+from fxshard.passes.quantize_linears import quantize_linears
+from fxshard.passes.recompute_param_views import recompute_param_views
+from fxshard.passes.run import run_passes
 from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
 
-Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
-
 BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu)
 """On Dynamo's graph: what these put there brings its own backward."""
 
+JOINT: tuple[Pass, ...] = (quantize_linears, recompute_param_views)
+"""On forward and backward in one graph, before it is partitioned."""
+
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
     Phase.FORWARD: (insert_unshard, stage_mxfp8, insert_reshard),
-    Phase.EVAL: (insert_unshard, stage_mxfp8, insert_reshard),
+    Phase.EVAL: (quantize_linears, insert_unshard, stage_mxfp8, insert_reshard),
     Phase.BACKWARD: (
         defer_wgrad,
         insert_unshard,
@@ -43,6 +50,15 @@ INSERTING: dict[Phase, tuple[Pass, ...]] = {
     ),
 }
 
+PASSES = PassList(
+    captured=places(*BEFORE_AUTOGRAD),
+    joint=places(*JOINT),
+    forward=places(*INSERTING[Phase.FORWARD]),
+    backward=places(*INSERTING[Phase.BACKWARD]),
+    eval=places(*INSERTING[Phase.EVAL]),
+)
+"""The lists above as one value, from which a user derives another: ``fxshard.compile(passes=...)``."""
+
 FARTHEST = 2
 """Gathers that may run ahead where durations ask for it and no budget says how much memory there is."""
 
@@ -50,13 +66,25 @@ FARTHEST_IN_BUDGET = 8
 """The same under a memory budget, as far as it allows."""
 
 
+def chosen(context: PassContext) -> PassList:
+    """The passes of a compilation: fxshard's, or those it was given."""
+    return context.options.passes or PASSES
+
+
 def before_autograd(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Run the passes over the graph that Dynamo captured, in place."""
-    if context.options.experts != "off":
-        for run in BEFORE_AUTOGRAD:
-            module = run(module, context)
+    passes = chosen(context).captured
+    if context.options.experts == "off":
+        passes = tuple(place for place in passes if place.own)
+    if passes:
+        module = run_passes("captured", passes, module, context)
         module.recompile()
     return module
+
+
+def before_partition(joint: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    """Run the passes over forward and backward in one graph."""
+    return run_passes("joint", chosen(context).joint, joint, context)
 
 
 def schedule(
@@ -73,14 +101,23 @@ def schedule(
     if budget is not None:
         context = replace(context, arena_budget=budget - resident_bytes)
     scheduled = dict(modules)
+    listed = dict(chosen(context).lists())
     for phase in scheduled:
-        for run in INSERTING[phase]:
-            scheduled[phase] = run(scheduled[phase], replace(context, phase=phase))
-    context = _plain_order(scheduled, context, resident_bytes)
-    keep_resident(scheduled, context)
+        scheduled[phase] = run_passes(phase, listed[phase], scheduled[phase], replace(context, phase=phase))
+    with _watched("order_prefetch", scheduled, context):
+        context = _plain_order(scheduled, context, resident_bytes)
+    with _watched("keep_resident", scheduled, context):
+        kept = keep_resident(scheduled, context)
+    _say(
+        context,
+        "kept from forward to backward: %s",
+        ", ".join(context.buckets[i].name for i in sorted(kept)) or "nothing",
+    )
     if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
-        _move_to_deadlines(scheduled, context)
-    memory = plan_memory(scheduled, context)
+        with _watched("order_prefetch by deadlines", scheduled, context):
+            _move_to_deadlines(scheduled, context)
+    with _watched("plan_memory", scheduled, context):
+        memory = plan_memory(scheduled, context)
     for module in scheduled.values():
         module.graph.lint()
         module.recompile()
@@ -89,13 +126,15 @@ def schedule(
 
 def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident_bytes: int) -> PassContext:
     """Gathers as far ahead as asked for, or less where the budget is tight; one that is too tight is an error."""
-    chosen = context.options.prefetch
+    asked = context.options.prefetch
     least: list[int] = []
-    for ahead in range(chosen if chosen is not None else 1, -1, -1):
+    for ahead in range(asked if asked is not None else 1, -1, -1):
         context = replace(context, ahead=ahead)
         _order(modules, context)
         needed = plan_memory(modules, context).bytes
-        if _fits(needed, context):
+        fits = _fits(needed, context)
+        _say(context, "%d gathers ahead: the arena needs %d bytes%s", ahead, needed, _verdict(fits, context))
+        if fits:
             return context
         least.append(needed)
     assert context.options.memory_budget is not None
@@ -109,7 +148,11 @@ def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassCon
     for ahead in range(farthest, context.ahead - 1, -1):
         attempt = replace(context, ahead=ahead, by_deadline=True)
         _order(modules, attempt)
-        if _fits(plan_memory(modules, attempt).bytes, context):
+        needed = plan_memory(modules, attempt).bytes
+        fits = _fits(needed, context)
+        say = "gathers at their deadlines, up to %d ahead: the arena needs %d bytes%s"
+        _say(context, say, ahead, needed, _verdict(fits, context))
+        if fits:
             return
     _order(modules, context)
 
@@ -121,3 +164,28 @@ def _order(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> Non
 
 def _fits(arena_bytes: int, context: PassContext) -> bool:
     return context.arena_budget is None or arena_bytes <= context.arena_budget
+
+
+def _verdict(fits: bool, context: PassContext) -> str:
+    if context.arena_budget is None:
+        return ""
+    return f", which {'fits' if fits else 'does not fit'} the {context.arena_budget} that memory_budget leaves"
+
+
+def _say(context: PassContext, message: str, *values: object) -> None:
+    if context.observer is not None:
+        context.observer.say(message, *values)
+
+
+@contextmanager
+def _watched(name: str, modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> Iterator[None]:
+    """A pass over the graphs of a whole step, for the observer."""
+    if context.observer is None:
+        yield
+        return
+    watches = [context.observer.begin(phase, name, module) for phase, module in modules.items()]
+    started = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - started
+    for watch, module in zip(watches, modules.values(), strict=True):
+        watch.done(module, seconds)

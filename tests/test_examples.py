@@ -41,6 +41,11 @@ def test_huggingface_on_one_process() -> None:
     assert len(losses) == 2 and losses[1] < losses[0]
 
 
+def test_custom_pass() -> None:
+    shown = run("examples/custom_pass.py")
+    assert "insert_reshard → note_products*" in shown and "behind 14 products" in shown and "after three steps" in shown
+
+
 def test_inspect_70b(tmp_path: Path) -> None:
     page = tmp_path / "schedule.html"
     shown = run("examples/inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page))

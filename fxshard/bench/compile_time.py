@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
 import fxshard
+from fxshard.inspect.progress import progress
 from fxshard.models import Llama, LlamaConfig
 
 
@@ -45,24 +47,36 @@ def measure(layers: int, device: str, dim: int) -> dict[str, float]:
     }
 
 
+def in_fresh_process(layers: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Measure with nothing compiled before."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "fxshard.bench.compile_time", "--one", str(layers)]
+        command += ["--device", arguments.device, "--dim", str(arguments.dim)]
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", default="8,32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(arguments.one, arguments.device, arguments.dim)))
         return
     rows = []
-    for layers in map(int, arguments.layers.split(",")):
-        with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, "-m", "fxshard.bench.compile_time", "--one", str(layers)]
-            command += ["--device", arguments.device, "--dim", str(arguments.dim)]
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
+    depths = [int(layers) for layers in arguments.layers.split(",")]
+    with progress(len(depths)) as begin:
+        for layers in depths:
+            begin(f"{layers} layers in a fresh process")
+            rows.append(in_fresh_process(layers, arguments))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
     print(f"{'layers':>7}{'segments':>10}{'compilations':>14}{'first step s':>14}{'ratio':>8}{'verify ms':>11}")
     for row in rows:
         ratio = row["first_step_s"] / rows[0]["first_step_s"]

@@ -1,9 +1,9 @@
-"""Experts on one GPU: the fused operator against torch's grouped GEMM with an eager activation, and the same compiled.
+"""Experts on a device: the fused operator beside torch's grouped GEMM with an eager activation, and that compiled.
 
 python -m fxshard.bench.moe --shapes 8x4096x2048,64x2048x1408 --tokens 16384
 
 Contenders take turns; figures are medians over rounds. ``saved`` is what forward leaves behind for backward,
-``peak`` what forward and backward need at once, gradients included.
+``peak`` what forward and backward need at once, gradients included; both on CUDA only.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from fxshard.backend import fxshard_backend
+from fxshard.bench.optimizer import timed
 from fxshard.fused.choose import Case, choose, refusal
+from fxshard.inspect.progress import progress
 
 Contender = Callable[["Layer"], torch.Tensor]
 FUSED = ("torch", "triton", "te")
@@ -40,16 +42,16 @@ class Layer:
         return [leaf for leaf in (self.x, self.gate_up, self.down, self.weights) if leaf is not None]
 
 
-def make_layer(experts: int, hidden: int, inner: int, tokens: int, routed: bool) -> Layer:
+def make_layer(experts: int, hidden: int, inner: int, tokens: int, routed: bool, device: str = "cuda") -> Layer:
     torch.manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:
-        value = torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
+        value = torch.randn(*shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
         return value.requires_grad_()
 
-    counts = torch.randint(experts, (tokens,), device="cuda").bincount(minlength=experts)
-    weights = torch.rand(tokens, device="cuda", dtype=torch.bfloat16).requires_grad_() if routed else None
-    upstream = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    counts = torch.randint(experts, (tokens,), device=device).bincount(minlength=experts)
+    weights = torch.rand(tokens, device=device, dtype=torch.bfloat16).requires_grad_() if routed else None
+    upstream = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
     gate_up, down = leaf(experts, 2 * inner, hidden), leaf(experts, hidden, inner)
     return Layer(leaf(tokens, hidden), counts.cumsum(0).int(), gate_up, down, weights, upstream)
 
@@ -69,18 +71,10 @@ def backward(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(out, layer.leaves(), layer.upstream)
 
 
-def milliseconds(run: Callable[[], object], repeat: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeat):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeat
-
-
 def memory(contender: Contender, layer: Layer) -> tuple[int, int]:
     """Bytes that forward leaves behind beside its output, and what a step needs at once, results included."""
+    if not layer.x.is_cuda:
+        return 0, 0
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -109,16 +103,19 @@ def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat:
         for _ in range(3):
             out = contender(layer)
             found = (out.detach(), *backward(layer, out))
+        with torch.no_grad():  # which is compiled apart
+            contender(layer)
         figures[name] = {"error": error(found, reference)}
         del out, found
     del reference
     for name, contender in contenders.items():
         figures[name]["saved_mib"], figures[name]["peak_mib"] = (b / 2**20 for b in memory(contender, layer))
+    kind = layer.x.device.type
     for _ in range(rounds):
         for name, contender in contenders.items():
             with torch.no_grad():
-                times[name]["forward"].append(milliseconds(lambda c=contender: c(layer), repeat))  # type: ignore[misc]
-            times[name]["step"].append(milliseconds(lambda c=contender: backward(layer, c(layer)), repeat))  # type: ignore[misc]
+                times[name]["forward"].append(timed(partial(contender, layer), kind, repeat))
+            times[name]["step"].append(timed(lambda c=contender: backward(layer, c(layer)), kind, repeat))  # type: ignore[misc]
     for name in contenders:
         for what, values in times[name].items():
             figures[name][f"{what}_ms"] = statistics.median(values)
@@ -129,22 +126,25 @@ def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat:
 
 
 def main() -> None:
+    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", default="8x4096x2048,64x2048x1408", help="experts × hidden × inner, …")
-    parser.add_argument("--tokens", type=int, default=16384)
+    shapes = "8x4096x2048,64x2048x1408" if cuda else "8x256x128"
+    parser.add_argument("--shapes", default=shapes, help=f"experts × hidden × inner, … (default: {shapes})")
+    parser.add_argument("--tokens", type=int, default=16384 if cuda else 512)
     parser.add_argument("--contenders", default="eager,compile,torch,triton,te")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=15 if cuda else 5)
+    parser.add_argument("--repeat", type=int, default=10 if cuda else 2)
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA device")
+    device = "cuda" if cuda else "cpu"
     results = []
-    for shape in arguments.shapes.split(","):
-        experts, hidden, inner = map(int, shape.split("x"))
-        case = Case(torch.device("cuda"), torch.bfloat16, hidden, inner)
-        for routed in (False, True):
-            layer = make_layer(experts, hidden, inner, arguments.tokens, routed)
+    cases = [(shape, routed) for shape in arguments.shapes.split(",") for routed in (False, True)]
+    with progress(len(cases)) as begin:
+        for shape, routed in cases:
+            begin(f"{shape}{', routing weights' if routed else ''}: compiling and measuring")
+            experts, hidden, inner = map(int, shape.split("x"))
+            case = Case(torch.device(device), torch.bfloat16, hidden, inner)
+            layer = make_layer(experts, hidden, inner, arguments.tokens, routed, device)
             torch.compiler.reset()
             contenders = _contenders(arguments.contenders.split(","), case)
             figures = measure(layer, contenders, arguments.rounds, arguments.repeat)

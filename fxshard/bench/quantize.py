@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from fxshard.bench.optimizer import timed
 from fxshard.precision.kernels import Tile, quantize_both, runs_on
 from fxshard.precision.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
 
@@ -37,7 +38,8 @@ class Timing:
 
 def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Timing]:
     """All contenders on one bf16 matrix, in turns: every round times each of them once."""
-    value = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    value = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
     other = torch.empty_like(value)
     both_copies = value.numel() * 2 + 2 * (value.numel() + value.numel() // BLOCK)
     contenders: dict[str, tuple[Callable[[], object], int]] = {
@@ -47,13 +49,13 @@ def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Timing]:
     }
     for tile in tiles:
         contenders[f"tile {tile.columns}/{tile.warps}"] = (partial(quantize_both, value, tile), both_copies)
-    cast = transformer_engine_cast(value)
+    cast = transformer_engine_cast(value) if value.is_cuda else None
     if cast is not None:
         contenders["transformer engine"] = (cast, both_copies)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(ROUNDS + 1):
         for name, (run, _) in contenders.items():
-            times[name].append(_milliseconds(run))
+            times[name].append(_milliseconds(run) if value.is_cuda else timed(run, device, 1))
     timings = [Timing(n, statistics.median(times[n][1:]), size) for n, (_, size) in contenders.items()]
     return [Timing(t.name, t.milliseconds, t.bytes, t.bandwidth / timings[0].bandwidth) for t in timings]
 
@@ -98,20 +100,22 @@ def transformer_engine_cast(value: torch.Tensor) -> Callable[[], object] | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", type=int, default=16384)
-    parser.add_argument("--columns", type=int, default=8192)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--rows", type=int, default=16384 if cuda else 1024)
+    parser.add_argument("--columns", type=int, default=8192 if cuda else 512)
     parser.add_argument("--tiles", default="", help="tiles to compare beside the default one: columns/warps,...")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
-    if not torch.cuda.is_available() or not runs_on(torch.device("cuda")):
+    if cuda and not runs_on(torch.device("cuda")):
         parser.error("needs a CUDA device of compute capability 8.9 or more, and Triton")
+    name = torch.cuda.get_device_name() if cuda else "CPU, where fxshard is the torch version"
     tiles = [Tile(*map(int, tile.split("/"))) for tile in options.tiles.split(",") if tile]
     timings = measure(options.rows, options.columns, tiles)
-    print(f"{torch.cuda.get_device_name()}, {options.rows} × {options.columns} bf16 to both MXFP8 copies")
+    print(f"{name}, {options.rows} × {options.columns} bf16 to both MXFP8 copies")
     for t in timings:
         print(f"{t.name:>20}  {t.milliseconds:8.3f} ms  {t.bandwidth / 1e12:6.2f} TB/s  {t.of_copy:5.2f} × copy")
     if options.json is not None:
-        shape = {"rows": options.rows, "columns": options.columns, "device": torch.cuda.get_device_name()}
+        shape = {"rows": options.rows, "columns": options.columns, "device": name}
         options.json.write_text(json.dumps({**shape, "timings": [asdict(t) for t in timings]}, indent=1))
 
 

@@ -1,5 +1,6 @@
 """Time training steps of fxshard and its peers on the same model, in turns, in one run.
 
+fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp
 torchrun --standalone --nproc-per-node 2 -m fxshard.bench.train --device cpu --size toy
 torchrun --standalone --nproc-per-node 1 -m fxshard.bench.train --device cuda --size 1b
 """
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
+from fxshard.inspect.progress import progress
 from fxshard.models import Llama, LlamaConfig
 
 SIZES = {
@@ -66,6 +68,31 @@ def ours(
     return sharded, sharded.optimizer
 
 
+class Autocast(nn.Module):
+    """A module whose forward runs under autocast."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dtype = dtype
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, self.dtype):
+            return self.inner(tokens, targets)
+
+
+def ddp(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """DistributedDataParallel around the compiled model; in mixed precision autocast over fp32 parameters."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model.compile()
+    parallel: nn.Module = DistributedDataParallel(model)
+    if precision is not None and precision.param is not None:
+        parallel = Autocast(parallel, precision.param)
+    return parallel, optimizer
+
+
 def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The whole model under ``torch.compile`` in the compute dtype, nothing sharded, no masters: a lower bound."""
     if precision is not None and precision.param is not None:
@@ -82,6 +109,7 @@ CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = 
     "fxshard-zero0": lambda model, precision: ours(model, precision, 0),
     "fsdp2": lambda model, precision: fsdp2(model, precision, compiled=False),
     "fsdp2-compile": lambda model, precision: fsdp2(model, precision, compiled=True),
+    "ddp": ddp,
     "compile": unsharded,
 }
 
@@ -164,6 +192,7 @@ class Contender:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--contenders", default="fsdp2,fsdp2-compile,fxshard", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--peer", metavar="NAME,...", help="these beside fxshard, in place of --contenders")
     parser.add_argument("--size", choices=SIZES, default="toy")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch", type=int, help="sequences per rank")
@@ -172,6 +201,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
+    names = [*arguments.peer.split(","), "fxshard"] if arguments.peer else arguments.contenders.split(",")
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown:
+        parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
 
     cuda = arguments.device == "cuda"
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
@@ -184,14 +217,16 @@ def main() -> None:
     config, batch, length = SIZES[arguments.size]
     if arguments.layers:
         config = LlamaConfig(**{**asdict(config), "layers": arguments.layers})
-    contenders = [
-        Contender(name, config, arguments.batch or batch, length, device, bf16=cuda)
-        for name in arguments.contenders.split(",")
-    ]
-    for _ in range(arguments.rounds):
-        for contender in contenders:
-            others = sum(other.resident for other in contenders if other is not contender)
-            contender.measure(arguments.steps, others)
+    with progress(len(names) + arguments.rounds, shown=dist.get_rank() == 0) as begin:
+        contenders = []
+        for name in names:
+            begin(f"compiling {name}")
+            contenders.append(Contender(name, config, arguments.batch or batch, length, device, bf16=cuda))
+        for number in range(arguments.rounds):
+            begin(f"round {number + 1} of {arguments.rounds}")
+            for contender in contenders:
+                others = sum(other.resident for other in contenders if other is not contender)
+                contender.measure(arguments.steps, others)
     if dist.get_rank() == 0:
         report([contender.result() for contender in contenders], arguments.json)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The ``fxshard`` command: ``inspect``, ``demo`` and ``bench``.
+"""The ``fxshard`` command: ``demo``, ``inspect``, ``doctor`` and ``bench``.
 
 Nothing here imports torch before it is needed: ``fxshard --help`` answers at once.
 """
@@ -6,15 +6,15 @@ Nothing here imports torch before it is needed: ``fxshard --help`` answers at on
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fxshard.bench import command as bench
+from fxshard.inspect import doctor
+from fxshard.inspect.progress import Report, progress
 from fxshard.inspect.target import UsageError, load, shortened
 
 if TYPE_CHECKING:
@@ -23,25 +23,29 @@ if TYPE_CHECKING:
     from fxshard.inspect.schedule import Schedule
     from fxshard.inspect.simulate import Simulation
 
-Report = Callable[[str], None]
-
 EXAMPLES = """examples:
+  fxshard demo
+  fxshard doctor
+  fxshard inspect llama-70b --world-size 1024 --html schedule.html
+  fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp --svg train.svg
+
+fxshard COMMAND --help says more. FXSHARD_LOG=info and FXSHARD_DUMP=folder show what a compilation does.
+"""
+INSPECT_EXAMPLES = """examples:
   fxshard inspect llama-70b --world-size 1024 --html schedule.html
   fxshard inspect my_model.py:build --world-size 8 --zero 2 --hardware h100 --budget 60GiB
   fxshard inspect llama-70b --world-size 1024 --shard-size 8
   fxshard inspect moe-16b --world-size 64 --json > schedule.json
-  fxshard bench train --nproc-per-node 2 --device cpu --size toy
 """
 PLANNING = 4
 """Stages that ``fxshard.plan`` reports: ``fxshard.planning.STAGES``, which is not imported before it is needed."""
-BENCHES = {"train": "fxshard.bench.train"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit code: 0, 1 where it failed, 2 where it was called wrongly."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command is not _bench:
+    if rest and not getattr(arguments, "takes_rest", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
     try:
@@ -61,16 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="fxshard", description="A compiler for sharded training.", epilog=EXAMPLES, formatter_class=raw
+        prog="fxshard", description="A compiler for sharded training on PyTorch.", epilog=EXAMPLES, formatter_class=raw
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="say which fxshard and torch these are")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    demo = commands.add_parser(
+        "demo",
+        help="plan a small model for 8 ranks and print the schedule",
+        description="Plan a Llama of six layers for eight ranks and print the schedule: a first look, in seconds.",
+    )
+    demo.set_defaults(command=_demo)
 
     look = commands.add_parser(
         "inspect",
         help="plan a model's training step for any number of ranks and show the schedule",
         description="Plan a training step without process group, GPU or weights, and show the schedule.",
-        epilog=EXAMPLES,
+        epilog=INSPECT_EXAMPLES,
         formatter_class=raw,
     )
     look.add_argument(
@@ -107,19 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     look.set_defaults(command=_inspect)
 
-    demo = commands.add_parser("demo", help="plan a small model for 8 ranks and print the schedule")
-    demo.set_defaults(command=_demo)
-
-    bench = commands.add_parser(
-        "bench",
-        help="time fxshard beside its peers",
-        description="Start a benchmark on several processes. Everything else is passed on to it: "
-        "see python -m fxshard.bench.train --help.",
-        allow_abbrev=False,
-    )
-    bench.add_argument("name", choices=BENCHES)
-    bench.add_argument("--nproc-per-node", type=_positive, default=1, metavar="N", help="processes (default: 1)")
-    bench.set_defaults(command=_bench)
+    doctor.add_to(commands)
+    bench.add_to(commands)
     return parser
 
 
@@ -147,7 +147,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     for path in written:  # before planning for a minute
         if not path.absolute().parent.is_dir():
             raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
-    with _progress(4 + PLANNING) as report:
+    with progress(4 + PLANNING) as report:
         report("importing torch")
         from fxshard.plan.hardware import hardware
 
@@ -253,33 +253,12 @@ def _or_usage_error(call: Callable[[], Any]) -> Any:
         raise UsageError(str(error)) from None
 
 
-@contextmanager
-def _progress(steps: int) -> Iterator[Report]:
-    """A bar on a terminal's stderr, gone when the work is done; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda what: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=steps, completed=-1)
-        yield lambda what: progress.update(task, advance=1, description=what)
-
-
-# -- demo, bench -------------------------------------------------------------------------------------------------------
+# -- demo --------------------------------------------------------------------------------------------------------------
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     """A Llama of six layers for eight ranks: small enough to read whole."""
-    with _progress(2 + PLANNING) as report:
+    with progress(2 + PLANNING) as report:
         report("importing torch")
         import torch
 
@@ -298,17 +277,6 @@ def _demo(arguments: argparse.Namespace) -> int:
     _print(schedule, simulation, "h200")
     print("\nNext: fxshard inspect llama-70b --world-size 1024 --html schedule.html")
     return 0
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    module = BENCHES[arguments.name]
-    if "RANK" in os.environ:  # under torchrun already
-        sys.argv = [module, *arguments.rest]
-        importlib.import_module(module).main()
-        return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", str(arguments.nproc_per_node), "-m", module, *arguments.rest]
-    return subprocess.call(launch)
 
 
 if __name__ == "__main__":

@@ -147,15 +147,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == 0 and torch.__version__ in capsys.readouterr().out
 
 
-def test_bench_starts_processes_and_passes_the_rest_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(cli.subprocess, "call", lambda command: started.append(command) or 0)
-    assert cli.main(["bench", "train", "--nproc-per-node", "2", "--size", "toy"]) == 0
-    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m fxshard.bench.train --size toy"
-    assert started[0][1:] == launch.split()
-
-
 def test_help_needs_no_torch() -> None:
     script = (
         "import sys\n"

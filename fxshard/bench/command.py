@@ -1,0 +1,139 @@
+"""``fxshard bench``: start a benchmark on ranks of its own, and make a picture of its figures.
+
+Nothing here imports torch: each benchmark is a module that runs by ``python -m`` (or torchrun) as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxshard.bench.chart import to_svg
+from fxshard.bench.figures import CHARTS
+from fxshard.bench.tables import read_tables
+from fxshard.inspect.target import UsageError
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark: its module and what it measures."""
+
+    module: str
+    about: str
+    ranks: bool = False
+    """Whether it runs on several ranks."""
+    tables: bool = False
+    """Whether its figures are the tables that it prints; the others write theirs as JSON."""
+
+
+BENCHES = {
+    "train": Bench("fxshard.bench.train", "training steps beside FSDP2, DDP and torch.compile", ranks=True),
+    "optimizer": Bench("fxshard.bench.optimizer", "a Muon step beside torch.optim.Muon and AdamW"),
+    "quantize": Bench("fxshard.bench.quantize", "quantizing to MXFP8 beside a copy and Transformer Engine"),
+    "moe": Bench("fxshard.bench.moe", "a mixture of experts beside eager torch and torch.compile"),
+    "compile-time": Bench("fxshard.bench.compile_time", "time to the first step, by number of layers"),
+    "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator", tables=True),
+    "checkpoint": Bench("fxshard.bench.checkpoint", "saving and loading beside FSDP2", ranks=True),
+}
+
+
+def known() -> dict[str, Bench]:
+    """The benchmarks that this version has."""
+    return {name: bench for name, bench in BENCHES.items() if importlib.util.find_spec(bench.module) is not None}
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    benches = known()
+    parser = commands.add_parser(
+        "bench",
+        help="measure fxshard beside its peers, in one run",
+        description="Measure fxshard beside its peers on the same model, in turns, in one run, and print ratios.\n"
+        "Runs on GPUs and, with smaller models, on a CPU. Ranks are started here; torchrun is not needed.",
+        epilog="benchmarks:\n"
+        + "\n".join(f"  {name:<14}{bench.about}" for name, bench in benches.items())
+        + "\n\nOther options are the benchmark's own: fxshard bench train --options\n\nexamples:\n"
+        "  fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp --svg train.svg\n"
+        "  fxshard bench train --device cuda --size 1b --peer fsdp2-compile\n"
+        "  fxshard bench optimizer --json optimizer.json\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", metavar="BENCHMARK", choices=benches, help=", ".join(benches))
+    parser.add_argument(
+        "--ranks", "--nproc-per-node", type=int, metavar="N", help="processes to start (default: 2 on a CPU, else 1)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the figures as a picture of bars")
+    parser.add_argument("--options", action="store_true", help="show the benchmark's own options")
+    parser.set_defaults(command=run, takes_rest=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    bench = BENCHES[arguments.name]
+    rest = list(arguments.rest)
+    if arguments.options:
+        return subprocess.call([sys.executable, "-m", bench.module, "--help"])
+    if arguments.ranks is not None and (arguments.ranks < 1 or not bench.ranks):
+        one = "it runs in one process" if not bench.ranks else "expected a number of processes, 1 or more"
+        raise UsageError(f"--ranks {arguments.ranks} for bench {arguments.name}: {one}")
+    if "RANK" in os.environ:
+        raise UsageError(f"bench starts its own ranks; under torchrun use: torchrun ... -m {bench.module}")
+    for path in (arguments.json, arguments.svg):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
+    with tempfile.TemporaryDirectory() as folder:
+        figures = arguments.json or Path(folder, "figures.json")
+        wanted = bool(arguments.json or arguments.svg)
+        if bench.tables and wanted:
+            code = _keep_tables(launch(bench, None, rest), figures)
+        else:
+            rest_and_figures = [*rest, "--json", str(figures)] if wanted else rest
+            code = subprocess.call(launch(bench, arguments.ranks, rest_and_figures), env=environment())
+        if code == 0 and arguments.svg is not None:
+            ranks = ["--ranks", str(arguments.ranks)] if arguments.ranks is not None else []
+            _draw(figures, arguments.svg, arguments.name, " ".join([arguments.name, *ranks, *rest]))
+    for path in (arguments.json, arguments.svg):
+        if code == 0 and path is not None:
+            print(f"wrote {path}", file=sys.stderr)
+    return code
+
+
+def launch(bench: Bench, ranks: int | None, rest: list[str]) -> list[str]:
+    """The command that runs it."""
+    if not bench.ranks:
+        return [sys.executable, "-m", bench.module, *rest]
+    if ranks is None:
+        ranks = 1 if "cuda" in rest else 2
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*start, "-m", bench.module, *rest]
+
+
+def _keep_tables(start: list[str], figures: Path) -> int:
+    """Show what a benchmark prints as it comes, and write its tables down."""
+    lines = []
+    with subprocess.Popen(start, env=environment(), stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    figures.write_text(json.dumps(read_tables("".join(lines)), indent=1), encoding="utf-8")
+    return running.returncode
+
+
+def environment() -> dict[str, str]:
+    """One thread to a rank, unless told otherwise: ranks on one machine share its cores."""
+    return {"OMP_NUM_THREADS": "1", **os.environ}
+
+
+def _draw(figures: Path, path: Path, name: str, called: str) -> None:
+    charts = CHARTS[name](json.loads(figures.read_text(encoding="utf-8")))
+    if not charts:
+        raise UsageError(f"{path} is not written: these parts of bench {name} give tables, and no bars")
+    path.write_text(to_svg(charts, f"fxshard bench {called}"), encoding="utf-8")

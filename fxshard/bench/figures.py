@@ -1,0 +1,83 @@
+"""Which bars the figures of each benchmark make. Times throughout: shorter is better."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from fxshard.bench.chart import Chart
+
+
+def of_train(results: list[dict[str, Any]]) -> list[Chart]:
+    names = [result["name"] for result in results]
+    base = "fsdp2-compile" if "fsdp2-compile" in names else names[0]
+    charts = [Chart("time of a step", "ms", _bars(results, "step_ms"), base)]
+    if any(result["peak_gib"] for result in results):
+        charts.append(Chart("peak memory", "GiB", _bars(results, "peak_gib"), base))
+    return [*charts, Chart("time to the first step, compiling included", "s", _bars(results, "first_step_s"), base)]
+
+
+def of_optimizer(figures: dict[str, Any]) -> list[Chart]:
+    about = f"an optimizer step over {figures['matrices']} matrices"
+    return [Chart(about, "ms", tuple(figures["step_ms"].items()), "torch.optim.Muon")]
+
+
+def of_quantize(figures: dict[str, Any]) -> list[Chart]:
+    about = f"{figures['rows']} × {figures['columns']} bf16 to both MXFP8 copies"
+    return [Chart(about, "ms", tuple((t["name"], t["milliseconds"]) for t in figures["timings"]), "copy")]
+
+
+def of_moe(figures: dict[str, Any]) -> list[Chart]:
+    charts = []
+    for result in figures["results"]:
+        # What is not eager and not torch.compile is fxshard's, by the implementation of that name.
+        named = {
+            name if name in ("eager", "compile") else f"fxshard, {name}": found["step_ms"]
+            for name, found in result["figures"].items()
+        }
+        routed = "with" if result["routed"] else "without"
+        about = f"{result['shape']} {routed} routing weights, forward and backward"
+        charts.append(Chart(about, "ms", tuple(named.items()), "eager"))
+    return charts
+
+
+def of_compile_time(rows: list[dict[str, Any]]) -> list[Chart]:
+    bars = tuple((f"fxshard, {row['layers']} layers", row["first_step_s"]) for row in rows)
+    return [Chart("time to the first step", "s", bars, bars[0][0])]
+
+
+def of_planning(tables: list[dict[str, Any]]) -> list[Chart]:
+    """What planning costs. Gains are tables of many columns: they stay tables."""
+    return [
+        Chart(table["title"], "s", tuple((f"fxshard, {row[0]} layers", float(row[1])) for row in table["rows"]))
+        for table in tables
+        if table["head"][:2] == ["layers", "seconds"]
+    ]
+
+
+def of_checkpoint(found: dict[str, list[dict[str, float]]]) -> list[Chart]:
+    """The first round warms up."""
+
+    def medians(key: str) -> tuple[tuple[str, float], ...]:
+        return tuple(
+            (name, statistics.median(one[key] for one in rounds[1:] or rounds)) for name, rounds in found.items()
+        )
+
+    base = next(iter(found))
+    return [Chart("saving", "s", medians("save_s"), base), Chart("loading", "s", medians("load_s"), base)]
+
+
+def _bars(results: list[dict[str, Any]], key: str) -> tuple[tuple[str, float], ...]:
+    return tuple((result["name"], result[key]) for result in results)
+
+
+CHARTS: dict[str, Callable[[Any], list[Chart]]] = {
+    "train": of_train,
+    "optimizer": of_optimizer,
+    "quantize": of_quantize,
+    "moe": of_moe,
+    "compile-time": of_compile_time,
+    "planning": of_planning,
+    "checkpoint": of_checkpoint,
+}

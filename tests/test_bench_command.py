@@ -1,0 +1,118 @@
+"""``fxshard bench``: what it starts, what it refuses, and the picture it makes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from fxshard.bench import command
+from fxshard.bench.chart import Chart, to_svg
+from fxshard.bench.figures import CHARTS
+from fxshard.bench.tables import read_tables
+from fxshard.inspect import cli
+
+TRAIN = [
+    {"name": "fsdp2-compile", "step_ms": 20.0, "peak_gib": 0.0, "first_step_s": 9.0},
+    {"name": "fxshard", "step_ms": 15.0, "peak_gib": 0.0, "first_step_s": 12.0},
+]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would run; a train benchmark writes its figures."""
+    commands: list[list[str]] = []
+
+    def call(command: list[str], **_: Any) -> int:
+        commands.append(command[1:])
+        if "--json" in command:
+            Path(command[command.index("--json") + 1]).write_text(json.dumps(TRAIN))
+        return 0
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(command.subprocess, "call", call)
+    return commands
+
+
+def test_starts_its_own_ranks_and_passes_the_rest_on(started: list[list[str]]) -> None:
+    assert cli.main(["bench", "train", "--ranks", "3", "--peer", "fsdp2,ddp", "--size", "toy"]) == 0
+    launch = (
+        "-m torch.distributed.run --standalone --nproc-per-node 3 -m fxshard.bench.train --peer fsdp2,ddp --size toy"
+    )
+    assert started == [launch.split()]
+
+
+@pytest.mark.parametrize(("rest", "ranks"), [([], "2"), (["--device", "cuda"], "1")])
+def test_ranks_by_default(rest: list[str], ranks: str, started: list[list[str]]) -> None:
+    assert cli.main(["bench", "train", *rest]) == 0
+    assert started[0][4] == ranks
+
+
+def test_one_process_where_one_is_enough(started: list[list[str]]) -> None:
+    assert cli.main(["bench", "compile-time", "--layers", "2,4"]) == 0
+    assert started == [["-m", "fxshard.bench.compile_time", "--layers", "2,4"]]
+
+
+def test_figures_and_picture(started: list[list[str]], tmp_path: Path) -> None:
+    figures, picture = tmp_path / "train.json", tmp_path / "train.svg"
+    assert cli.main(["bench", "train", "--json", str(figures), "--svg", str(picture)]) == 0
+    assert json.loads(figures.read_text()) == TRAIN
+    texts = [element.text for element in ElementTree.parse(picture).iter(f"{SVG}text")]
+    assert "time of a step, ms" in texts and "15   0.750×" in texts
+    assert "peak memory, GiB" not in texts  # a CPU run does not measure it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimizer", "--ranks", "2"], "it runs in one process"),
+        (["train", "--ranks", "0"], "1 or more"),
+        (["train", "--svg", "no/such/place.svg"], "there is no directory"),
+    ],
+)
+def test_what_cannot_be_asked_for(
+    arguments: list[str], message: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err and not started
+
+
+def test_under_torchrun(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["bench", "train"]) == 2 and not started
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    chart = Chart("time", "ms", (("peer <1>", 4.0), ("fxshard", 1.0)), "peer <1>")
+    tree = ElementTree.fromstring(to_svg([chart], "a & b"))
+    lengths = {bar.get("class"): float(bar.get("width", "0")) for bar in tree.iter(f"{SVG}rect")}
+    assert lengths["peer"] == 4 * lengths["ours"]
+    assert {"peer <1>", "fxshard", "a & b"} <= {element.text for element in tree.iter(f"{SVG}text")}
+
+
+def test_a_real_one_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fxshard.bench import optimizer
+
+    figures = tmp_path / "optimizer.json"
+    small = ["--device", "cpu", "--layers", "1", "--dim", "32", "--hidden", "48", "--rounds", "1", "--repeat", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench", *small, "--json", str(figures)])
+    optimizer.main()
+    (chart,) = CHARTS["optimizer"](json.loads(figures.read_text()))
+    assert {name for name, _ in chart.bars} > {"fxshard.Muon", "torch.optim.Muon"}
+
+
+def test_tables_that_are_printed_become_figures() -> None:
+    printed = "noise\n\n## Cost: a model\n\n| layers | seconds |\n|---|---|\n| 8 | 2.5 |\n| 16 | 3.5 |\n\nmore\n"
+    (table,) = tables = read_tables(printed)
+    assert table == {"title": "Cost: a model", "head": ["layers", "seconds"], "rows": [["8", "2.5"], ["16", "3.5"]]}
+    (chart,) = CHARTS["planning"](tables)
+    assert chart.bars == (("fxshard, 8 layers", 2.5), ("fxshard, 16 layers", 3.5))
+
+
+def test_every_benchmark_has_a_picture() -> None:
+    assert command.BENCHES.keys() == CHARTS.keys()

@@ -1,0 +1,91 @@
+"""What a user installs: a source distribution, the wheel made from it, and fxshard imported from there."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fxshard._version import __version__
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("fxshard", "passes", "pyproject.toml", "README.md", "LICENSE")
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("setuptools", "pip")), reason="needs setuptools and pip"
+)
+
+
+def run(*command: str, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built beside the checkout, which stays clean."""
+    folder = tmp_path_factory.mktemp("source")
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            compiled = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=compiled)
+        else:
+            shutil.copy2(ROOT / part, folder)
+    run("-c", "from setuptools import build_meta; build_meta.build_sdist('dist')", cwd=folder)
+    (found,) = (folder / "dist").glob("*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder), ".", cwd=source)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_wheel_has_everything_as_files(wheel: Path) -> None:
+    """Also the passes, which the checkout reaches through a link."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    here = {f"fxshard/passes/{path.name}" for path in (ROOT / "passes").glob("*.py")}
+    here |= {str(path.relative_to(ROOT)) for path in (ROOT / "fxshard").glob("*/*.py")}
+    assert here <= names
+    assert {"fxshard/py.typed", "fxshard/inspect/page.html"} <= names
+    assert not [name for name in names if name.startswith(("passes/", "tests/", "docs/"))]
+
+
+def test_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    run("-m", "pip", "install", "--no-deps", "--no-index", "-q", "--target", str(target), str(wheel), cwd=tmp_path)
+    assert not (target / "fxshard" / "passes").is_symlink()
+    script = (
+        f"import sys; sys.path.insert(0, {str(target)!r})\n"
+        "import fxshard, importlib.metadata as about\n"
+        "print(fxshard.__file__, fxshard.PASSES.own, about.version('fxshard'))\n"
+        "from fxshard.inspect.cli import main; main(['--help'])\n"
+    )
+    shown = run("-P", "-c", script, cwd=tmp_path)
+    assert shown.startswith(f"{target}/fxshard/__init__.py () {__version__}\n")
+    assert "doctor" in shown
+
+
+def test_version_is_in_one_place() -> None:
+    """The rest asks for it."""
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+    elsewhere = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "fxshard").rglob("*.py")
+        if f'"{__version__}"' in path.read_text() and path.name != "_version.py"
+    ]
+    assert not elsewhere
