@@ -91,7 +91,7 @@ def main() -> None:
     model = fxshard.compile(
         MixtureOfExperts(),
         zero=3,
-        optimizer=fxshard.AdamW(lr=3e-3),
+        optimizer=fxshard.Muon(lr=2e-2, adamw=fxshard.AdamW(lr=3e-3)),
         lowering=options.lowering,
     )
     rank = dist.get_rank() if dist.is_initialized() else 0
