@@ -112,9 +112,7 @@ def captured(
 ) -> Captured:
     """Capture, tie to parameters, run the passes on the joint graph (printed if it ``shows``), partition."""
     domain = Domain(2, replicas, divisor=2 * replicas)
-    plans = plan_buckets(
-        model, find_units(model), zero=3, ranks=2, precision=precision, domain_of=lambda name: domain
-    )
+    plans = plan_buckets(model, find_units(model), zero=3, ranks=2, precision=precision, domain_of=lambda name: domain)
     context = PassContext(plans, Options(), Phase.FORWARD, "cpu×2", ranks=2 * replicas, hardware=hardware("cpu"))
     if precision is not None:
         model = model.to(precision.param)
