@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import fxshard
+from fxshard.inspect.verify import RULES
+from fxshard.passes.pipeline import BEFORE_AUTOGRAD, INSERTING
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -101,6 +103,14 @@ def test_show_passes() -> None:
     text = (ROOT / "docs" / "passes.md").read_text()
     quoted = {line for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()}
     assert quoted - shown - {"..."} == set()
+
+
+def test_every_pass_and_rule_is_documented() -> None:
+    passes = {run.__name__ for runs in (BEFORE_AUTOGRAD, *INSERTING.values()) for run in runs}
+    headings = set(re.findall(r"^## (\w+)$", (ROOT / "docs" / "passes.md").read_text(), flags=re.MULTILINE))
+    assert passes - headings == set()
+    rules = (ROOT / "docs" / "verification.md").read_text()
+    assert [rule.__name__ for rule in RULES if f"| `{rule.__name__}` |" not in rules] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
