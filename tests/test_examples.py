@@ -67,7 +67,7 @@ def test_mxfp8_against_bf16() -> None:
 
 
 def test_every_example_is_run_and_says_what_to_look_at() -> None:
-    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_ex*.py"))
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     for example in sorted((ROOT / "examples").glob("*.py")):
         assert f"examples/{example.name}" in tests
         docstring = ast.get_docstring(ast.parse(example.read_text())) or ""
