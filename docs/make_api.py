@@ -18,6 +18,7 @@ PAGE = Path(__file__).parent / "api.md"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Sharding and planning": ("compile", "shard", "plan", "explain"),
     "What a model is compiled with": ("AdamW", "Muon", "Split", "Precision", "MXFP8", "Group", "grouped_mm"),
+    "Saving and loading": ("save", "load", "latest"),
     "What comes back": ("ShardedModule", "Schedule", "Profile"),
 }
 """Public names in an order that tells a story. Errors come after these, and whatever is left behind them."""

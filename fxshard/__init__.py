@@ -15,10 +15,12 @@ from fxshard._version import __version__
 
 if TYPE_CHECKING:
     from fxshard.api import compile, shard
+    from fxshard.checkpoint import latest, load, save
     from fxshard.config import AdamW, Muon, Precision, Split
     from fxshard.errors import (
         BudgetError,
         CaptureError,
+        CheckpointError,
         ConfigError,
         FxshardError,
         LayoutError,
@@ -42,6 +44,7 @@ _HOME = {
     "AdamW": "config",
     "BudgetError": "errors",
     "CaptureError": "errors",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "FxshardError": "errors",
     "Group": "groups",
@@ -62,7 +65,10 @@ _HOME = {
     "compile": "api",
     "explain": "explaining",
     "grouped_mm": "fused.op",
+    "latest": "checkpoint",
+    "load": "checkpoint",
     "plan": "planning",
+    "save": "checkpoint",
     "shard": "api",
 }
 """The module that each public name is in."""
@@ -92,6 +98,7 @@ __all__ = [
     "AdamW",
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "FxshardError",
     "Group",
@@ -113,6 +120,9 @@ __all__ = [
     "compile",
     "explain",
     "grouped_mm",
+    "latest",
+    "load",
     "plan",
+    "save",
     "shard",
 ]

@@ -23,6 +23,10 @@ class StateError(FxshardError):
     """The sharded module is not in a state in which this call makes sense."""
 
 
+class CheckpointError(FxshardError):
+    """A checkpoint is missing, damaged or does not fit the model; on every rank, before anything was changed."""
+
+
 class PassError(FxshardError):
     """A graph pass was given a graph it cannot work on, or left one that is wrong."""
 

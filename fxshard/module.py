@@ -139,13 +139,13 @@ class ShardedModule(nn.Module):
             raise StateError("this model is being profiled already")
         if steps < 1:
             raise ConfigError(f"profile(steps={steps}): expected at least one step")
-        profile, options = Profile(), engine.options
+        profile, options = Profile(), engine.frame.options
         recorder = engine.recorder = Recorder(engine.device, steps)
-        engine.options = replace(options, overlap=False)
+        engine.frame.options = replace(options, overlap=False)
         try:
             yield profile
         finally:
-            engine.recorder, engine.options = None, options
+            engine.recorder, engine.frame.options = None, options
         recorder.close()
         events = self.schedule.events
         phases = {
@@ -315,11 +315,11 @@ class ShardedModule(nn.Module):
         >>> model.optimizer.step()
         """
         engine = self._sharding.engine
-        before, engine.synchronises = engine.synchronises, False
+        before, engine.gradients.synchronises = engine.gradients.synchronises, False
         try:
             yield
         finally:
-            engine.synchronises = before
+            engine.gradients.synchronises = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those that ``no_sync`` kept included."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,9 +46,9 @@ def gather_buffers() -> list[tuple[bool, bool]]:
     seen: list[tuple[bool, bool]] = []
     wait = engine.wait
 
-    def watched(index: int, slot: object = None) -> tuple[torch.Tensor, ...]:
-        views = wait(index, slot)  # type: ignore[arg-type]
-        flat = engine._gathered[index].flat
+    def watched(*args: Any) -> Any:
+        views = wait(*args)
+        ((flat, _),) = engine._gathered[args[0]].transfer.moves
         arena = engine.arena._memory.untyped_storage().data_ptr()
         seen.append(
             (
@@ -141,19 +143,19 @@ def gradient_buckets_alive() -> tuple[int, int, list[str], list[str]]:
     model = fxshard.compile(llama(), zero=3, lowering="eager")
     engine = model._sharding.engine
     most = 0
-    grad = engine.grad
+    grad = engine.gradients.grad
 
-    def watched(*args: object) -> object:
+    def watched(*args: Any) -> Any:
         nonlocal most
-        views = grad(*args)  # type: ignore[arg-type]
-        most = max(most, len(engine._reducing))
+        views = grad(*args)
+        most = max(most, engine.gradients.alive)
         return views
 
-    engine.grad = watched  # type: ignore[method-assign, assignment]
+    engine.gradients.grad = watched  # type: ignore[method-assign]
     model(*this_ranks_batch(0)).backward()
     reduced = [e.bucket for e in model.schedule.events if e.kind is Kind.REDUCE]
     gathered = [e.bucket for e in model.schedule.events if e.kind is Kind.UNSHARD and e.phase is Phase.FORWARD]
-    return most, len(engine._reducing), reduced, gathered
+    return most, engine.gradients.alive, reduced, gathered
 
 
 @pytest.mark.shows("S5", "L6")

@@ -102,6 +102,10 @@ class Moments:
             "exp_avg_sq": bucket.wrap(self.second[at : at + bucket.fragments[i].numel], name),
         }
 
+    def recount(self) -> None:
+        """Take the step counts over from the tensor."""
+        self.counts = [int(step) for step in self.steps.tolist()]
+
     def load(self, i: int, state: Mapping[str, Any]) -> None:
         """Copy loaded state of a parameter into the flat tensors."""
         fragment = self.bucket.fragments[i]

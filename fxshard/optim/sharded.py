@@ -57,6 +57,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         moments.load(i, self.state[parameter])
         self._bind_state()
 
+    def state_was_written(self) -> None:
+        """Someone wrote to the state tensors in place, as loading a checkpoint does."""
+        for moments in self._moments.values():
+            moments.recount()
+
     def _may_step(self) -> bool:
         """Whether the gradients are such that a step may be made; asked on every rank, before anything is changed."""
         return True

@@ -24,6 +24,9 @@ class SlotRange:
     def end(self) -> int:
         return self.offset + self.bytes
 
+    def overlaps(self, other: SlotRange) -> bool:
+        return self.offset < other.end and other.offset < self.end
+
 
 @dataclass(frozen=True)
 class Buffer:

@@ -47,7 +47,7 @@ class Arena:
         if not self._planned:
             self.allocations += 1
             return torch.empty(slot.bytes, dtype=torch.uint8, device=self._device), []
-        pending = [token for used, token in self._in_use if _overlap(used, slot)]
+        pending = [token for used, token in self._in_use if used.overlaps(slot)]
         self._in_use = [(used, token) for used, token in self._in_use if not _inside(used, slot)]
         return self._memory[slot.offset : slot.end], pending
 
@@ -69,10 +69,6 @@ class Arena:
         for _, token in self._in_use:
             token.wait()
         self._in_use.clear()
-
-
-def _overlap(a: SlotRange, b: SlotRange) -> bool:
-    return a.offset < b.end and b.offset < a.end
 
 
 def _inside(inner: SlotRange, outer: SlotRange) -> bool:

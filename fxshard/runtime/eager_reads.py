@@ -115,7 +115,7 @@ def _collector(engine: Engine, place: Place) -> Callable[[torch.Tensor], None]:
     def collect(parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
-            engine.add_gradient(*place, gradient)
+            engine.gradients.add_gradient(*place, gradient)
 
     return collect
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,17 +10,17 @@ import torch.distributed as dist
 
 from fxshard import _compat
 from fxshard.config import Options
-from fxshard.errors import PeerError, StateError
+from fxshard.errors import StateError
 from fxshard.events import Kind, Phase
 from fxshard.plan.memory import SlotRange
 from fxshard.precision import gathered
 from fxshard.precision.gathered import Transfer
 from fxshard.precision.modes import Copies
-from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.frame import Frame
 from fxshard.runtime.recorder import Recorder
-from fxshard.runtime.streams import AllOf, Token, streams_for
-from fxshard.runtime.watchdog import Watchdog, failing
+from fxshard.runtime.reductions import Reductions
+from fxshard.runtime.streams import AllOf, Token
 
 Views = tuple[torch.Tensor | None, ...]
 
@@ -36,21 +35,6 @@ class Gathered:
     views: Views | None = None
     version: int | None = None
     """The shard's version that an optimizer step gathered ahead of the next forward."""
-
-
-@dataclass
-class Reducing:
-    """A full gradient bucket that is filled, then reduced."""
-
-    flat: torch.Tensor
-    slot: SlotRange | None
-    accumulate: bool
-    result: torch.Tensor | None = None
-    """This rank's part of the sum, before it goes where gradients stay."""
-    token: Token | None = None
-    """The full bucket is reduced and free again."""
-    settled: Token | None = None
-    """The gradient is where it stays: the same, or behind the sum over replicas."""
 
 
 @dataclass
@@ -71,25 +55,16 @@ class Engine:
 
     def __init__(self, buckets: list[Bucket], device: torch.device, options: Options) -> None:
         self.buckets = buckets
-        self.options = options
         self.device = device
-        self.arena = Arena(device, planned=options.arena)
-        self.synchronises = True
-        """Whether backward reduces gradients; inside ``no_sync`` it keeps them. Ranks choose alike."""
-        self._averages = device.type == "cuda"
-        self._streams = streams_for(device)
+        self.frame = Frame(buckets, device, options)
+        self.arena, self._streams = self.frame.arena, self.frame.streams
+        self.gradients = Reductions(self.frame)
         self._gathered: dict[int, Gathered] = {}
-        self._reducing: dict[int, Reducing] = {}
         self._start: Token | None = None
-        self._unsettled: list[Reducing] = []
         self._carries: Mapping[int, SlotRange] = {}
         self.recorder: Recorder | None = None
         """Times what programs do, while there is one."""
         self._owner: object = None
-        self._phase: Phase | None = None
-        self._watchdog: Watchdog | None = None
-        if any(bucket.channels.domain.ranks > 1 for bucket in buckets):
-            self._watchdog = Watchdog(dist.get_rank(), _compat.group_timeout())
         self.observed = False
         """Whether operations outside graphs are looked at just now (``eager_reads``); programs step out of that."""
 
@@ -106,7 +81,7 @@ class Engine:
         the shards hold.
         """
         carries = carries or {}
-        same, self._owner, self._phase = owner is self._owner, owner, phase
+        same, self._owner, self.frame.phase = owner is self._owner, owner, phase
         if self.recorder is not None:
             self.recorder.begin(phase)
         if phase is Phase.BACKWARD:
@@ -116,7 +91,7 @@ class Engine:
             return
         for bucket in self.buckets:
             bucket.reclaim_gradient()
-        grows = self.options.arena and arena_bytes > self.arena.bytes
+        grows = self.arena.planned and arena_bytes > self.arena.bytes
         self._evict(keep={} if grows else carries)
         self.arena.reserve(arena_bytes)
         self._carries = carries
@@ -125,35 +100,12 @@ class Engine:
 
     def end(self) -> None:
         """A program is over: what it reduced is there for whoever comes next."""
-        for state in self._unsettled:
-            assert state.settled is not None
-            state.settled.wait()
-        self._unsettled.clear()
+        self.gradients.end()
 
     def abort(self) -> None:
         """A program failed half-way: let what it started end and forget what it held: the next starts clean."""
-        for state in [*self._reducing.values(), *self._unsettled]:
-            for token in (state.token, state.settled):
-                if token is not None:
-                    # The failure that is being raised may be this very collective.
-                    with contextlib.suppress(RuntimeError, PeerError):
-                        token.wait()
-            if state.slot is not None:
-                self.arena.release(state.slot, self._streams.mark())
-        self._reducing.clear()
-        self._unsettled.clear()
+        self.gradients.abort()
         self._evict()
-
-    @contextlib.contextmanager
-    def _naming(self, kind: Kind, bucket: Bucket) -> Iterator[Callable[[Token], Token]]:
-        """Say which event it is when starting a collective fails, or when what was started fails or does not end."""
-        event = f"{self._phase or 'eager'} {kind} of {bucket.plan.name!r}"
-        watchdog = self._watchdog
-        if watchdog is None:
-            yield lambda token: token
-            return
-        with failing(event, watchdog.rank):
-            yield lambda token: watchdog.watch(token, event)
 
     def _evict(self, keep: Mapping[int, SlotRange] | None = None) -> None:
         """Release every gathered bucket, but for those that the last step gathered and that nothing touched since."""
@@ -169,9 +121,11 @@ class Engine:
         slot = self._carries.get(index)
         if slot is None:
             return
-        if index in self._gathered:  # a second step before the next forward
-            self.reshard(index)
         bucket = self.buckets[index]
+        for other, held in list(self._gathered.items()):
+            # What a forward without backward keeps gives way: its backward gathers again. So does an earlier step's.
+            if other == index or (held.slot is not None and held.slot.overlaps(slot)):
+                self.reshard(other)
         memory, pending = self.arena.take(slot)
         self._start = self._streams.mark()
         held = self._gather(bucket, self._transfer(bucket, memory, Copies.NONE), slot, pending)
@@ -187,11 +141,9 @@ class Engine:
             assert group is not None
             return dist.all_to_all_single(brings, sends, from_each, to, group=group, async_op=async_op)
 
-        with self._naming(Kind.EXCHANGE, self.buckets[index]) as watched:
+        with self.frame.naming(Kind.EXCHANGE, self.buckets[index]) as watched:
             token = watched(self._streams.launch("gather", swap, after=[self._streams.mark()]))
-        if not self.options.overlap:
-            token.wait()
-        return Sent(sends, brings, token)
+        return Sent(sends, brings, self.frame.launched(token))
 
     def on_all_ranks(self, condition: torch.Tensor) -> torch.Tensor:
         """Whether something holds on every rank."""
@@ -285,13 +237,11 @@ class Engine:
         if not self.arena.planned:
             waits.append(self._streams.mark())
         collective = gather if transfer.moves else None
-        with self._naming(Kind.UNSHARD, bucket) as watched:
+        with self.frame.naming(Kind.UNSHARD, bucket) as watched:
             token = watched(
                 self._streams.launch("gather", collective, before=transfer.stage, then=transfer.settle, after=waits)
             )
-        if not self.options.overlap:
-            token.wait()
-        return Gathered(transfer, slot, token)
+        return Gathered(transfer, slot, self.frame.launched(token))
 
     def unsharded(self, index: int) -> tuple[torch.Tensor, ...]:
         """Parameters for code outside programs, in memory of their own where they do not stay in memory anyway."""
@@ -303,156 +253,3 @@ class Engine:
         flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.plan.param_dtype, device=bucket.device)
         self._gather(bucket, self._plain(bucket, flat), None, [self._streams.mark()]).token.wait()
         return bucket.views(flat)
-
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
-    def add_gradient(self, index: int, position: int, gradient: torch.Tensor) -> None:
-        """A gradient that autograd accumulated outside programs: averaged over the ranks, added to the shard's."""
-        bucket = self.buckets[index]
-        with torch.no_grad():
-            value = gradient.to(bucket.plan.reduce_dtype).contiguous()
-            if bucket.channels.domain.ranks > 1:
-                with failing(f"eager reduce of {bucket.plan.params[position]!r}", dist.get_rank()):
-                    bucket.channels.all_reduce(value, dist.ReduceOp.SUM)
-                value = value / bucket.plan.domain.divisor
-            bucket.add_gradient(bucket.plan.params[position], value)
-
-    def grad(self, index: int, slot: SlotRange | None, zeros: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        bucket = self.buckets[index]
-        accumulate = not self._keeps(bucket) and bucket.prepare_accumulation()
-        flat = self._gradient_target(bucket, slot, accumulate)
-        self._reducing[index] = Reducing(flat, slot, accumulate)
-        views = self.arena.views(("gradient", index, slot), lambda: bucket.views(flat)) if slot else bucket.views(flat)
-        for start, numel in bucket.gaps:
-            flat[start : start + numel].zero_()
-        for i in zeros:
-            views[i].zero_()
-        return views
-
-    def reduce(self, index: int) -> None:
-        bucket, state = self.buckets[index], self._reducing[index]
-        self._add_kept(bucket, state)
-        flat, target, group = state.flat, bucket.hold_gradient(), bucket.channels.reducing(bucket.plan)
-        alone = bucket.plan.layout.ranks == 1
-        direct = not state.accumulate and flat.dtype == target.dtype
-        state.result = flat if alone else target if direct else None
-        operation = self._operation(bucket)
-
-        def prepare() -> None:
-            if state.result is None:
-                state.result = torch.empty(target.numel(), dtype=flat.dtype, device=flat.device)
-
-        def combine(async_op: bool) -> dist.Work | None:
-            assert group is not None and state.result is not None
-            if alone:
-                return dist.all_reduce(flat, op=operation, group=group, async_op=async_op)
-            return _compat.reduce_scatter(state.result, flat, operation, group, async_op=async_op)
-
-        with self._naming(Kind.REDUCE, bucket) as watched:
-            state.token = watched(
-                self._streams.launch(
-                    "reduce",
-                    combine if group is not None else None,
-                    before=prepare,
-                    then=None if bucket.plan.adds_replicas else lambda: self._settle(bucket, state),
-                    after=[self._streams.mark()],
-                )
-            )
-        if not bucket.plan.adds_replicas:
-            state.settled = state.token
-        if not self.options.overlap:
-            state.token.wait()
-
-    def accumulate(self, index: int) -> None:
-        """In place of ``reduce`` inside ``no_sync``: full gradients stay here until a backward reduces them."""
-        bucket, state = self.buckets[index], self._reducing[index]
-        if not self._keeps(bucket):
-            self.reduce(index)
-        elif bucket.kept is not None:
-            bucket.kept.add_(state.flat)
-        else:
-            bucket.kept = state.flat.clone() if bucket.plan.grad_in_arena else state.flat
-
-    def put_back(self, index: int) -> None:
-        """In place of ``finish`` inside ``no_sync``: the place in the arena is free again."""
-        if not self._keeps(self.buckets[index]):
-            self.finish(index)
-            return
-        state = self._reducing.pop(index)
-        if state.slot is not None:
-            self.arena.release(state.slot, self._streams.mark())
-
-    def _keeps(self, bucket: Bucket) -> bool:
-        """Whether full gradients are kept: not where no other rank has any part in them."""
-        return not self.synchronises and bucket.channels.reducing(bucket.plan) is not None
-
-    def _add_kept(self, bucket: Bucket, state: Reducing) -> None:
-        """Reduce what micro-batches before this one left, along with its own."""
-        if bucket.kept is None:
-            return
-        if bucket.plan.grad_in_arena:
-            state.flat.add_(bucket.kept)
-        else:
-            state.flat = bucket.kept.add_(state.flat)
-        bucket.kept = None
-
-    def all_reduce(self, index: int) -> None:
-        """The reduced shard is added up over its replicas, on a stream and in a group of its own."""
-        bucket, state = self.buckets[index], self._reducing[index]
-        assert state.token is not None, f"{bucket.plan.name} is added up before it is reduced"
-        group, operation = bucket.channels.replicas, self._operation(bucket)
-
-        def combine(async_op: bool) -> dist.Work | None:
-            assert group is not None and state.result is not None
-            return dist.all_reduce(state.result, op=operation, group=group, async_op=async_op)
-
-        with self._naming(Kind.ALL_REDUCE, bucket) as watched:
-            state.settled = watched(
-                self._streams.launch("replicas", combine, then=lambda: self._settle(bucket, state), after=[state.token])
-            )
-        if not self.options.overlap:
-            state.settled.wait()
-
-    def _operation(self, bucket: Bucket) -> dist.ReduceOp.RedOpType:
-        """An average where the backend has one and it is what is asked for; else a sum, divided when it is there."""
-        domain = bucket.plan.domain
-        return dist.ReduceOp.AVG if self._averages and domain.divisor == domain.ranks else dist.ReduceOp.SUM
-
-    def _settle(self, bucket: Bucket, state: Reducing) -> None:
-        """Scale the sum and bring it to where gradients stay."""
-        result, target, divisor = state.result, bucket.grad, bucket.plan.domain.divisor
-        assert result is not None and target is not None
-        if divisor != 1 and self._operation(bucket) == dist.ReduceOp.SUM:
-            result.div_(divisor)
-        if result is not target:
-            (target.add_ if state.accumulate else target.copy_)(result)
-        if not bucket.plan.adds_replicas:  # scratch belongs to the stream of reductions, which is done with it
-            state.result = None
-
-    def finish(self, index: int) -> None:
-        state = self._reducing.pop(index)
-        assert state.token is not None, f"{self.buckets[index].plan.name} is finished before it is reduced"
-        assert state.settled is not None, f"{self.buckets[index].plan.name} is finished before replicas are added up"
-        # Kept until the end: scratch memory belongs to the compute stream and the reduction may still read it.
-        self._unsettled.append(state)
-        if state.slot is not None:
-            self.arena.release(state.slot, state.token)
-        if not self.arena.planned:
-            state.settled.wait()  # the memory goes back to an allocator that knows this stream only
-        self.buckets[index].publish_gradients()
-
-    def _gradient_target(self, bucket: Bucket, slot: SlotRange | None, accumulate: bool) -> torch.Tensor:
-        """Where backward writes full gradients: the arena, the place they stay, or scratch beside gradients there."""
-        plan = bucket.plan
-        if plan.grad_in_arena:
-            assert slot is not None, f"no arena slot is planned for the gradients of {plan.name}"
-            memory, pending = self.arena.take(slot)
-            for token in pending:
-                token.wait()
-            return memory.view(plan.reduce_dtype)
-        if bucket.kept is None:
-            if bucket.grad_full is not None:
-                return bucket.grad_full
-            if not accumulate and plan.reduce_dtype == plan.master_dtype and not self._keeps(bucket):
-                return bucket.hold_gradient()
-        return torch.empty(plan.layout.numel, dtype=plan.reduce_dtype, device=bucket.device)

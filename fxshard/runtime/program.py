@@ -76,7 +76,7 @@ class Program:
             self._before_first_run()
             self._before_first_run = None
         engine.begin(self.phase, self._arena_bytes, self.owner, self._carries)
-        instructions = self._instructions if engine.synchronises else self._accumulating
+        instructions = self._instructions if engine.gradients.synchronises else self._accumulating
         recorder = engine.recorder
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
         args.clear()
@@ -159,7 +159,7 @@ class Program:
         if event.kind is Kind.ALL_REDUCE:
             return []
         index = event.bucket_index
-        act = self._engine.accumulate if event.kind is Kind.REDUCE else self._engine.put_back
+        act = self._engine.gradients.accumulate if event.kind is Kind.REDUCE else self._engine.gradients.put_back
         what = Kind.ACCUMULATE if event.kind is Kind.REDUCE else event.kind
         return [replace(instruction, run=lambda _: act(index), label=f"{what} {event.bucket}")]
 
@@ -172,15 +172,16 @@ class Program:
     def _bind(self, call: fx.Node, event: Event) -> BoxedCallable:
         """The engine's action for a runtime node."""
         engine, index, slot = self._engine, event.bucket_index, event.slot
+        gradients = engine.gradients
         zeros = call.kwargs.get("zeros", ())
         actions: dict[Kind, Callable[[list[Any]], Any]] = {
             Kind.UNSHARD: lambda _: engine.unshard(index, slot, event.copies),
             Kind.WAIT: lambda _: engine.wait(index, slot, event.copies),
             Kind.RESHARD: lambda _: engine.reshard(index),
-            Kind.GRAD: lambda _: engine.grad(index, slot, zeros),  # type: ignore[arg-type]
-            Kind.REDUCE: lambda _: engine.reduce(index),
-            Kind.ALL_REDUCE: lambda _: engine.all_reduce(index),
-            Kind.FINISH: lambda _: engine.finish(index),
+            Kind.GRAD: lambda _: gradients.grad(index, slot, zeros),  # type: ignore[arg-type]
+            Kind.REDUCE: lambda _: gradients.reduce(index),
+            Kind.ALL_REDUCE: lambda _: gradients.all_reduce(index),
+            Kind.FINISH: lambda _: gradients.finish(index),
         }
         return actions[event.kind]
 

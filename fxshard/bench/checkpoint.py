@@ -1,0 +1,205 @@
+"""Save and load a model with its AdamW state: fxshard against FSDP2 with plain ``torch.distributed.checkpoint``.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m fxshard.bench.checkpoint
+
+Contenders take turns in one run, each saving, loading and deleting its own checkpoint. Times are between barriers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import fxshard
+from fxshard.models import Llama, LlamaConfig
+
+SIZES = {
+    "small": LlamaConfig(vocab=8192, dim=768, layers=8, heads=12, hidden=2048),
+    "1b": LlamaConfig(vocab=32000, dim=2048, layers=16, heads=16, hidden=5632),
+}
+
+
+class Fsdp2:
+    """``fully_shard`` on every layer, state dicts by torch, default planner, writer and reader."""
+
+    name = "FSDP2 + DCP"
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.get_submodule("layers").children():
+            fully_shard(layer)
+        fully_shard(model)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, path: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+class Ours:
+    name = "fxshard"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = fxshard.shard(model, zero=3, optimizer=fxshard.AdamW(lr=1e-4))
+
+    def save(self, path: Path) -> None:
+        fxshard.save(self.model, path)
+
+    def load(self, path: Path) -> None:
+        fxshard.load(self.model, path)
+
+
+class OursBeside(Ours):
+    """The time until training goes on; the writing itself is waited for outside."""
+
+    name = "fxshard, asynchronous"
+
+    def save(self, path: Path) -> None:
+        self.pending = fxshard.save(self.model, path, asynchronous=True)
+
+    def finish(self) -> None:
+        self.pending.wait()
+
+
+CONTENDERS: dict[str, type[Fsdp2] | type[Ours]] = {"fsdp2": Fsdp2, "fxshard": Ours, "asynchronous": OursBeside}
+
+
+def timed(action: Callable[[], None]) -> tuple[float, int]:
+    """(seconds between barriers, bytes by which this process grew at its largest)"""
+    before = _reset_peak()
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - start, _status("VmHWM") - before
+
+
+def _reset_peak() -> int:
+    """Forget the largest size so far; returns the present one."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def round_trip(contender: Fsdp2 | Ours, folder: Path) -> dict[str, float]:
+    path = folder / contender.name.replace(" ", "-")
+    save_s, save_peak = timed(lambda: contender.save(path))
+    finish_s = 0.0
+    if isinstance(contender, OursBeside):
+        finish_s, _ = timed(contender.finish)
+    load_s, load_peak = timed(lambda: contender.load(path))
+    size = sum(file.stat().st_size for file in path.iterdir())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path)
+    dist.barrier()
+    return {
+        "save_s": save_s,
+        "written_after_s": save_s + finish_s,
+        "load_s": load_s,
+        "bytes": size,
+        "save_peak": save_peak,
+        "load_peak": load_peak,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--contenders", default="fsdp2,fxshard,asynchronous", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=5, help="the first one is not timed")
+    parser.add_argument("--one-at-a-time", action="store_true", help="of the contenders, where memory is short")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    config = SIZES[arguments.size]
+    if arguments.layers:
+        config = LlamaConfig(**{**asdict(config), "layers": arguments.layers})
+    made = [tempfile.mkdtemp(dir=arguments.folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    folder = Path(str(made[0]))
+    torch.set_default_dtype(getattr(torch, arguments.dtype))
+    names = arguments.contenders.split(",")
+    alive: dict[str, Fsdp2 | Ours] = {}
+    found: dict[str, list[dict[str, float]]] = {CONTENDERS[name].name: [] for name in names}
+    for _ in range(arguments.rounds):
+        for name in names:
+            if arguments.one_at_a_time and name not in alive:
+                alive.clear()
+                gc.collect()
+            if name not in alive:
+                torch.manual_seed(0)
+                alive[name] = CONTENDERS[name](Llama(config))
+            found[alive[name].name].append(round_trip(alive[name], folder))
+    if dist.get_rank() == 0:
+        folder.rmdir()
+        report(found, arguments.json)
+    dist.destroy_process_group()
+
+
+def report(found: dict[str, list[dict[str, float]]], path: Path | None) -> None:
+    """Medians of times without the first round, and the largest of the peaks of all rounds."""
+    medians = {
+        name: {
+            key: max(one[key] for one in rounds)
+            if key.endswith("peak")
+            else statistics.median(one[key] for one in rounds[1:] or rounds)
+            for key in rounds[0]
+        }
+        for name, rounds in found.items()
+    }
+    base = next(iter(medians.values()))
+    print(
+        f"{'contender':<24}{'save s':>8}{'done s':>8}{'GB/s':>7}{'speed':>7}{'load s':>8}{'GB/s':>7}{'speed':>7}"
+        f"{'save +MiB':>11}{'load +MiB':>11}   {base['bytes'] / 1e9:.2f} GB"
+    )
+    for name, m in medians.items():
+        print(
+            f"{name:<24}{m['save_s']:>8.2f}{m['written_after_s']:>8.2f}{m['bytes'] / m['written_after_s'] / 1e9:>7.2f}"
+            f"{base['written_after_s'] / m['written_after_s']:>7.2f}{m['load_s']:>8.2f}"
+            f"{m['bytes'] / m['load_s'] / 1e9:>7.2f}{base['load_s'] / m['load_s']:>7.2f}"
+            f"{m['save_peak'] / 2**20:>11.0f}{m['load_peak'] / 2**20:>11.0f}",
+            flush=True,
+        )
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What this rank holds of a checkpoint: rows of parameters and of optimizer state, under the plain model's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxshard.errors import ConfigError
+from fxshard.module import ShardedModule
+from fxshard.plan.layout import Fragment
+from fxshard.runtime.bucket import Bucket
+
+MODEL, OPTIMIZER = "model", "optimizer.state"
+
+
+@dataclass(frozen=True)
+class Held:
+    """This rank's rows of one tensor: a parameter, a buffer, or the state of a parameter called ``field``.
+
+    A DTensor cannot say where its rows lie when ranks hold uneven numbers of them, so this record does.
+    """
+
+    part: str
+    names: tuple[str, ...]
+    """The parameter's names in the model: more than one where it is tied."""
+    shape: tuple[int, ...]
+    row: int
+    tensor: torch.Tensor
+    """The rows themselves, in place: reading them saves, writing to them loads."""
+    field: str = ""
+    writes: bool = True
+    """Whether this rank takes part in saving it; of what is replicated, the checkpoint picks one of the ranks."""
+
+    def path(self, name: str) -> tuple[str, ...]:
+        return (*self.part.split("."), name, *([self.field] if self.field else []))
+
+    def key(self, name: str) -> str:
+        return ".".join(self.path(name))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the rows start in the whole tensor."""
+        return (self.row, *[0] * (len(self.shape) - 1)) if self.shape else ()
+
+
+def of_model(model: ShardedModule) -> Iterator[Held]:
+    """Parameters (masters, where there are any) and persistent buffers. Buffers are those of the first rank."""
+    keys: dict[int, list[str]] = {}
+    values = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        keys.setdefault(id(value), []).append(key)
+        values[id(value)] = value
+    for bucket, fragment, parameter in _places(model):
+        names = tuple(keys.pop(id(parameter)))
+        yield Held(MODEL, names, tuple(parameter.shape), fragment.row_start, bucket.local(fragment.name))
+    first = _is_first(model)
+    for identity, of_buffer in keys.items():
+        buffer = values[identity].detach()
+        yield Held(MODEL, tuple(of_buffer), tuple(buffer.shape), 0, buffer, writes=first)
+
+
+State = Mapping[torch.Tensor, Mapping[str, Any]]
+"""What ``optimizer.state`` is: parameter → field → tensor."""
+
+
+def of_optimizer(model: ShardedModule, state: State) -> Iterator[Held]:
+    """State tensors: those shaped like their parameter, of which this rank has the same rows, and scalars."""
+    for _, fragment, parameter in _places(model):
+        for field, value in state.get(parameter, {}).items():
+            yield _state(fragment, parameter, field, value)
+
+
+def empty_like_parameter(model: ShardedModule, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A state tensor for a parameter, sharded as it is."""
+    bucket, fragment = next((bucket, fragment) for bucket, fragment, _ in _places(model) if fragment.name == name)
+    return bucket.wrap(torch.zeros(fragment.numel, dtype=dtype, device=bucket.device), name)
+
+
+def parameter_names(model: ShardedModule) -> dict[int, str]:
+    """Parameter (by identity) → the name it has in optimizer state."""
+    return {id(parameter): fragment.name for _, fragment, parameter in _places(model)}
+
+
+def _state(fragment: Fragment, parameter: torch.nn.Parameter, field: str, value: object) -> Held:
+    if not isinstance(value, torch.Tensor) or value.shape not in (parameter.shape, torch.Size([])):
+        raise ConfigError(
+            f"optimizer state {field!r} of {fragment.name} is {_described(value)}; tensors of the parameter's shape "
+            "and scalar tensors can be saved"
+        )
+    local = value.to_local() if isinstance(value, dist.tensor.DTensor) else value
+    row = fragment.row_start if value.shape else 0
+    return Held(OPTIMIZER, (fragment.name,), tuple(value.shape), row, local.detach(), field)
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
+
+
+def _places(model: ShardedModule) -> Iterator[tuple[Bucket, Fragment, torch.nn.Parameter]]:
+    for bucket in model._sharding.buckets:
+        for fragment, parameter in zip(bucket.fragments, bucket.params, strict=True):
+            yield bucket, fragment, parameter
+
+
+def _is_first(model: ShardedModule) -> bool:
+    channels = model._sharding.channels
+    return channels.shard == 0 and channels.replica == 0

@@ -1,0 +1,224 @@
+"""Weights in and out as safetensors files, a few rows at a time: no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxshard import _compat
+from fxshard.checkpoint import folder
+from fxshard.checkpoint.fit import Stored, match_model, targets
+from fxshard.checkpoint.held import MODEL, of_model
+from fxshard.checkpoint.planners import Target
+from fxshard.checkpoint.saving import check_model, wait_for_save
+from fxshard.errors import CheckpointError, ConfigError
+from fxshard.module import ShardedModule
+from fxshard.runtime.bucket import Bucket
+
+INDEX = "model.safetensors.index.json"
+Rename = Callable[[str], str | None]
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | None = None) -> list[str]:
+    """Load weights from safetensors files, each rank reading only its own rows. Collective.
+
+    ``paths``: a file, several, or a folder as Hugging Face lays it out. ``rename`` maps a name in the files to the
+    model's, or to None to leave it out. Values are converted to the dtype that the model keeps. Experts may be stored
+    one by one or together. Everything is checked first. Returns notes on what was stored in another layout.
+
+    >>> fxshard.checkpoint.load_safetensors(model, "Qwen3-0.6B", rename=lambda name: name.removeprefix("model."))
+    """
+    ranks = check_model(model)
+    wait_for_save(model)
+    problems: list[str] = []
+    with ExitStack() as open_files:
+        try:
+            where = _contents(paths, rename, open_files)
+        except (CheckpointError, OSError) as error:
+            where = {}
+            problems.append(str(error))
+        held = list(of_model(model))
+        wanted: list[Target] = []
+        if where:
+            stored = {f"{MODEL}.{name}": Stored(tuple(at.get_shape()), None) for name, at in where.items()}
+            match = match_model(held, stored)
+            problems += [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
+            wanted = targets(held, match.of, stored, problems)
+            problems += _kinds(wanted, where)
+        ranks.settle(problems, "the files do not fit, nothing was loaded")
+        failed = _copy(wanted, where)
+    torch.autograd.graph.increment_version([bucket.master for bucket in model._sharding.buckets])
+    ranks.settle(failed, "the files could not be read to the end, load others before training on")
+    return [f"experts stored in another layout: {', '.join(match.regrouped)}"] if match.regrouped else []
+
+
+def save_safetensors(
+    model: ShardedModule,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    rename: Callable[[str], str] | None = None,
+    file_bytes: int = 5 * 10**9,
+) -> Path:
+    """Save weights as a folder of safetensors files with an index, as Hugging Face lays it out. Collective.
+
+    Units are gathered one after the other and written by the first rank, whose memory holds a unit and a file at most.
+    ``dtype``: what floating-point values are converted to; by default they are saved as they are kept, in full.
+    ``rename`` maps the model's names to those in the files.
+    """
+    ranks = check_model(model)
+    path = Path(path)
+    problem = folder.prepare(path) if ranks.rank == 0 else None
+    ranks.settle([problem] if problem else [], "nothing was saved")
+    writer = _Writer(folder.partial(path), file_bytes) if ranks.rank == 0 else None
+    failure: str | None = None
+    for key, value in _whole_tensors(model):
+        if writer is None or failure is not None:
+            continue  # the others are still gathering: go on with them
+        try:
+            value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            writer.add(rename(key) if rename is not None else key, value)
+        except Exception as error:
+            failure = str(error)
+    if writer is not None and failure is None:
+        try:
+            writer.close()
+            folder.partial(path).rename(path)
+        except OSError as error:
+            failure = str(error)
+    if failure is not None:
+        shutil.rmtree(folder.partial(path), ignore_errors=True)
+    ranks.settle([failure] if failure else [], f"{path} was not saved")
+    return path
+
+
+def _contents(paths: Paths, rename: Rename | None, open_files: ExitStack) -> dict[str, Any]:
+    """The model's name → a slice object of an open file."""
+    found: dict[str, Any] = {}
+    for path in _files(paths):
+        file = open_files.enter_context(_safe_open(path))
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            ours = rename(name) if rename is not None else name
+            if ours is not None and ours in found:
+                raise CheckpointError(f"{ours} is there twice, the second time as {name} in {path}")
+            if ours is not None:
+                found[ours] = file.get_slice(name)
+    if not found:
+        raise CheckpointError(f"no tensors in {paths}")
+    return found
+
+
+def _files(paths: Paths) -> Iterator[Path]:
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        path = Path(path)
+        if path.is_dir() and (path / INDEX).is_file():
+            yield from sorted({path / name for name in json.loads((path / INDEX).read_text())["weight_map"].values()})
+        elif path.is_dir():
+            yield from sorted(path.glob("*.safetensors"))
+        else:
+            yield path
+
+
+def _safe_open(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ConfigError("safetensors is not installed: pip install safetensors") from None
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def _kinds(wanted: Sequence[Target], where: dict[str, Any]) -> list[str]:
+    """Whole numbers are not to become fractions, nor the other way round."""
+    found = []
+    for target in wanted:
+        stored = where[target.key.removeprefix(f"{MODEL}.")].get_dtype()
+        if stored.startswith(("F", "BF")) != target.tensor.is_floating_point():
+            found.append(f"{target.key} is {stored} there and {target.tensor.dtype} here")
+    return found
+
+
+@torch.no_grad()
+def _copy(wanted: Sequence[Target], where: dict[str, Any]) -> list[str]:
+    """Read one target after the other; returns what went wrong, if anything did."""
+    for target in wanted:
+        part = tuple(slice(at, at + n) for at, n in zip(target.offsets, target.tensor.shape, strict=True))
+        try:
+            target.tensor.copy_(where[target.key.removeprefix(f"{MODEL}.")][part or ...])
+        except Exception as error:
+            return [f"{target.key}: {error}"]
+    return []
+
+
+def _whole_tensors(model: ShardedModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the state dict, gathered bucket by bucket."""
+    keys: dict[int, list[str]] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        keys.setdefault(id(value), []).append(key)
+    for bucket in model._sharding.buckets:
+        for parameter, view in zip(bucket.params, _gathered(bucket), strict=True):
+            for key in keys.pop(id(parameter)):
+                yield key, view.detach().cpu()
+    for key, value in model.state_dict(keep_vars=True).items():
+        if id(value) in keys:
+            yield key, value.detach().cpu()
+
+
+def _gathered(bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    flat, layout, group = bucket.master, bucket.plan.layout, bucket.channels.gather
+    if layout.ranks > 1:
+        assert group is not None
+        flat = torch.empty(layout.numel, dtype=bucket.master.dtype, device=bucket.device)
+        _compat.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
+    return bucket.views(flat)
+
+
+class _Writer:
+    """Fills one file after the other; their final names are known when all are written."""
+
+    def __init__(self, folder: Path, file_bytes: int) -> None:
+        self._folder, self._file_bytes = folder, file_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._files: list[list[str]] = []
+        self._total = self._size = 0
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        if self._pending and self._size + value.nbytes > self._file_bytes:
+            self._flush()
+        self._pending[name] = value.contiguous().clone()  # a file must not hold two views of one memory
+        self._size += value.nbytes
+        self._total += value.nbytes
+
+    def close(self) -> None:
+        self._flush()
+        count = len(self._files)
+        names = (
+            [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+            if count > 1
+            else ["model.safetensors"]
+        )
+        for i, name in enumerate(names):
+            (self._folder / f"{i}.safetensors").rename(self._folder / name)
+        if count > 1:
+            index = {key: name for name, keys in zip(names, self._files, strict=True) for key in keys}
+            content = {"metadata": {"total_size": self._total}, "weight_map": index}
+            (self._folder / INDEX).write_text(json.dumps(content, indent=1))
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._pending, self._folder / f"{len(self._files)}.safetensors", metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending, self._size = {}, 0

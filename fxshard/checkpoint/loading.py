@@ -1,0 +1,176 @@
+"""``fxshard.load``: find, check, agree, and only then read, each rank its rows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, TensorStorageMetadata
+
+from fxshard.checkpoint import folder, groups
+from fxshard.checkpoint.fit import Stored, fields_in, match_model, targets
+from fxshard.checkpoint.held import OPTIMIZER, empty_like_parameter, of_model, of_optimizer, parameter_names
+from fxshard.checkpoint.names import Source
+from fxshard.checkpoint.planners import LoadRows, Progress, Target
+from fxshard.checkpoint.ranks import Ranks
+from fxshard.checkpoint.reader import RowReader
+from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_save
+from fxshard.checkpoint.surroundings import restore_random_states
+from fxshard.errors import CheckpointError, FxshardError
+from fxshard.module import ShardedModule
+from fxshard.optim.sharded import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded."""
+
+    path: Path
+    extra: Any
+    """What this rank gave to ``fxshard.save``, or rank 0 did where the number of ranks has changed."""
+    manifest: dict[str, Any]
+    """What else is known about it: ranks, versions, hyperparameters, digest of the schedule."""
+    notes: list[str] = dataclass_field(default_factory=list)
+    """What is not as it was: experts in another layout, random states that were not restored."""
+
+
+def load(
+    model: ShardedModule,
+    path: str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    weights_only: bool = False,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load what ``fxshard.save`` wrote, on any number of ranks, ZeRO stage and layout. Collective.
+
+    ``path``: a checkpoint, or a folder of checkpoints, of which the latest complete one is taken. Everything is checked
+    first: a damaged checkpoint, other keys, shapes, dtypes, groups or Newton–Schulz coefficients are a
+    ``CheckpointError`` on every rank, and nothing is changed. Hyperparameters continue as saved. ``weights_only`` loads
+    parameters and buffers and nothing else.
+
+    >>> loaded = fxshard.load(model, "runs/a")
+    >>> scheduler.load_state_dict(loaded.extra["scheduler"])
+    """
+    ranks = check_model(model)
+    wait_for_save(model)
+    path = _find(Path(path), ranks)
+    optimizer = model._optimizer if optimizer is None else optimizer
+    try:
+        plan = _Plan(model, None if weights_only else optimizer, path)
+        problems = plan.problems(weights_only)
+    except (FxshardError, OSError) as error:
+        problems = [str(error)]
+    ranks.settle(problems, f"{path} does not fit, nothing was loaded")
+    same_ranks = plan.manifest["ranks"] == ranks.size
+    objects = [] if weights_only else [f"extra.{ranks.rank if same_ranks else 0}"]
+    objects += [f"rng.{ranks.rank}"] if same_ranks and not weights_only else []
+    planner = LoadRows(plan.targets, objects, progress)
+    with torch.no_grad():
+        _read(plan.reader, planner, ranks, path)
+    plan.finish()
+    if f"rng.{ranks.rank}" in planner.loaded:
+        restore_random_states(planner.loaded[f"rng.{ranks.rank}"], model._sharding.engine.device)
+    elif not weights_only:
+        plan.notes.append(f"random states were not restored: saved on {plan.manifest['ranks']} ranks, not {ranks.size}")
+    extra = next((value for key, value in planner.loaded.items() if key.startswith("extra.")), None)
+    return Loaded(path, extra, plan.manifest, plan.notes)
+
+
+class _Plan:
+    """What this rank will read into what, and what speaks against it."""
+
+    def __init__(self, model: ShardedModule, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.manifest = folder.read(path)
+        self.reader = RowReader(path)
+        self.stored = {
+            key: Stored(tuple(value.size), value.properties.dtype)
+            for key, value in self.reader.read_metadata().state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+        self.targets: list[Target] = []
+        self.notes: list[str] = []
+
+    def problems(self, weights_only: bool) -> list[str]:
+        """Everything that does not fit. Plans the reading on the way."""
+        held = list(of_model(self.model))
+        match = match_model(held, self.stored)
+        found = [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
+        self.targets += targets(held, match.of, self.stored, found)
+        if match.regrouped:
+            self.notes.append(f"experts stored in another layout: {', '.join(match.regrouped)}")
+        if not weights_only:
+            found += self._optimizer_problems(match.of)
+        return found
+
+    def _optimizer_problems(self, sources: dict[str, Source]) -> list[str]:
+        saved = self.manifest["optimizer"]
+        if saved is None or self.optimizer is None:
+            if saved is None and self.optimizer is None:
+                return []
+            has, lacks = ("checkpoint", "model") if saved is not None else ("model", "checkpoint")
+            return [f"the {has} has an optimizer and the {lacks} has none: pass optimizer=, or weights_only=True"]
+        found = groups.misfits(self.model, self.optimizer, saved, sources)
+        if not found:
+            self.state = {parameter: dict(state) for parameter, state in self.optimizer.state.items()}
+            if not isinstance(self.optimizer, ShardedOptimizer):
+                self._add_missing_state(sources)
+            self.targets += targets(list(of_optimizer(self.model, self.state)), sources, self.stored, found)
+        return found
+
+    def _add_missing_state(self, sources: dict[str, Source]) -> None:
+        """A ``torch.optim`` optimizer has no state before its first step: give it what the checkpoint has."""
+        assert self.optimizer is not None
+        fields, names = fields_in(self.stored), parameter_names(self.model)
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            name = names[id(parameter)]
+            source = sources[name].names[0] if name in sources else name
+            state = self.state.setdefault(parameter, {})
+            for field in set(fields.get(source, ())) - state.keys():
+                stored = self.stored[f"{OPTIMIZER}.{source}.{field}"]
+                assert stored.dtype is not None
+                if field == "step" or (parameter.ndim and not stored.shape):  # not sharded, whatever the parameter is
+                    state[field] = torch.zeros((), dtype=stored.dtype)
+                else:
+                    state[field] = empty_like_parameter(self.model, name, stored.dtype)
+
+    def finish(self) -> None:
+        """Tell everyone who keeps something derived from what was read."""
+        torch.autograd.graph.increment_version([bucket.master for bucket in self.model._sharding.buckets])
+        if self.optimizer is not None:
+            for parameter, state in self.state.items():
+                self.optimizer.state[parameter].update(state)
+            groups.restore(self.optimizer, self.manifest["optimizer"]["groups"])
+            if isinstance(self.optimizer, ShardedOptimizer):
+                self.optimizer.state_was_written()
+
+
+def _find(path: Path, ranks: Ranks) -> Path:
+    """The first rank looks for the checkpoint and at its files; all take what it found."""
+    found, problem = None, ""
+    if ranks.rank == 0:
+        try:
+            found = folder.find(path)
+        except CheckpointError as error:
+            problem = str(error)
+    found, problem = ranks.from_first((found, problem))
+    if found is None:
+        raise CheckpointError(f"{problem}; nothing was loaded")
+    return found
+
+
+def _read(reader: RowReader, planner: LoadRows, ranks: Ranks, path: Path) -> None:
+    try:
+        with quiet(ranks):
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.group is None)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"{path} could not be read to the end, load another checkpoint before training on: {explained(error)}"
+        ) from error

@@ -1,0 +1,119 @@
+"""Which stored tensor a parameter comes from: the one of its name, or experts that are stored in another layout.
+
+A layer's experts are one tensor each (``experts.3.w1.weight``) or one tensor together (``experts.w1``, with or without
+``.weight``), whose first dimension counts them. Names tell which belong together; shapes and numbers must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """``names`` stored tensors: one of them, or (``stacked``) all on top of each other; ``index``: one slice of one."""
+
+    names: tuple[str, ...]
+    stacked: bool = False
+    index: int | None = None
+
+
+@dataclass
+class Sources:
+    """Where every parameter comes from, what could not be found and why, and what nobody asked for."""
+
+    of: dict[str, Source] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    @property
+    def regrouped(self) -> list[str]:
+        return sorted(name for name, source in self.of.items() if source.stacked or source.index is not None)
+
+
+def find_sources(wanted: Mapping[tuple[str, ...], Shape], stored: Mapping[str, Shape]) -> Sources:
+    """Match parameters (all names of each, and its shape) with stored tensors."""
+    found = Sources()
+    used: set[str] = set()
+    missing: dict[str, Shape] = {}
+    for names, shape in wanted.items():
+        present = [name for name in names if name in stored]
+        used.update(present)
+        if not present:
+            missing[names[0]] = shape
+        elif stored[present[0]] != shape:
+            found.problems.append(f"{present[0]} has shape {stored[present[0]]} there and {shape} here")
+        else:
+            found.of[names[0]] = Source((present[0],))
+    free = {name: shape for name, shape in stored.items() if name not in used}
+    for name, shape in missing.items():
+        source = _regrouped(name, shape, missing, free)
+        if isinstance(source, Source):
+            found.of[name] = source
+            used.update(source.names)
+        else:
+            found.problems.append(f"{name} is missing{source}")
+    found.unused = sorted(stored.keys() - used)
+    return found
+
+
+def _regrouped(name: str, shape: Shape, missing: Mapping[str, Shape], free: Mapping[str, Shape]) -> Source | str:
+    """The experts that make up ``name``, or why there are none: empty, or a reason to append."""
+    candidates: list[Source] = []
+    reasons: list[str] = []
+    for pattern, members in _numbered(free, _joined(name)).items() if shape else ():
+        if sorted(members) != list(range(shape[0])):
+            reasons.append(f"{pattern} has numbers {_listed(sorted(members))} where 0 to {shape[0] - 1} are needed")
+        elif any(free[member] != shape[1:] for member in members.values()):
+            reasons.append(f"{pattern} has other shapes than {shape[1:]}")
+        else:
+            candidates.append(Source(tuple(members[i] for i in range(shape[0])), stacked=True))
+    for pattern, joined, number in _patterns(name):
+        together = [other for other in free if _joined(other) == joined]
+        for other in together:
+            siblings = _numbered(missing, joined)[pattern]
+            if free[other][1:] != shape:
+                reasons.append(f"{other} has shape {free[other]}")
+            elif sorted(siblings) != list(range(free[other][0])):
+                reasons.append(f"{other} holds {free[other][0]}, the model misses {_listed(sorted(siblings))}")
+            else:
+                candidates.append(Source((other,), index=number))
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        reasons = ["it could be " + " or ".join(_shown(source) for source in candidates)]
+    return f" ({'; '.join(reasons)}: left alone)" if reasons else ""
+
+
+def _numbered(names: Sequence[str] | Mapping[str, Shape], joined: str) -> dict[str, dict[int, str]]:
+    """Pattern → number → name, of the names that are ``joined`` with a number somewhere in it."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        for pattern, without, number in _patterns(name):
+            if without == joined:
+                found.setdefault(pattern, {})[number] = name
+    return found
+
+
+def _patterns(name: str) -> Iterator[tuple[str, str, int]]:
+    """(``experts.*.w1.weight``, ``experts.w1``, 3) for each number in ``experts.3.w1.weight``."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal() and part == str(int(part)):
+            pattern = ".".join([*parts[:i], "*", *parts[i + 1 :]])
+            yield pattern, _joined(".".join(parts[:i] + parts[i + 1 :])), int(part)
+
+
+def _joined(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if numbers[8:] else "")
+
+
+def _shown(source: Source) -> str:
+    return f"{source.names[0]} and {len(source.names) - 1} more" if source.stacked else source.names[0]

@@ -1,0 +1,66 @@
+"""The ranks of a model when they save and load: a group of their own, in which an error of one is an error of all."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fxshard.errors import CheckpointError
+from fxshard.runtime.channels import domain_ranks
+from fxshard.sharding import Sharding
+
+TIMEOUT = datetime.timedelta(hours=1)
+"""The slowest rank may take this much longer to write than the fastest."""
+
+
+class Ranks:
+    """A gloo group beside the others: a save that runs beside training must not mix its messages with theirs."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        members = domain_ranks(sharding.mesh)
+        if len(members) > 1:
+            self.group = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
+            self.rank, self.size = dist.get_rank(self.group), len(members)
+
+    def from_first(self, value: Any) -> Any:
+        """The first rank's value."""
+        return self.gather(value)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+        if self.group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def settle(self, problems: Sequence[str], what: str) -> None:
+        """Raise on every rank if there is a problem on any; ``what`` is said first."""
+        found: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(self.gather(list(problems))):
+            for problem in of_rank:
+                found.setdefault(problem, []).append(rank)
+        if found:
+            lines = [_line(problem, on, self.size) for problem, on in found.items()]
+            more = [f"and {len(lines) - 20} more"] if len(lines) > 20 else []
+            raise CheckpointError("\n  ".join([f"{what}:", *lines[:20], *more]))
+
+
+def _line(problem: str, on: list[int], size: int) -> str:
+    return problem if len(on) == size else f"{problem} (rank {', '.join(map(str, on))})"
+
+
+_RANKS: WeakKeyDictionary[Sharding, Ranks] = WeakKeyDictionary()
+
+
+def ranks_of(sharding: Sharding) -> Ranks:
+    """The ranks that hold a model. Collective among them the first time."""
+    if sharding not in _RANKS:
+        _RANKS[sharding] = Ranks(sharding)
+    return _RANKS[sharding]

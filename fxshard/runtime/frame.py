@@ -1,0 +1,49 @@
+"""What gathers and reductions run in: memory, streams, options, and who watches collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from fxshard import _compat
+from fxshard.config import Options
+from fxshard.events import Kind, Phase
+from fxshard.runtime.arena import Arena
+from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.streams import Token, streams_for
+from fxshard.runtime.watchdog import Watchdog, failing
+
+
+class Frame:
+    """Shared by everything that moves the buckets of one model."""
+
+    def __init__(self, buckets: list[Bucket], device: torch.device, options: Options) -> None:
+        self.buckets = buckets
+        self.device = device
+        self.options = options
+        self.arena = Arena(device, planned=options.arena)
+        self.streams = streams_for(device)
+        self.phase: Phase | None = None
+        self._watchdog: Watchdog | None = None
+        if any(bucket.channels.domain.ranks > 1 for bucket in buckets):
+            self._watchdog = Watchdog(dist.get_rank(), _compat.group_timeout())
+
+    def launched(self, token: Token) -> Token:
+        """What was started, waited for at once where nothing is to run beside compute."""
+        if not self.options.overlap:
+            token.wait()
+        return token
+
+    @contextlib.contextmanager
+    def naming(self, kind: Kind, bucket: Bucket) -> Iterator[Callable[[Token], Token]]:
+        """Say which event it is when starting a collective fails, or when what was started fails or does not end."""
+        event = f"{self.phase or 'eager'} {kind} of {bucket.plan.name!r}"
+        watchdog = self._watchdog
+        if watchdog is None:
+            yield lambda token: token
+            return
+        with failing(event, watchdog.rank):
+            yield lambda token: watchdog.watch(token, event)

@@ -1,0 +1,173 @@
+"""Saving: complete or not there at all, beside training, and found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fxshard
+from fxshard.checkpoint import check
+from tests.checkpoint.zoo import ADAMW, MUON, plain_contents, same, train, zoo
+from tests.pool import Pool
+
+
+def model(seed: int = 0) -> fxshard.ShardedModule:
+    return fxshard.shard(zoo(seed), optimizer=MUON)
+
+
+def die_half_way(done: int, total: int) -> None:
+    if 2 * done > total:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.shows("C4")
+def test_killed_in_the_middle(tmp_path: Path) -> None:
+    first = model()
+    expected = train(first, range(1))
+    fxshard.save(first, tmp_path / "step-1")
+    child = os.fork()  # cheaper than a process that imports torch
+    if child == 0:
+        train(first, range(1, 2))
+        fxshard.save(first, tmp_path / "step-2", progress=die_half_way)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2.partial"]
+    assert any((tmp_path / "step-2.partial").iterdir())
+
+    assert fxshard.latest(tmp_path) == tmp_path / "step-1"
+    again = model(1)
+    assert fxshard.load(again, tmp_path).path == tmp_path / "step-1"
+    assert same(again.full_state_dict(), expected) == []
+    for half in ("step-2", "step-2.partial"):
+        with pytest.raises(fxshard.CheckpointError, match=r"no checkpoint|not completed"):
+            fxshard.load(again, tmp_path / half)
+    fxshard.save(again, tmp_path / "step-2")
+    assert fxshard.latest(tmp_path) == tmp_path / "step-2"
+
+
+def beside_training(folder: Path) -> list[str]:
+    """Writing waits until training has gone on; then it must still write what was there when it was asked to."""
+    sharded = fxshard.shard(zoo(), optimizer=MUON, zero=3, layout="rows")
+    at_save = train(sharded, range(2))
+    go_on = threading.Event()
+    extra = {"step": 2}
+    pending = fxshard.save(
+        sharded, folder / "step-2", asynchronous=True, extra=extra, progress=lambda done, total: go_on.wait() and None
+    )
+    extra["step"] = 99
+    said = [] if not pending.done() else ["it did not wait"]
+    later = train(sharded, range(2, 4))
+    go_on.set()
+    fxshard.save(sharded, folder / "step-4", asynchronous=True)  # waits for the one before
+    assert pending.done()
+    other = fxshard.shard(zoo(1), optimizer=MUON, zero=1)
+    if fxshard.load(other, folder / "step-2").extra != {"step": 2}:
+        said.append("extra")
+    said += same(other.full_state_dict(), at_save)
+    fxshard.checkpoint.wait_for_save(sharded)
+    fxshard.load(other, folder)
+    return said + same(other.full_state_dict(), later)
+
+
+def test_asynchronous(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks(2, beside_training, tmp_path) == [[], []]
+
+
+def fails_on_the_second_rank(folder: Path) -> list[str]:
+    def fail(done: int, total: int) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("the disk is full")
+
+    sharded = fxshard.shard(zoo(), optimizer=ADAMW)
+    said = []
+    warnings.simplefilter("ignore")  # a thread says that it failed, too
+    for asynchronous in (False, True):
+        try:
+            fxshard.save(sharded, folder / "a", asynchronous=asynchronous, progress=fail).wait()
+        except fxshard.CheckpointError as error:
+            said.append(str(error))
+    try:
+        fxshard.save(sharded, folder / "b")  # the next one is told of the failure before, once
+    except fxshard.CheckpointError as error:
+        said.append(str(error))
+    fxshard.save(sharded, folder / "b")
+    return said
+
+
+def test_an_error_of_one_rank_reaches_all(ranks: Pool, tmp_path: Path) -> None:
+    for said in ranks(2, fails_on_the_second_rank, tmp_path):
+        assert len(said) == 3
+        assert all("the disk is full (rank 1)" in one for one in said)
+    assert sorted(os.listdir(tmp_path)) == ["a.partial", "b"]
+
+
+def test_what_a_resumed_run_needs(tmp_path: Path) -> None:
+    """Random numbers, scheduler, position: all go on as if nothing had happened."""
+    numpy = pytest.importorskip("numpy")
+    sharded = model()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(sharded.optimizer, [1, 3], 0.5)
+    train(sharded, range(2))
+    scheduler.step()
+    torch.randn(5), random.random(), numpy.random.rand(3)
+    fxshard.save(sharded, tmp_path / "a", extra={"scheduler": scheduler.state_dict(), "position": [3, "shard-7"]})
+    expected = torch.randn(4).tolist(), random.random(), numpy.random.rand()
+    for _ in range(3):
+        scheduler.step()
+    rates = [group["lr"] for group in sharded.optimizer.param_groups]
+
+    again = model(1)
+    other = torch.optim.lr_scheduler.MultiStepLR(again.optimizer, [1, 3], 0.5)
+    was = fxshard.load(again, tmp_path / "a")
+    other.load_state_dict(was.extra["scheduler"])
+    assert (torch.randn(4).tolist(), random.random(), numpy.random.rand()) == expected
+    for _ in range(3):
+        other.step()
+    assert [group["lr"] for group in again.optimizer.param_groups] == rates
+    assert was.extra["position"] == [3, "shard-7"] and was.notes == []
+    assert was.manifest["ranks"] == 1 and was.manifest["optimizer"]["groups"][0]["coefficients"] == "quintic"
+
+
+def test_keep_and_latest(tmp_path: Path) -> None:
+    sharded = fxshard.shard(zoo())
+    for step in (9, 10, 100):
+        fxshard.save(sharded, tmp_path / f"step-{step}", keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-100"]
+    assert fxshard.latest(tmp_path) == tmp_path / "step-100"
+    (tmp_path / "step-100" / "__0_0.distcp").write_bytes(b"")
+    with pytest.warns(RuntimeWarning, match=r"step-100 is damaged: __0_0.distcp has 0 bytes instead of"):
+        assert fxshard.latest(tmp_path) == tmp_path / "step-10"
+    assert fxshard.latest(tmp_path / "nowhere") is None
+
+
+def test_progress_counts_all_bytes(tmp_path: Path) -> None:
+    sharded, seen = model(), list[tuple[int, int]]()
+    fxshard.save(sharded, tmp_path / "a", progress=lambda *counts: seen.append(counts))
+    assert seen[-1][0] == seen[-1][1] == sum(value.nbytes for value in plain_contents(tmp_path / "a").values())
+    seen.clear()
+    fxshard.load(sharded, tmp_path / "a", progress=lambda *counts: seen.append(counts))
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    sharded = model()
+    with pytest.raises(fxshard.CheckpointError, match="extra cannot be saved"):
+        fxshard.save(sharded, tmp_path / "a", extra={"lock": threading.Lock()})
+    with pytest.raises(fxshard.CheckpointError, match="extra cannot be saved"):
+        fxshard.save(sharded, tmp_path / "a", extra={"path": tmp_path})  # could be pickled, but not read back safely
+    with pytest.raises(fxshard.ConfigError, match="keep=0"):
+        fxshard.save(sharded, tmp_path / "a", keep=0)
+    with pytest.raises(fxshard.ConfigError, match=r"fxshard.compile or fxshard.shard made, got Zoo"):
+        fxshard.save(zoo(), tmp_path / "a")  # type: ignore[arg-type]
+    fxshard.save(sharded, tmp_path / "a")
+    with pytest.raises(fxshard.CheckpointError, match="exists already"):
+        fxshard.save(sharded, tmp_path / "a")
+    assert json.loads((tmp_path / "a" / "fxshard.json").read_text()) == check(tmp_path / "a")
