@@ -121,8 +121,9 @@ def _markdown(text: str) -> str:
 
 
 def _example(line: str) -> str:
-    """A line of a doctest as code; what it prints becomes a comment."""
-    return line[4:] if line.startswith((">>>", "...")) else f"# {line}"
+    """A line of a doctest as code, spaced as the formatter wants it; what it prints becomes a comment."""
+    code = line[4:] if line.startswith((">>>", "...")) else f"# {line}"
+    return re.sub(r"(\S) {3,}#", r"\1  #", code)
 
 
 def _first_paragraph(value: Any) -> str:
