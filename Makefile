@@ -9,7 +9,7 @@ demo: $(STAMP)  ## train a small Llama with ZeRO-3 on two CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_llama.py
 
 test: lint  ## everything that must hold before a change goes in
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

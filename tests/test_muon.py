@@ -69,10 +69,13 @@ def stages_and_layouts() -> dict[str, list[str]]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for layout in ("whole", "rows"):
             found[f"HSDP {layout}"] = against_plain(MUON, zero=3, layout=layout, mesh=mesh)
+        groups = {"*.qkv.weight": init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "ep_dp"))["ep_dp"]}
+        for layout in ("whole", "rows"):  # matrices travel among four ranks, and those of the group among two
+            found[f"groups {layout}"] = against_plain(SPLIT, fused, zero=3, layout=layout, groups=groups)
     return found
 
 
-@pytest.mark.shows("O1")
+@pytest.mark.shows("O1", "L10")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_equals_the_plain_step_on_the_full_gradient_bitwise(ranks: Pool, world: int) -> None:
     for found in ranks(world, stages_and_layouts):

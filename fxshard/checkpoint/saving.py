@@ -177,7 +177,10 @@ def _write(path: Path, planner: SaveRows, ranks: Ranks, record: dict[str, Any], 
             problems.append(str(error))
     ranks.settle(problems, f"{path} was not saved")
     if ranks.rank == 0 and keep is not None:
-        folder.prune(path, keep)
+        try:
+            folder.prune(path, keep)
+        except OSError as error:  # the new checkpoint is complete: nothing to fail for
+            warnings.warn(f"an old checkpoint could not be deleted: {error}", RuntimeWarning, stacklevel=1)
 
 
 def _packed_extra(extra: Any) -> bytes:
