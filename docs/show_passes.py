@@ -1,67 +1,145 @@
-"""Print the graphs in passes.md: two linear layers, sharded over two ranks by ZeRO-3, pass by pass.
+"""Print the graphs in passes.md: small models, sharded over two ranks by ZeRO-3, pass by pass.
 
-python docs/show_passes.py
+python docs/show_passes.py                # all of them
+python docs/show_passes.py --only mxfp8   # experts, mxfp8, schedule, deferred or replicas
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
+import fxshard
 from fxshard import _compat
-from fxshard.config import Options
+from fxshard.config import Options, Precision
 from fxshard.events import Phase
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
+from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
+from fxshard.passes.group_experts import group_experts
+from fxshard.passes.insert_all_reduce import insert_all_reduce
+from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
+from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.pipeline import FARTHEST, INSERTING
 from fxshard.passes.plan_memory import plan_memory
+from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.split_segments import split_segments
+from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.plan.buckets import plan_buckets
+from fxshard.plan.domain import Domain
 from fxshard.plan.hardware import hardware
 from fxshard.plan.units import find_units
+
+# -- models ----------------------------------------------------------------------------------------------------------
 
 
 class Tiny(nn.Module):
     """Two layers, so that there is one to prefetch."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.sum()
 
 
-def main() -> None:
-    model = Tiny()
-    plans = plan_buckets(model, find_units(model), zero=3, ranks=2)
+class Embedded(nn.Module):
+    """Two layers behind an embedding that is larger than one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return h.sum()
+
+
+class Expert(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+        self.down = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """Two experts that compute a half of the tokens each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([expert(part) for expert, part in zip(self.experts, x.chunk(2), strict=True)])
+
+
+# -- capturing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Captured:
+    """The graphs of a model: Dynamo's, the joint one, and both of its parts."""
+
+    context: PassContext
+    dynamo: fx.GraphModule
+    joint: fx.GraphModule
+    phases: dict[Phase, fx.GraphModule]
+
+    def run(self, phase: Phase, run: Callable[[fx.GraphModule, PassContext], fx.GraphModule]) -> None:
+        self.phases[phase] = run(self.phases[phase], replace(self.context, phase=phase))
+
+
+def captured(
+    model: nn.Module, x: Tensor, *, precision: Precision | None = None, replicas: int = 1, shows: bool = False
+) -> Captured:
+    """Capture, tie to parameters, run the passes on the joint graph (printed if it ``shows``), partition."""
+    domain = Domain(2, replicas, divisor=2 * replicas)
+    plans = plan_buckets(model, find_units(model), zero=3, ranks=2, precision=precision, domain_of=lambda name: domain)
+    context = PassContext(plans, Options(), Phase.FORWARD, "cpu×2", ranks=2 * replicas, hardware=hardware("cpu"))
+    if precision is not None:
+        model = model.to(precision.param)
     refs = {
         id(model.get_parameter(name)): ParamRef(plan.index, position)
         for plan in plans
         for position, name in enumerate(plan.params)
     }
-    context = PassContext(plans, Options(), Phase.FORWARD, "cpu×2", ranks=2, hardware=hardware("cpu"))
-    graphs: dict[Phase, fx.GraphModule] = {}
+    found: dict[str, Any] = {}
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = _compat.inductor_joint_passes(joint)
-        for node, ref in zip(joint.graph.find_nodes(op="placeholder"), tied, strict=False):
+        for node, ref in zip(joint.graph.find_nodes(op="placeholder"), found["refs"], strict=False):
             node.meta[PARAM] = ref
-        joint = recompute_param_views(joint, context)
-        show("joint graph, recompute_param_views", joint, lambda node: node.meta.get("recompute"))
+        joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *found["refs"])
+        for run in (quantize_linears, recompute_param_views):
+            joint = run(joint, context)
+            if shows:
+                show(f"joint graph, {run.__name__}", joint, lambda node: node.meta.get("recompute"))
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
-        backward.graph.output_node().meta[GRADS] = tuple(tied)
-        graphs.update({Phase.FORWARD: forward, Phase.BACKWARD: backward})
+        backward.graph.output_node().meta[GRADS] = tuple(found["refs"])
+        found.update(joint=joint, phases={Phase.FORWARD: forward, Phase.BACKWARD: backward})
         return forward, backward
 
     def capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        tied[:] = [refs.get(id(_compat.graph_input_example(n))) for n in graph.graph.find_nodes(op="placeholder")]
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        found.update(dynamo=graph, refs=[refs.get(id(_compat.graph_input_example(node))) for node in placeholders])
         return _compat.aot_autograd(
             fw_compiler=untouched,
             bw_compiler=untouched,
@@ -72,30 +150,72 @@ def main() -> None:
     def untouched(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return graph.forward
 
-    tied: list[ParamRef | None] = []
-    torch.compile(model, backend=capture, fullgraph=True)(torch.randn(4, 8))
+    torch.compile(model, backend=capture, fullgraph=True)(x)
+    return Captured(context, found["dynamo"], found["joint"], found["phases"])
 
-    for phase, module in graphs.items():
-        show(f"{phase}, as partitioned", module)
+
+# -- showing ---------------------------------------------------------------------------------------------------------
+
+
+def schedule() -> None:
+    """Two layers: everything that happens to a plain model."""
+    model = captured(Tiny(), torch.randn(4, 8), shows=True)
+    for phase in model.phases:
+        show(f"{phase}, as partitioned", model.phases[phase])
         for run in (*INSERTING[phase], order_prefetch):
-            module = run(module, replace(context, phase=phase))
-            show(f"{phase}, {run.__name__}", module)
-        graphs[phase] = module
-    keep_resident(graphs, context)
-    for phase, module in graphs.items():
+            model.run(phase, run)
+            show(f"{phase}, {run.__name__}", model.phases[phase])
+    keep_resident(model.phases, model.context)
+    for phase, module in model.phases.items():
         show(f"{phase}, keep_resident", module)
-    for phase, module in graphs.items():
-        order_prefetch(module, replace(context, phase=phase, ahead=FARTHEST, by_deadline=True))
+    for phase, module in model.phases.items():
+        order_prefetch(module, replace(model.context, phase=phase, ahead=FARTHEST, by_deadline=True))
         show(f"{phase}, order_prefetch by deadlines", module)
     print("\n== plan_memory")
-    for (what, bucket, opened), slot in plan_memory(graphs, context).slots.items():
-        print(f"{what} {plans[bucket].name}, opened by event {opened}: bytes {slot.offset} to {slot.end}")
-    for phase, module in graphs.items():
-        split = split_segments(module, replace(context, phase=phase))
+    for (what, bucket, opened), slot in plan_memory(model.phases, model.context).slots.items():
+        name = model.context.buckets[bucket].name
+        print(f"{what} {name}, opened by event {opened}: bytes {slot.offset} to {slot.end}")
+    for phase, module in model.phases.items():
+        split = split_segments(module, replace(model.context, phase=phase))
         show(f"{phase}, split_segments", split)
         for name, segment in split.named_children():
             assert isinstance(segment, fx.GraphModule)
             show(f"{phase}, {name}", segment)
+
+
+def deferred() -> None:
+    """Two layers behind an embedding: the first layer's product moves behind the embedding's gradient."""
+    model = captured(Embedded(), torch.zeros(4, dtype=torch.int64))
+    show("backward of an embedding and two layers, as partitioned", model.phases[Phase.BACKWARD])
+    model.run(Phase.BACKWARD, defer_wgrad)
+    show("backward of an embedding and two layers, defer_wgrad", model.phases[Phase.BACKWARD])
+
+
+def replicas() -> None:
+    """Two layers, two shards, two replicas of each."""
+    model = captured(Tiny(), torch.randn(4, 8), replicas=2)
+    for run in (insert_reduce_scatter, insert_all_reduce):
+        model.run(Phase.BACKWARD, run)
+    show("backward with two replicas of each shard, insert_all_reduce", model.phases[Phase.BACKWARD])
+
+
+def mxfp8() -> None:
+    """Two layers in MXFP8: the products, and what is gathered for them."""
+    model = captured(Tiny(32), torch.randn(32, 32, dtype=torch.bfloat16), precision=fxshard.MXFP8(), shows=True)
+    for phase in model.phases:
+        for run in (insert_unshard, stage_mxfp8):
+            model.run(phase, run)
+            show(f"{phase} in MXFP8, {run.__name__}", model.phases[phase])
+
+
+def experts() -> None:
+    """A loop over two expert modules."""
+    model = captured(Experts(), torch.randn(8, 8))
+    show("experts, as Dynamo captured them", model.dynamo)
+    for run in (group_experts, fuse_grouped_swiglu):
+        module = run(model.dynamo, model.context)
+        show(f"experts, {run.__name__}", module)
+    print(model.context.experts)
 
 
 def show(title: str, module: fx.GraphModule, note: Any = lambda node: None) -> None:
@@ -112,6 +232,19 @@ def show(title: str, module: fx.GraphModule, note: Any = lambda node: None) -> N
             target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             arguments = [repr(arg) for arg in node.args] + [f"{key}={value!r}" for key, value in node.kwargs.items()]
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
+
+
+PARTS = (experts, mxfp8, schedule, deferred, replicas)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the graphs in passes.md.")
+    parser.add_argument("--only", choices=[part.__name__ for part in PARTS])
+    only = parser.parse_args().only
+    for part in PARTS:
+        if only in (None, part.__name__):
+            torch.compiler.reset()
+            part()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 python examples/custom_pass.py
 torchrun --standalone --nproc-per-node 2 examples/custom_pass.py
+
+What to look at: the list of passes with the new one in it, and its note in the schedule's last column.
 """
 
 from dataclasses import replace

@@ -2,7 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py
 
-Any causal language model with ``labels`` works the same way; see docs/howto/huggingface.md.
+What to look at: the model is used as it is, ``model(input_ids=..., labels=...).loss``; the loss falls; the last line
+says over how many ranks and in how many buckets it was sharded. Any causal language model with ``labels`` works the
+same way; see docs/howto/huggingface.md.
 """
 
 from __future__ import annotations

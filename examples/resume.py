@@ -3,6 +3,9 @@
 torchrun --standalone --nproc-per-node 2 examples/resume.py --folder runs/a
 torchrun --standalone --nproc-per-node 2 examples/resume.py --folder runs/a --die-in save --die-at 6
 torchrun --standalone --nproc-per-node 2 examples/resume.py --folder runs/a
+
+What to look at: the second run is killed while it saves; the third goes on from the last complete checkpoint, with the
+losses that a run without interruption has.
 """
 
 import argparse

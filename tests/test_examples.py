@@ -1,5 +1,6 @@
 """The examples run, and the documentation's links lead somewhere."""
 
+import ast
 import os
 import re
 import subprocess
@@ -7,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import fxshard
+from fxshard.inspect.verify import RULES
+from fxshard.passes.pipeline import BEFORE_AUTOGRAD, INSERTING
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,6 +51,49 @@ def test_custom_pass() -> None:
     assert "insert_reshard → note_products*" in shown and "behind 14 products" in shown and "after three steps" in shown
 
 
+def test_train_moe_on_one_process() -> None:
+    shown = run("examples/train_moe.py", "--lowering", "eager", "--steps", "12")
+    assert "layers.0.experts and 1 more fused by torch" in shown
+    assert "Muon" in shown.partition("optimizer")[2]
+
+
+def test_compare_fsdp2_on_two_processes() -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    shown = run(*launch, "examples/compare_fsdp2.py", "--steps", "2")
+    rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", shown, flags=re.MULTILINE)
+    assert len(rows) == 2 and all(a == b for a, b in rows)
+    assert len(set(re.findall(r"holds ([\d.]+) MiB", shown))) == 1
+
+
+def test_mxfp8_against_bf16() -> None:
+    small = ("--quick", "--steps", "3", "--bytes", "20000", "--length", "32", "--batch", "2", "--within", "0.5")
+    shown = run("examples/mxfp8_against_bf16.py", *small)
+    assert "bf16 step     2" in shown and "MXFP8 step     2" in shown
+
+
+def test_every_example_is_run_and_says_what_to_look_at() -> None:
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    for example in sorted((ROOT / "examples").glob("*.py")):
+        assert f"examples/{example.name}" in tests
+        docstring = ast.get_docstring(ast.parse(example.read_text())) or ""
+        assert "What to look at" in " ".join(docstring.split()), example.name
+
+
+def test_api_reference_is_what_the_docstrings_say() -> None:
+    shown = run("-c", "import sys; sys.path.insert(0, 'docs'); from make_api import page; print(page(), end='')")
+    written = (ROOT / "docs" / "api.md").read_text()
+    missing = [name for name in fxshard.__all__ if not name.startswith("_") and not re.search(rf"\b{name}\b", written)]
+    assert not missing
+    assert shown == written, "docs/api.md is old: python docs/make_api.py"
+
+
+def test_every_page_is_in_the_index() -> None:
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([^)#]+\.md)\)", (docs / "index.md").read_text()))
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"index.md"}
+    assert pages - linked == set()
+
+
 def test_inspect_70b(tmp_path: Path) -> None:
     page = tmp_path / "schedule.html"
     shown = run("examples/inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page))
@@ -60,6 +108,14 @@ def test_show_passes() -> None:
     text = (ROOT / "docs" / "passes.md").read_text()
     quoted = {line for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()}
     assert quoted - shown - {"..."} == set()
+
+
+def test_every_pass_and_rule_is_documented() -> None:
+    passes = {run.__name__ for runs in (BEFORE_AUTOGRAD, *INSERTING.values()) for run in runs}
+    headings = set(re.findall(r"^## (\w+)$", (ROOT / "docs" / "passes.md").read_text(), flags=re.MULTILINE))
+    assert passes - headings == set()
+    rules = (ROOT / "docs" / "verification.md").read_text()
+    assert [rule.__name__ for rule in RULES if f"| `{rule.__name__}` |" not in rules] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
