@@ -52,14 +52,16 @@ def page() -> str:
 
 
 def _entry(name: str, value: Any) -> str:
-    kind = "" if inspect.isclass(value) else "()"
+    kind = "()" if callable(value) and not inspect.isclass(value) else ""
     parts = [f"### {name}{kind}\n"]
-    made_by_users = name not in SECTIONS["What comes back"]
+    made_by_users = callable(value) and name not in SECTIONS["What comes back"]
     if made_by_users and (not inspect.isclass(value) or dataclasses.is_dataclass(value)):
         parts.append(f"```python\n{_signature(f'fxshard.{name}', value)}\n```\n")
     parts.append(_markdown(inspect.getdoc(value) or "") + "\n")
     if inspect.isclass(value):
         parts += _members(value)
+    elif not callable(value):
+        parts += _members(type(value))
     return "\n".join(parts)
 
 
