@@ -11,6 +11,7 @@ from fxshard.errors import BudgetError
 from fxshard.events import Phase
 from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.fill_arena import fill_arena
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
@@ -44,10 +45,9 @@ INSERTING: dict[Phase, tuple[Pass, ...]] = {
 }
 
 FARTHEST = 2
-"""Gathers that may run ahead where durations ask for it and no budget says how much memory there is."""
-
-FARTHEST_IN_BUDGET = 8
-"""The same under a memory budget, as far as it allows."""
+"""Gathers that may run ahead of forward if durations ask for it; more do where there is room for them anyway.
+In backward it is one. There gathers take turns with reductions, and a second would hold up one that memory waits for.
+"""
 
 
 def before_autograd(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -65,6 +65,23 @@ def schedule(
     """Run the passes over the graphs of a step (or the one of an evaluation) and plan its memory.
 
     ``resident_bytes`` is what a rank holds anyway; the arena may take what a memory budget leaves beside it.
+    """
+    return order(insert_events(modules, context), context, resident_bytes)
+
+
+def insert_events(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> dict[Phase, fx.GraphModule]:
+    """Gathers where they are needed, reductions where gradients are complete. Neither machine nor budget counts."""
+    inserted = dict(modules)
+    for phase in inserted:
+        for run in INSERTING[phase]:
+            inserted[phase] = run(inserted[phase], replace(context, phase=phase))
+    return inserted
+
+
+def order(
+    scheduled: dict[Phase, fx.GraphModule], context: PassContext, resident_bytes: int
+) -> tuple[dict[Phase, fx.GraphModule], MemoryPlan]:
+    """When gathers start, what is kept, and where everything lies.
 
     What is gathered how often must not depend on durations, which differ between ranks whose batches do. It is settled
     on the plain order, one gather ahead; durations then only move the starts of gathers.
@@ -72,15 +89,11 @@ def schedule(
     budget = context.options.memory_budget
     if budget is not None:
         context = replace(context, arena_budget=budget - resident_bytes)
-    scheduled = dict(modules)
-    for phase in scheduled:
-        for run in INSERTING[phase]:
-            scheduled[phase] = run(scheduled[phase], replace(context, phase=phase))
     context = _plain_order(scheduled, context, resident_bytes)
     keep_resident(scheduled, context)
-    if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
-        _move_to_deadlines(scheduled, context)
     memory = plan_memory(scheduled, context)
+    if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
+        memory = _move_to_deadlines(scheduled, context)
     for module in scheduled.values():
         module.graph.lint()
         module.recompile()
@@ -103,20 +116,24 @@ def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, 
     raise BudgetError(context.options.memory_budget, resident_bytes + min(least))
 
 
-def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:
-    """Start each gather as late as it can be hidden, looking as far ahead as the budget allows."""
-    farthest = FARTHEST if context.arena_budget is None else FARTHEST_IN_BUDGET
-    for ahead in range(farthest, context.ahead - 1, -1):
+def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
+    """Start each gather as late as it can be hidden; one that cannot be, as early as there is room for it."""
+    for ahead in range(FARTHEST, context.ahead - 1, -1):
         attempt = replace(context, ahead=ahead, by_deadline=True)
         _order(modules, attempt)
-        if _fits(plan_memory(modules, attempt).bytes, context):
-            return
-    _order(modules, context)
+        memory = plan_memory(modules, attempt)
+        if _fits(memory.bytes, context):
+            break
+    else:
+        _order(modules, context)
+        memory = plan_memory(modules, context)
+    return fill_arena(modules, context, memory)
 
 
 def _order(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:
     for phase, module in modules.items():
-        order_prefetch(module, replace(context, phase=phase))
+        farthest = 1 if phase is Phase.BACKWARD and context.by_deadline else context.ahead
+        order_prefetch(module, replace(context, phase=phase, ahead=min(context.ahead, farthest)))
 
 
 def _fits(arena_bytes: int, context: PassContext) -> bool:
