@@ -58,8 +58,11 @@ class _Arena:
         """The first start that some place allows, if that is earlier than where the gather stands."""
         found: list[_Start] = []
         size = aligned(buffer.bytes, GRANULE)
+        ends = {aligned(slot.end, GRANULE) for _, slot in self.placed.values()}
         for begin, end in self.stretches:
-            for offset in range(begin, end - size + 1, size):
+            for offset in sorted({begin, *[at for at in ends if begin < at <= end - size]}):
+                if offset + size > end:
+                    continue
                 free = self._free_from(buffer, SlotRange(offset, size))
                 if free is not None:
                     found.append(_Start(max(free, not_before), offset))
@@ -87,7 +90,7 @@ def fill_arena(modules: Mapping[Phase, fx.GraphModule], context: PassContext, me
     late = {node for at, module in modules.items() for node in late_gathers(module, replace(context, phase=at))}
     timeline = [entry for module in modules.values() for entry in events(module.graph)]
     buffers = {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
-    candidates = [i for i in buffers if timeline[i][0] in late]
+    candidates = {i for i in buffers if timeline[i][0] in late}
     if not candidates:
         return memory
     arena = _Arena.of(list(buffers.values()), memory, _room(memory, timeline, late, context))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxshard.errors import BudgetError
-from fxshard.events import Phase
+from fxshard.events import META, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.fill_arena import fill_arena
@@ -118,6 +118,8 @@ def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, 
 
 def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
     """Start each gather as late as it can be hidden; one that cannot be, as early as there is room for it."""
+    launches = [found for module in modules.values() for found in events(module.graph) if found[1].kind is Kind.UNSHARD]
+    fitting = [(node, node.prev, event) for node, event in launches]
     for ahead in range(FARTHEST, context.ahead - 1, -1):
         attempt = replace(context, ahead=ahead, by_deadline=True)
         _order(modules, attempt)
@@ -125,7 +127,10 @@ def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassCon
         if _fits(memory.bytes, context):
             break
     else:
-        _order(modules, context)
+        for node, before, event in fitting:  # back to where keep_resident found that they fit
+            if node.prev is not before:
+                before.append(node)
+            node.meta[META] = event
         memory = plan_memory(modules, context)
     return fill_arena(modules, context, memory)
 

@@ -87,6 +87,16 @@ def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ran
         under(name, least - 1, ranks=ranks)
 
 
+@pytest.mark.shows("P4")
+@pytest.mark.parametrize("name", ["llama", "mlp"])
+def test_no_budget_is_exceeded_by_looking_ahead(name: str) -> None:
+    """What is kept uses a budget up, so that no order but the one it was found with may fit."""
+    least = smallest(name, 64, None)
+    for share in range(24):
+        budget = least + least * share // 12
+        assert under(name, budget, ranks=64, machine="h100").peak_bytes <= budget
+
+
 def test_more_memory_saves_communication() -> None:
     tight, loose = (under("llama", smallest("llama", 4, None) * factor) for factor in (1, 10))
     assert loose.comm_bytes < tight.comm_bytes

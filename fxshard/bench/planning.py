@@ -104,6 +104,7 @@ def _step(captured: Captured, ranks: int, hardware: str, *, roomy: bool = False,
         schedule = captured.schedule(ranks=ranks, hardware=hardware, **options)
     except fxshard.BudgetError:
         return None
+    schedule.verify()
     run = schedule.simulate(hardware)
     return Step(
         run.step_seconds,
