@@ -31,16 +31,21 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
     in_order = sorted(contributions, key=lambda index: max(order[node] for node in contributions[index].values()))
 
     reduced_at: list[fx.Node] = []  # the cuts before which the buckets so far are reduced
+    taken_at: list[fx.Node] = []
     for k, index in enumerate(in_order):
         bucket, writes = context.buckets[index], contributions[index]
         first = min(writes.values(), key=order.__getitem__)
         last = max(writes.values(), key=order.__getitem__)
         take_at = output if first.op == "placeholder" else cuts.at_or_before(first)
+        if taken_at:
+            # Taken in the order in which they are reduced: one that is complete later must not hold up the one before.
+            take_at = max(take_at, taken_at[-1], key=order.__getitem__)
         if k >= ALIVE:
             # A bucket that fills slowly is taken late, so that the one before the previous is always done by then.
             take_at = max(take_at, reduced_at[k - ALIVE], key=order.__getitem__)
             with graph.inserting_before(take_at):
                 _finish(graph, in_order[k - ALIVE], context, why=f"makes room for {bucket.name}")
+        taken_at.append(take_at)
         with graph.inserting_before(take_at):
             views = _take(graph, index, writes, context, why=f"first gradient: {_param(bucket, writes, first)}")
         for position, gradient in writes.items():

@@ -13,7 +13,7 @@ stretch of compute is cut further:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -42,48 +42,77 @@ MARGIN = 1.25
 """Estimates of durations are stretched by this: a gather that starts a little early costs little, a late one stalls."""
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where the gathers of a graph stand and may stand: behind runtime nodes that are there already."""
+
+    launches: dict[int, fx.Node]
+    sequence: list[int]
+    """Buckets in the order in which they are needed."""
+    anchors: list[fx.Node | None]
+    needed: dict[int, int]
+    """{bucket: the last place before its wait}, as a position in ``anchors``, here and below"""
+    released: dict[int, int]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _Places:
+        nodes: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in Kind}
+        for node, event in events(graph):
+            nodes[event.kind][event.bucket_index] = node
+        anchors = _anchors(graph)
+        order = {anchor: i for i, anchor in enumerate(anchors)}
+        waits = nodes[Kind.WAIT]
+        sequence = sorted(nodes[Kind.UNSHARD], key=lambda index: order[waits[index]])
+        needed = {index: order[waits[index]] - 1 for index in sequence}
+        released = {index: order[node] for index, node in nodes[Kind.RESHARD].items()}
+        return cls(nodes[Kind.UNSHARD], sequence, anchors, needed, released)
+
+    def starts(self, graph: fx.Graph) -> dict[int, int]:
+        """{bucket: the place at which its gather stands}"""
+        found, place = {}, 0
+        for _, event in events(graph):
+            if event.kind is Kind.UNSHARD:
+                found[event.bucket_index] = place
+            else:
+                place += 1
+        return found
+
+
 def order_prefetch(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     graph = module.graph
-    nodes: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in Kind}
-    for node, event in events(graph):
-        nodes[event.kind][event.bucket_index] = node
-    sequence = sorted(nodes[Kind.UNSHARD], key=_positions(graph, nodes[Kind.WAIT]).__getitem__)
+    places = _Places.of(graph)
+    sequence, needed = places.sequence, places.needed
     if not sequence:
         return module
-    anchors = _anchors(graph)
-    order = {anchor: i for i, anchor in enumerate(anchors)}
-    needed = {index: _anchor_of(nodes[Kind.WAIT][index], order) for index in sequence}
-    released = {index: order[node] for index, node in nodes[Kind.RESHARD].items()}
 
     depth = context.ahead
-    earliest = _by_depth(sequence, needed, released, depth)
+    earliest = _by_depth(sequence, needed, places.released, depth)
     starts = earliest
     why = dict.fromkeys(sequence, f"{depth} ahead")
     if context.by_deadline and context.hardware is not None:
-        latest = _by_deadline(graph, sequence, needed, anchors, context)
+        latest = _by_deadline(graph, places, context)
         starts = {index: max(earliest[index], min(latest[index], needed[index])) for index in sequence}
         for index in sequence:
             hidden = latest[index] >= earliest[index]
             why[index] = "latest start that hides it" if hidden else f"as early as {depth} ahead allows"
         if context.phase is Phase.FORWARD:
             starts |= dict.fromkeys(sequence[: leading(context.options)], 0)
-    _move(graph, nodes[Kind.UNSHARD], sequence, starts, anchors, why)
+    _move(places.launches, sequence, starts, places.anchors, why)
     return module
 
 
-def _positions(graph: fx.Graph, waits: Mapping[int, fx.Node]) -> dict[int, int]:
-    at = {node: i for i, node in enumerate(graph.nodes)}
-    return {index: at[node] for index, node in waits.items()}
+def late_gathers(module: fx.GraphModule, context: PassContext) -> set[fx.Node]:
+    """Gathers that start where durations say they are not done when they are needed."""
+    places = _Places.of(module.graph)
+    if not places.sequence:
+        return set()
+    latest, starts = _by_deadline(module.graph, places, context), places.starts(module.graph)
+    return {places.launches[index] for index in places.sequence if latest[index] < starts[index]}
 
 
 def _anchors(graph: fx.Graph) -> list[fx.Node | None]:
     """Where a gather may start: at the beginning (None), or behind any runtime node that is not itself a gather."""
     return [None, *[node for node, event in events(graph) if event.kind is not Kind.UNSHARD]]
-
-
-def _anchor_of(wait: fx.Node, order: Mapping[fx.Node | None, int]) -> int:
-    """The last place before a wait."""
-    return order[wait] - 1
 
 
 def _by_depth(sequence: list[int], needed: dict[int, int], released: dict[int, int], depth: int) -> dict[int, int]:
@@ -101,15 +130,13 @@ def _by_depth(sequence: list[int], needed: dict[int, int], released: dict[int, i
     return starts
 
 
-def _by_deadline(
-    graph: fx.Graph, sequence: list[int], needed: dict[int, int], anchors: list[fx.Node | None], context: PassContext
-) -> dict[int, int]:
+def _by_deadline(graph: fx.Graph, places: _Places, context: PassContext) -> dict[int, int]:
     """The latest place from which each gather is still done when it is needed."""
     assert context.hardware is not None
-    clock = _clock(graph, anchors, context)
+    clock, needed = _clock(graph, places.anchors, context), places.needed
     starts: dict[int, int] = {}
     next_start = float("inf")
-    for index in reversed(sequence):
+    for index in reversed(places.sequence):
         next_start = min(clock[needed[index]], next_start) - _gather_seconds(index, context) * MARGIN
         place = needed[index]
         while place > 0 and clock[place] > next_start:
@@ -159,14 +186,12 @@ def _clock(graph: fx.Graph, anchors: list[fx.Node | None], context: PassContext)
 
 
 def _move(
-    graph: fx.Graph,
     launches: Mapping[int, fx.Node],
     sequence: list[int],
     starts: dict[int, int],
     anchors: list[fx.Node | None],
     why: dict[int, str],
 ) -> None:
-    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     behind: dict[int, fx.Node] = {}
     previous = 0
     for index in sequence:
@@ -174,16 +199,22 @@ def _move(
         previous = place = max(starts[index], previous)  # first needed, first started
         anchor = behind.get(place, anchors[place])
         reason = "at the start" if place == 0 else why[index]
-        if anchor is None:
-            if launch is not first:
-                first.prepend(launch)
-        else:
-            while anchor.next is not launch and _unpacks(anchor.next):
-                anchor = anchor.next
-            if anchor.next is not launch:
-                anchor.append(launch)
+        put_behind(launch, anchor)
         behind[place] = launch
         launch.meta[META] = replace(launch.meta[META], why=reason)
+
+
+def put_behind(launch: fx.Node, anchor: fx.Node | None) -> None:
+    """Move a node behind another and what unpacks that one; without another, to the start of the graph."""
+    if anchor is None:
+        first = next(node for node in launch.graph.nodes if node.op not in ("placeholder", "get_attr"))
+        if launch is not first:
+            first.prepend(launch)
+        return
+    while anchor.next is not launch and _unpacks(anchor.next):
+        anchor = anchor.next
+    if anchor.next is not launch:
+        anchor.append(launch)
 
 
 def _unpacks(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ NEEDED = {
 }
 """Passes that cannot be left out, and why."""
 
-AFTER_ALL = ("order_prefetch", "keep_resident", "plan_memory")
+AFTER_ALL = ("order_prefetch", "keep_resident", "plan_memory", "fill_arena")
 """What works on a whole step, behind the lists. The options ``prefetch``, ``keep_resident`` and ``arena`` govern it."""
 
 
@@ -63,9 +63,6 @@ class PassList:
     Nothing is changed in place: each method gives another list. A pass that stands in several lists (``insert_reshard``
     works on forward, backward and evaluation) is met in all of them; ``context.phase`` says which graph it is.
 
-    >>> def count_products(module, context):
-    ...     print(context.phase, sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes))
-    ...     return module
     >>> fxshard.compile(model, passes=fxshard.PASSES.before("insert_unshard", count_products))
     """
 

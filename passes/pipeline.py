@@ -10,9 +10,10 @@ from dataclasses import replace
 from torch import fx
 
 from fxshard.errors import BudgetError
-from fxshard.events import Phase
+from fxshard.events import META, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.fill_arena import fill_arena
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
@@ -60,10 +61,9 @@ PASSES = PassList(
 """The lists above as one value, from which a user derives another: ``fxshard.compile(passes=...)``."""
 
 FARTHEST = 2
-"""Gathers that may run ahead where durations ask for it and no budget says how much memory there is."""
-
-FARTHEST_IN_BUDGET = 8
-"""The same under a memory budget, as far as it allows."""
+"""Gathers that may run ahead of forward if durations ask for it; more do where there is room for them anyway.
+In backward it is one. There gathers take turns with reductions, and a second would hold up one that memory waits for.
+"""
 
 
 def chosen(context: PassContext) -> PassList:
@@ -93,6 +93,23 @@ def schedule(
     """Run the passes over the graphs of a step (or the one of an evaluation) and plan its memory.
 
     ``resident_bytes`` is what a rank holds anyway; the arena may take what a memory budget leaves beside it.
+    """
+    return order(insert_events(modules, context), context, resident_bytes)
+
+
+def insert_events(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> dict[Phase, fx.GraphModule]:
+    """Gathers where they are needed, reductions where gradients are complete. Neither machine nor budget counts."""
+    inserted = dict(modules)
+    listed = dict(chosen(context).lists())
+    for phase in inserted:
+        inserted[phase] = run_passes(phase, listed[phase], inserted[phase], replace(context, phase=phase))
+    return inserted
+
+
+def order(
+    scheduled: dict[Phase, fx.GraphModule], context: PassContext, resident_bytes: int
+) -> tuple[dict[Phase, fx.GraphModule], MemoryPlan]:
+    """When gathers start, what is kept, and where everything lies.
 
     What is gathered how often must not depend on durations, which differ between ranks whose batches do. It is settled
     on the plain order, one gather ahead; durations then only move the starts of gathers.
@@ -100,10 +117,6 @@ def schedule(
     budget = context.options.memory_budget
     if budget is not None:
         context = replace(context, arena_budget=budget - resident_bytes)
-    scheduled = dict(modules)
-    listed = dict(chosen(context).lists())
-    for phase in scheduled:
-        scheduled[phase] = run_passes(phase, listed[phase], scheduled[phase], replace(context, phase=phase))
     with _watched("order_prefetch", scheduled, context):
         context = _plain_order(scheduled, context, resident_bytes)
     with _watched("keep_resident", scheduled, context):
@@ -113,11 +126,11 @@ def schedule(
         "kept from forward to backward: %s",
         ", ".join(context.buckets[i].name for i in sorted(kept)) or "nothing",
     )
-    if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
-        with _watched("order_prefetch by deadlines", scheduled, context):
-            _move_to_deadlines(scheduled, context)
     with _watched("plan_memory", scheduled, context):
         memory = plan_memory(scheduled, context)
+    if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
+        with _watched("order_prefetch by deadlines, fill_arena", scheduled, context):
+            memory = _move_to_deadlines(scheduled, context)
     for module in scheduled.values():
         module.graph.lint()
         module.recompile()
@@ -142,24 +155,32 @@ def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, 
     raise BudgetError(context.options.memory_budget, resident_bytes + min(least))
 
 
-def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:
-    """Start each gather as late as it can be hidden, looking as far ahead as the budget allows."""
-    farthest = FARTHEST if context.arena_budget is None else FARTHEST_IN_BUDGET
-    for ahead in range(farthest, context.ahead - 1, -1):
+def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
+    """Start each gather as late as it can be hidden; one that cannot be, as early as there is room for it."""
+    launches = [found for module in modules.values() for found in events(module.graph) if found[1].kind is Kind.UNSHARD]
+    fitting = [(node, node.prev, event) for node, event in launches]
+    for ahead in range(FARTHEST, context.ahead - 1, -1):
         attempt = replace(context, ahead=ahead, by_deadline=True)
         _order(modules, attempt)
-        needed = plan_memory(modules, attempt).bytes
-        fits = _fits(needed, context)
+        memory = plan_memory(modules, attempt)
+        fits = _fits(memory.bytes, context)
         say = "gathers at their deadlines, up to %d ahead: the arena needs %d bytes%s"
-        _say(context, say, ahead, needed, _verdict(fits, context))
+        _say(context, say, ahead, memory.bytes, _verdict(fits, context))
         if fits:
-            return
-    _order(modules, context)
+            break
+    else:
+        for node, before, event in fitting:  # back to where keep_resident found that they fit
+            if node.prev is not before:
+                before.append(node)
+            node.meta[META] = event
+        memory = plan_memory(modules, context)
+    return fill_arena(modules, context, memory)
 
 
 def _order(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:
     for phase, module in modules.items():
-        order_prefetch(module, replace(context, phase=phase))
+        farthest = 1 if phase is Phase.BACKWARD and context.by_deadline else context.ahead
+        order_prefetch(module, replace(context, phase=phase, ahead=min(context.ahead, farthest)))
 
 
 def _fits(arena_bytes: int, context: PassContext) -> bool:

@@ -20,9 +20,15 @@ _CLOSES = {Kind.RESHARD: "gathered", Kind.WAIT: "staging", Kind.FINISH: "gradien
 
 
 def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
+    timeline = [event for module in modules.values() for _, event in events(module.graph)]
+    plan = plan_slots(lifetimes(timeline, context))
+    assign(modules, context, plan)
+    return plan
+
+
+def assign(modules: Mapping[Phase, fx.GraphModule], context: PassContext, plan: MemoryPlan) -> None:
+    """Write the places of a plan to the events that take them."""
     timeline = [(node, event) for module in modules.values() for node, event in events(module.graph)]
-    buffers = lifetimes([event for _, event in timeline], context)
-    plan = plan_slots(buffers)
     gathered: dict[int, SlotRange] = {}
     for i, (node, event) in enumerate(timeline):
         index = event.bucket_index
@@ -34,7 +40,6 @@ def plan_memory(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -
         elif event.kind is Kind.WAIT and index in gathered:
             # Backward gathers what forward kept again if another program took its place in between.
             node.meta[META] = event.with_slot(gathered[index])
-    return plan
 
 
 def _what(event: Event, context: PassContext) -> str:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxshard
-from fxshard.bench.planning import Captured, capture
+from fxshard.bench.captured import Captured, capture
 from fxshard.inspect.schedule import Schedule
 from fxshard.plan.hardware import PRESETS, Hardware
 from tests.pool import Pool
@@ -87,6 +87,16 @@ def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ran
         under(name, least - 1, ranks=ranks)
 
 
+@pytest.mark.shows("P4")
+@pytest.mark.parametrize("name", ["llama", "mlp"])
+def test_no_budget_is_exceeded_by_looking_ahead(name: str) -> None:
+    """What is kept uses a budget up, so that no order but the one it was found with may fit."""
+    least = smallest(name, 64, None)
+    for share in range(24):
+        budget = least + least * share // 12
+        assert under(name, budget, ranks=64, machine="h100").peak_bytes <= budget
+
+
 def test_more_memory_saves_communication() -> None:
     tight, loose = (under("llama", smallest("llama", 4, None) * factor) for factor in (1, 10))
     assert loose.comm_bytes < tight.comm_bytes
@@ -96,13 +106,43 @@ def test_more_memory_saves_communication() -> None:
 # -- P6: time ----------------------------------------------------------------------------------------------------------
 
 
+ROOMY = 10**12
+
+
 def no_worse(name: str, ranks: int, machine: Hardware) -> None:
-    exposed = {
-        rule: captured(name).schedule(ranks=ranks, hardware=machine, **options).simulate(machine).exposed_seconds
-        for rule, options in {"ours": {}, "one ahead": {"prefetch": 1}, "FSDP2": {"fsdp2": True}}.items()
-    }
-    least = min(exposed["one ahead"], exposed["FSDP2"])
-    assert exposed["ours"] <= least * (1 + 1e-9), exposed
+    """With any optimizer and with our own, whose step gathers for the next; without a budget and with a large one."""
+    for own in (None, fxshard.AdamW()):
+        rules: dict[str, dict[str, Any]] = {
+            "ours": {"optimizer": own},
+            "roomy": {"optimizer": own, "memory_budget": ROOMY},
+            "one ahead": {"optimizer": own, "prefetch": 1},
+            "FSDP2": {"fsdp2": True},
+        }
+        exposed = {
+            rule: captured(name).schedule(ranks=ranks, hardware=machine, **options).simulate(machine).exposed_seconds
+            for rule, options in rules.items()
+        }
+        least = min(exposed["one ahead"], exposed["FSDP2"])
+        assert max(exposed["ours"], exposed["roomy"]) <= least * (1 + 1e-9), (own, exposed)
+
+
+@pytest.mark.parametrize("budget", [None, ROOMY])
+def test_a_captured_step_is_scheduled_as_plan_does_it(budget: int | None) -> None:
+    """Captured once and condensed, events, places and times are those of ``fxshard.plan``."""
+    ours = captured("mlp").schedule(ranks=64, hardware="h100", optimizer=fxshard.AdamW(), memory_budget=budget)
+    model = Mlp(7, 130, 50, 300, 5)
+    planned = fxshard.plan(
+        model,
+        (torch.ones(4, 7), torch.ones(4, 5)),
+        world_size=64,
+        hardware="h100",
+        optimizer=fxshard.AdamW(),
+        memory_budget=budget,
+        lowering="eager",
+    )
+    assert ours.communication() == planned.communication()
+    assert [event.slot for event in ours.events] == [event.slot for event in planned.events]
+    assert ours.simulate("h100").step_seconds == pytest.approx(planned.simulate("h100").step_seconds, rel=1e-12)
 
 
 @pytest.mark.shows("P6")

@@ -1,42 +1,32 @@
 """What planning costs, and what it gains: the tables of docs/planning-figures.md.
 
-python -m fxshard.bench.planning            # all three parts
-python -m fxshard.bench.planning --quick    # the third with 16 layers of each model
+python -m fxshard.bench.planning            # all parts
+python -m fxshard.bench.planning --quick    # gains with 16 layers of each model
 python -m fxshard.bench.planning --parts layers
+python -m fxshard.bench.planning --parts muon
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import fx, nn
 
 import fxshard
-from fxshard import backend
-from fxshard.events import Kind, Phase, events
+from fxshard.bench.captured import Captured, capture
+from fxshard.events import Kind, Phase
 from fxshard.inspect.presets import PRESETS
-from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.simulate import Simulation
-from fxshard.passes import pipeline
-from fxshard.passes.context import PassContext
-from fxshard.passes.order_prefetch import order_prefetch
-from fxshard.passes.plan_memory import plan_memory
-from fxshard.plan.buckets import plan_buckets
-from fxshard.plan.hardware import Hardware
+from fxshard.models import Llama, LlamaConfig
 from fxshard.plan.hardware import hardware as known
-from fxshard.plan.units import find_units
 
 LAYERS = (8, 16, 32, 64, 80)
 QUICK_LAYERS = 16
@@ -45,104 +35,17 @@ HARDWARE = ("h100", "h200", "gb200")
 PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 
 
-# -- one capture, many schedules ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A step as graphs without events: what no choice of ranks, machine or budget changes."""
-
-    model: nn.Module
-    graphs: dict[Phase, fx.GraphModule]
-    context: PassContext
-    precision: fxshard.Precision | None
-    zero: int
-
-    def schedule(self, *, ranks: int, hardware: str | Hardware, fsdp2: bool = False, **options: Any) -> Schedule:
-        """As ``fxshard.plan`` gives it. With ``fsdp2``, ordered by its rule: one ahead, and the last bucket kept."""
-        buckets = plan_buckets(
-            self.model, find_units(self.model), zero=self.zero, ranks=ranks, precision=self.precision
-        )
-        machine = known(hardware)
-        given = replace(self.context.options, hardware=machine, **options)
-        context = replace(
-            self.context, buckets=buckets, options=given, group=f"cuda×{ranks}", ranks=ranks, hardware=machine
-        )
-        run = _fsdp2 if fsdp2 else pipeline.schedule
-        graphs = {phase: fx.GraphModule(module, copy.deepcopy(module.graph)) for phase, module in self.graphs.items()}
-        scheduled, memory = run(graphs, context, resident_bytes(buckets))
-        return record(scheduled, buckets, memory, ranks=ranks, zero=self.zero, budget=given.memory_budget)
-
-
-class _Enough(Exception):
-    """Thrown in place of scheduling: the graphs are there."""
-
-
-def capture(
-    model: nn.Module,
-    inputs: Sequence[Any],
-    *,
-    zero: int = 3,
-    precision: fxshard.Precision | None = None,
-    lowering: str = "inductor",
-) -> Captured:
-    """Capture a step once, by planning it up to where it would be scheduled."""
-    found: list[tuple[dict[Phase, fx.GraphModule], PassContext]] = []
-
-    def keep(modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident: int) -> Any:
-        found.append((dict(modules), context))
-        raise _Enough
-
-    with mock.patch.object(backend, "schedule", keep), _until(_Enough):
-        fxshard.plan(model, inputs, world_size=2, zero=zero, precision=precision, lowering=lowering)
-    ((graphs, context),) = found
-    return Captured(model, graphs, context, precision, zero)
-
-
-@contextmanager
-def _until(kind: type[Exception]) -> Iterator[None]:
-    """Swallow an exception, and those that Dynamo wraps around it."""
-    try:
-        yield
-    except Exception as error:
-        causes: list[BaseException | None] = [error]
-        while causes[-1] is not None and not isinstance(causes[-1], kind):
-            causes.append(causes[-1].__cause__ or getattr(causes[-1], "inner_exception", None))
-        if causes[-1] is None:
-            raise
-
-
-def _fsdp2(
-    modules: dict[Phase, fx.GraphModule], context: PassContext, resident: int
-) -> tuple[dict[Phase, fx.GraphModule], Any]:
-    """Each gather starts when the bucket before it is in use, and what forward uses last stays for backward."""
-    context = replace(context, options=replace(context.options, prefetch=1, keep_resident=False, defer_wgrad=False))
-    for phase, module in modules.items():
-        at = replace(context, phase=phase)
-        for run in pipeline.INSERTING[phase]:
-            module = run(module, at)
-        modules[phase] = order_prefetch(module, at)
-    last = [event for _, event in events(modules[Phase.FORWARD].graph) if event.kind is Kind.WAIT][-1].bucket_index
-    for phase, kind in ((Phase.FORWARD, Kind.RESHARD), (Phase.BACKWARD, Kind.UNSHARD)):
-        for node, event in list(events(modules[phase].graph)):
-            if event.kind is kind and event.bucket_index == last:
-                modules[phase].graph.erase_node(node)
-    return modules, plan_memory(modules, context)
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
-
 RULES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "roomy": {"roomy": True},
-    "one ahead": {"prefetch": 1, "defer_wgrad": False},
+    "default": {"optimizer": fxshard.AdamW()},
+    "roomy": {"optimizer": fxshard.AdamW(), "roomy": True},
+    "one ahead": {"optimizer": fxshard.AdamW(), "prefetch": 1, "defer_wgrad": False},
     "FSDP2": {"fsdp2": True},
 }
-"""What is compared. *roomy* may use the share ``ROOM`` of the device's memory for shards and arena."""
+"""What is compared. *roomy* may use the share ``ROOM`` of the device's memory for shards and arena. FSDP2 starts a step
+with nothing gathered."""
 
+OURS = ("default", "roomy")
 ROOM = 0.7
-CARRIED = 2
-"""Gathers of the next step's start that the steady step runs in the optimizer phase."""
 
 
 def cost(preset: str, layers: int | None, ranks: int) -> dict[str, float]:
@@ -165,53 +68,80 @@ def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
     return {"seconds": seconds, "cpu": cpu, "gib": gib, "events": len(schedule)}
 
 
-def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str, Simulation | None]]]:
-    """(hardware, ranks, {rule: simulated step, None where it does not fit}) of one model."""
+def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str, Step | None]]]:
+    """(hardware, ranks, {rule: simulated step, None where it does not fit}) of one model, captured once."""
     captured = capture(*PRESETS[preset](layers), precision=PRECISION)
     for ranks in RANKS:
         for hardware in HARDWARE:
-            found: dict[str, Simulation | None] = {}
-            for rule, options in RULES.items():
-                schedule = _schedule(captured, ranks, hardware, dict(options))
-                found[rule] = schedule.simulate(hardware) if schedule is not None else None
-                if rule == "default" and schedule is not None:
-                    found["steady"] = carry_first_gathers(schedule, CARRIED).simulate(hardware)
+            found = {rule: _step(captured, ranks, hardware, **options) for rule, options in RULES.items()}
+            for ours in filter(None, (found[rule] for rule in OURS)):
+                for other in filter(None, (found["one ahead"], found["FSDP2"])):
+                    if ours.exposed > other.exposed * (1 + 1e-9):
+                        raise AssertionError(f"{preset}, {hardware}, {ranks} ranks: worse than one ahead: {found}")
             yield hardware, ranks, found
 
 
-def _schedule(captured: Captured, ranks: int, hardware: str, options: dict[str, Any]) -> Schedule | None:
-    if options.pop("roomy", False):
+@dataclass(frozen=True)
+class Step:
+    """What the table says of a simulated step: seconds and bytes."""
+
+    seconds: float
+    exposed: float
+    compute: float
+    communication: float
+    bound: float
+    seam: float
+    """Compute stands still between two steps: for the last reductions and the first gathers."""
+    turn: float
+    """The network rests before the first reduction."""
+    arena: int
+
+
+def _step(captured: Captured, ranks: int, hardware: str, *, roomy: bool = False, **options: Any) -> Step | None:
+    if roomy:
         options["memory_budget"] = int(known(hardware).memory_bytes * ROOM)
     try:
-        return captured.schedule(ranks=ranks, hardware=hardware, **options)
+        schedule = captured.schedule(ranks=ranks, hardware=hardware, **options)
     except fxshard.BudgetError:
         return None
+    schedule.verify()
+    run = schedule.simulate(hardware)
+    return Step(
+        run.step_seconds,
+        run.exposed_seconds,
+        run.compute_seconds,
+        run.communication_seconds,
+        run.bound_seconds,
+        _seam(schedule, run),
+        _turn(schedule, run),
+        schedule.arena_bytes,
+    )
 
 
-def carry_first_gathers(schedule: Schedule, count: int) -> Schedule:
-    """The step in which the first gathers of forward run in the optimizer phase of the step before.
+def _seam(schedule: Schedule, run: Simulation) -> float:
+    spans = list(zip(schedule.events, run.spans, strict=True))
+    computed = [span for event, span in spans if event.kind is Kind.COMPUTE and event.phase is Phase.BACKWARD]
+    updated = min(span.start for event, span in spans if event.kind is Kind.UPDATE)
+    first = [event.bucket_index for event, _ in spans if event.kind is Kind.WAIT][
+        :2
+    ]  # the embedding and the first layer
+    stood = [
+        span.stop - span.start
+        for event, span in spans
+        if event.kind is Kind.WAIT and event.phase is Phase.FORWARD and event.bucket_index in first
+    ]
+    return sum(stood) + max(0.0, updated - computed[-1].stop)
 
-    Each starts behind the update of its bucket. Only what the simulator looks at is right about it: the arena may need
-    more places than it has.
-    """
-    events = list(schedule.events)
-    first = [i for i, event in schedule.of(Kind.UNSHARD, phase=Phase.FORWARD)][:count]
-    moved = {events[i].bucket_index: events[i] for i in first}
-    old: list[int] = []  # positions in the schedule as it was, -1 for a gather in its new place
-    for i, event in enumerate(events):
-        if i not in first:
-            old.append(i)
-            if event.kind is Kind.UPDATE and event.bucket_index in moved:
-                old.append(-1 - event.bucket_index)
-    place = {position: new for new, position in enumerate(old) if position >= 0}
-    result = []
-    for new, position in enumerate(old):
-        if position >= 0:
-            needs = tuple(place[need] for need in events[position].waits_for if need in place)
-            result.append(replace(events[position], waits_for=needs))
-        else:
-            result.append(replace(moved[-1 - position], phase=Phase.OPTIMIZER, waits_for=(new - 1,)))
-    return replace(schedule, events=tuple(result))
+
+def _turn(schedule: Schedule, run: Simulation) -> float:
+    spans = list(zip(schedule.events, run.spans, strict=True))
+    reduced = min(span.start for event, span in spans if event.kind is Kind.REDUCE)
+    ends = [
+        span.stop - (run.step_seconds if event.phase is Phase.OPTIMIZER else 0.0)  # those began in the step before
+        for event, span in spans
+        if event.kind is Kind.UNSHARD
+    ]
+    return reduced - max((end for end in ends if end <= reduced), default=0.0)
 
 
 def print_cost() -> None:
@@ -233,25 +163,71 @@ def _cost_row(layers: int) -> list[str]:
 def print_gains(layers: int | None) -> None:
     for preset in PRESETS:
         about = f", {layers} layers" if layers else ""
-        print(f"\n## Gain: {preset}{about}, milliseconds per step\n", flush=True)
-        head = ["hardware", "ranks", "compute", "bound"]
-        head += [f"{rule}: step (exposed)" for rule in SHOWN]
-        _table([*head, *[f"{rule} / bound" for rule in OURS]], (_gain_row(*row) for row in gains(preset, layers)))
+        print(f"\n### Gain: {preset}{about}, milliseconds per step\n", flush=True)
+        head = ["hardware", "ranks", "compute"]
+        for rule in OURS:
+            head += [f"{rule}: communication", "step (exposed)", "step / bound", "seam", "turn", "arena GiB"]
+        head += [f"{rule}: step (exposed)" for rule in RULES if rule not in OURS]
+        _table(head, (_gain_row(*row) for row in gains(preset, layers)))
 
 
-OURS = ("default", "steady", "roomy")
-SHOWN = (*OURS, "one ahead", "FSDP2")
-
-
-def _gain_row(hardware: str, ranks: int, found: dict[str, Simulation | None]) -> list[str]:
-    ours = found["default"]
-    assert ours is not None
-    row = [hardware, str(ranks), f"{ours.compute_seconds * 1e3:.1f}", f"{ours.bound_seconds * 1e3:.1f}"]
-    for rule in SHOWN:
+def _gain_row(hardware: str, ranks: int, found: dict[str, Step | None]) -> list[str]:
+    default = found["default"]
+    assert default is not None
+    row = [hardware, str(ranks), f"{default.compute * 1e3:.1f}"]
+    for rule in OURS:
         step = found[rule]
-        row.append("–" if step is None else f"{step.step_seconds * 1e3:.1f} ({step.exposed_seconds * 1e3:.1f})")
-    ratios = (found[rule] for rule in OURS)
-    return [*row, *["–" if step is None else f"{step.step_seconds / step.bound_seconds:.3f}" for step in ratios]]
+        if step is None:
+            row += ["–"] * 6
+        else:
+            ratio, gib = f"{step.seconds / step.bound:.3f}", f"{step.arena / 2**30:.1f}"
+            row += [f"{step.communication * 1e3:.1f}", _taken(step), ratio]
+            row += [f"{step.seam * 1e3:.1f}", f"{step.turn * 1e3:.1f}", gib]
+    return [*row, *[_taken(step) for rule, step in found.items() if rule not in OURS and step is not None]]
+
+
+def _taken(step: Step) -> str:
+    return f"{step.seconds * 1e3:.1f} ({step.exposed * 1e3:.1f})"
+
+
+def print_muon() -> None:
+    """A training step with each optimizer, and what its optimizer phase has to do."""
+    print("\n### Muon against AdamW, simulated: 0.95 B Llama, 4 × 4096 tokens per rank, h200\n", flush=True)
+    head = ("ranks", "ZeRO", "optimizer", "step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
+    _table(head, _muon_rows())
+
+
+def _muon_rows() -> Iterator[list[str]]:
+    with torch.device("meta"):
+        model = Llama(LlamaConfig())
+        tokens = torch.empty(4, 4096, dtype=torch.long)
+    captured = capture(model, (tokens, tokens), precision=PRECISION)
+    for ranks in (8, 64):
+        for zero in (3, 1):
+            baseline = 0.0
+            for name, optimizer in (("AdamW", fxshard.AdamW()), ("Muon", fxshard.Muon())):
+                schedule = captured.schedule(ranks=ranks, hardware="h200", zero=zero, optimizer=optimizer)
+                run = schedule.simulate("h200")
+                baseline = baseline or run.step_seconds
+                yield [str(ranks), str(zero), name, *_muon_figures(schedule, run, baseline)]
+
+
+def _muon_figures(schedule: Schedule, run: Simulation, baseline: float) -> list[str]:
+    """*updates*: compute of the optimizer phase. *tail*: from the end of the last stretch of backward to the step's."""
+    spans = [(event, span) for event, span in zip(schedule.events, run.spans, strict=True)]
+    updates = sum(
+        span.stop - span.start
+        for event, span in spans
+        if event.phase is Phase.OPTIMIZER and event.kind in (Kind.UPDATE, Kind.COMPUTE)
+    )
+    backward = max(span.stop for event, span in spans if event.phase is Phase.BACKWARD and event.kind is Kind.COMPUTE)
+    tail = run.step_seconds - backward
+    times = (run.compute_seconds, run.communication_seconds, run.exposed_seconds, updates, tail)
+    return [
+        f"{run.step_seconds * 1e3:.1f}",
+        f"{run.step_seconds / baseline:.3f}",
+        *[f"{seconds * 1e3:.1f}" for seconds in times],
+    ]
 
 
 def _table(head: Sequence[str], rows: Any) -> None:
@@ -261,9 +237,12 @@ def _table(head: Sequence[str], rows: Any) -> None:
         print("| " + " | ".join(row) + " |", flush=True)
 
 
+PARTS = ("cost", "layers", "gains", "muon")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("cost", "layers", "gains"), default=("cost", "layers", "gains"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--quick", action="store_true", help=f"gains with {QUICK_LAYERS} layers of each model")
     parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help="plan once, print its cost")
     args = parser.parse_args(argv)
@@ -275,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cost": print_cost,
         "layers": print_layers,
         "gains": lambda: print_gains(QUICK_LAYERS if args.quick else None),
+        "muon": print_muon,
     }
     for part in args.parts:
         parts[part]()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
 
 import torch
 from torch import fx
 
-from fxshard.events import Event, Kind, Phase, event_of
+from fxshard.events import META, Event, Kind, Phase, event_of
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.updates import update, updates
 from fxshard.ops import mm_into
@@ -62,24 +62,24 @@ def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
 
 
 def _events_of(graph: fx.Graph, phase: Phase) -> list[Event]:
-    events: list[Event] = []
+    parts = stretches(graph, phase)
+    return [part if isinstance(part, Event) else part.meta[META] for part in parts]
+
+
+def stretches(graph: fx.Graph, phase: Phase) -> Iterator[fx.Node | Event]:
+    """Runtime nodes, and what is computed between them as one event each, in order."""
     stretch: list[fx.Node] = []
     live = _activation_bytes(graph)
-
-    def close() -> None:
-        if stretch:
-            events.append(_compute(stretch, phase, live[stretch[-1]]))
-            stretch.clear()
-
     for node in graph.nodes:
-        event = event_of(node)
-        if event is not None:
-            close()
-            events.append(event)
+        if event_of(node) is not None:
+            if stretch:
+                yield _compute(stretch, phase, live[stretch[-1]])
+                stretch = []
+            yield node
         elif node.op == "call_function" and not _unpacks(node):
             stretch.append(node)
-    close()
-    return events
+    if stretch:
+        yield _compute(stretch, phase, live[stretch[-1]])
 
 
 def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:

@@ -15,15 +15,15 @@ from torch.utils.flop_counter import flop_registry
 from fxshard import _compat
 from fxshard.ops import mm_into
 
-_FLOPS = "fxshard_flops"
+FLOPS = "fxshard_flops"
 """Key of ``node.meta``: several passes ask for the same node."""
 
 
 def node_flops(node: fx.Node) -> int:
     """Operations of a node by torch's own formulas; 0 for what has none (it is bound by memory traffic)."""
-    if _FLOPS not in node.meta:
-        node.meta[_FLOPS] = _count_flops(node)
-    return node.meta[_FLOPS]
+    if FLOPS not in node.meta:
+        node.meta[FLOPS] = _count_flops(node)
+    return node.meta[FLOPS]
 
 
 def _count_flops(node: fx.Node) -> int:

@@ -34,8 +34,8 @@ class Buffer:
 
     key: tuple[str, int, int]
     bytes: int
-    start: int
-    stop: int
+    start: float
+    stop: float
 
     def overlaps(self, other: Buffer) -> bool:
         return self.start <= other.stop and other.start <= self.stop

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxshard.bench.planning import capture
+from fxshard.bench.captured import capture
 from fxshard.events import Kind, Phase
 from fxshard.passes.context import ParamRef
 from fxshard.passes.defer_wgrad import defer_wgrad

@@ -1,0 +1,147 @@
+"""Step: gathers that come late start as early as there is room for them.
+
+Requires gathers in their order and a plan of memory. Where the network is slower than compute, a gather cannot be
+hidden, and what counts is that the network never rests. The arena has room that nobody needs for a while: that of
+gradients during forward, that of kept buckets before they are gathered, all of it between two steps. A gather that
+starts too late for its deadline moves to the first point from which there is room for it until it is given back, but
+never past the gather before it: the order of gathers stays. In backward it moves only to where no reduction has
+started: later a gather that comes early holds up a reduction, whose memory compute waits for. Where most gathers are
+late, room for a little more is added, as far as a memory budget allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from fxshard.events import META, Event, Kind, Phase, events
+from fxshard.passes.context import PassContext
+from fxshard.passes.order_prefetch import late_gathers, put_behind
+from fxshard.passes.plan_memory import assign, lifetimes
+from fxshard.plan.layout import aligned
+from fxshard.plan.memory import GRANULE, Buffer, MemoryPlan, SlotRange
+
+MORE, MORE_IN_BUDGET = 1, 8
+"""Gathers for which room may be added where most are late, without and with a budget."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where in the arena a gather may go, and the position behind which it then starts."""
+
+    behind: int
+    offset: int
+
+
+@dataclass
+class _Arena:
+    """What lies where and when. A stretch is what one buffer or several smaller ones in a row may take."""
+
+    placed: dict[tuple[str, int, int], tuple[Buffer, SlotRange]]
+    stretches: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, buffers: list[Buffer], memory: MemoryPlan, room: int) -> _Arena:
+        offsets = sorted({slot.offset for slot in memory.slots.values()})
+        stretches = list(zip(offsets, [*offsets[1:], memory.bytes], strict=True))
+        if room:
+            stretches.append((memory.bytes, memory.bytes + room))
+        return cls({buffer.key: (buffer, memory.slots[buffer.key]) for buffer in buffers}, stretches)
+
+    @property
+    def bytes(self) -> int:
+        return max((aligned(slot.end, GRANULE) for _, slot in self.placed.values()), default=0)
+
+    def earliest(self, buffer: Buffer, not_before: int) -> _Start | None:
+        """The first start that some place allows, if that is earlier than where the gather stands."""
+        found: list[_Start] = []
+        size = aligned(buffer.bytes, GRANULE)
+        ends = {aligned(slot.end, GRANULE) for _, slot in self.placed.values()}
+        for begin, end in self.stretches:
+            for offset in sorted({begin, *[at for at in ends if begin < at <= end - size]}):
+                if offset + size > end:
+                    continue
+                free = self._free_from(buffer, SlotRange(offset, size))
+                if free is not None:
+                    found.append(_Start(max(free, not_before), offset))
+        best = min(found, key=lambda start: (start.behind, start.offset), default=None)
+        return best if best is not None and best.behind + 1 < buffer.start else None
+
+    def _free_from(self, buffer: Buffer, slot: SlotRange) -> int | None:
+        """The last position before a buffer's start at which something else lies in a place; None if in its way."""
+        last = -1
+        for other, taken in self.placed.values():
+            if taken.offset < slot.end and slot.offset < taken.end and other.key != buffer.key:
+                if other.overlaps(buffer):
+                    return None
+                if other.stop < buffer.start:
+                    last = max(last, int(other.stop))
+        return last
+
+    def move(self, buffer: Buffer, start: _Start) -> None:
+        moved = replace(buffer, start=start.behind + 0.5)
+        self.placed[buffer.key] = moved, SlotRange(start.offset, buffer.bytes)
+
+
+def fill_arena(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memory: MemoryPlan) -> MemoryPlan:
+    """Move what comes late; returns the plan with its places."""
+    late = {node for at, module in modules.items() for node in late_gathers(module, replace(context, phase=at))}
+    timeline = [entry for module in modules.values() for entry in events(module.graph)]
+    buffers = {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
+    candidates = {i for i in buffers if timeline[i][0] in late}
+    if not candidates:
+        return memory
+    arena = _Arena.of(list(buffers.values()), memory, _room(memory, timeline, late, context))
+
+    reduces = next((i for i, (_, event) in enumerate(timeline) if event.kind is Kind.REDUCE), len(timeline))
+    phase: Phase | None = None
+    before: fx.Node | None = None
+    start = first = -1
+    for i, (node, event) in enumerate(timeline):
+        if event.kind is not Kind.UNSHARD:
+            continue
+        if event.phase is not phase:
+            phase, before = event.phase, None
+            start = first = _first_of(phase, timeline) - 1
+        found = arena.earliest(buffers[i], start) if i in candidates else None
+        if found is not None and found.behind > reduces:
+            found = None
+        if found is None:
+            start = i
+        else:
+            behind = before if found.behind == start else timeline[found.behind][0] if found.behind > first else None
+            put_behind(node, behind)
+            node.meta[META] = replace(node.meta[META], why="late: as early as there is room")
+            arena.move(buffers[i], found)
+            start = found.behind
+        before = node
+    return _plan(modules, context, arena)
+
+
+def _first_of(phase: Phase, timeline: list[tuple[fx.Node, Event]]) -> int:
+    return next(i for i, (_, event) in enumerate(timeline) if event.phase is phase)
+
+
+def _room(memory: MemoryPlan, timeline: list[tuple[fx.Node, Event]], late: set[fx.Node], context: PassContext) -> int:
+    """Bytes that may be added to the arena: where most gathers are late, the network is what bounds the step."""
+    gathers = [node for node, event in timeline if event.kind is Kind.UNSHARD]
+    if 2 * len(late) <= len(gathers):
+        return 0
+    largest = aligned(max(event.bytes for node, event in timeline if node in late), GRANULE)
+    if context.arena_budget is None:
+        return MORE * largest
+    return max(0, min(context.arena_budget - memory.bytes, MORE_IN_BUDGET * largest))
+
+
+def _plan(modules: Mapping[Phase, fx.GraphModule], context: PassContext, arena: _Arena) -> MemoryPlan:
+    """The plan of memory for events in their new positions: each buffer keeps the place that was found for it."""
+    found: dict[tuple[str, int], list[SlotRange]] = {}
+    for buffer, slot in sorted(arena.placed.values(), key=lambda entry: entry[0].start):
+        found.setdefault(buffer.key[:2], []).append(slot)
+    now = lifetimes([event for module in modules.values() for _, event in events(module.graph)], context)
+    slots = {buffer.key: found[buffer.key[:2]].pop(0) for buffer in sorted(now, key=lambda buffer: buffer.start)}
+    plan = MemoryPlan(slots, arena.bytes)
+    assign(modules, context, plan)
+    return plan
