@@ -128,9 +128,9 @@ def launched_before_divergence() -> tuple[str, list[str]]:
     """The error, and the collectives on parameters or gradients that this rank had started by then."""
     model = fxshard.compile(Skips(), zero=3, lowering="eager")
     engine, launched = model._sharding.engine, []
-    for name in ("unshard", "reduce"):
-        original = getattr(engine, name)
-        setattr(engine, name, lambda *args, name=name, run=original: (launched.append(name), run(*args))[1])
+    for part, name in ((engine, "unshard"), (engine.gradients, "reduce")):
+        original = getattr(part, name)
+        setattr(part, name, lambda *args, name=name, run=original: (launched.append(name), run(*args))[1])
     try:
         model(torch.ones(2, 8)).backward()
     except fxshard.RankDivergenceError as error:
