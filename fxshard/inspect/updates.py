@@ -24,9 +24,10 @@ def updates(
 ) -> list[Event]:
     """What ``fxshard``'s optimizers do: ``reduced`` are the reductions of this step, ``carried`` the gathers that the
     next forward starts with, each by bucket."""
-    work = _busiest_rank(buckets)
+    program = plan_step(buckets)
+    work = _work_alone(buckets, [step.batch for step in program if isinstance(step, Orthogonalize)])
     events: list[Event] = []
-    for instruction in plan_step(buckets):
+    for instruction in program:
         match instruction:
             case Exchange(batch):
                 events.append(_exchange(batch, group, torch.float32, "to their owners"))
@@ -63,10 +64,14 @@ def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
     )
 
 
-def _busiest_rank(buckets: Sequence[BucketPlan]) -> dict[int, int]:
-    """{bucket: operations} of the rank that orthogonalizes most of its own: the one the others wait for."""
+def _work_alone(buckets: Sequence[BucketPlan], batches: Sequence[Batch]) -> dict[int, int]:
+    """{bucket: operations} that matrices on one rank alone add to a step, for the rank that the others wait for.
+
+    Who holds many of them was dealt fewer of those that travel. The batches below count their busiest owner each, so
+    what is left for this is what the busiest rank does in all, less that.
+    """
     ranks = max((bucket.layout.ranks for bucket in buckets), default=1)
-    per_rank: list[dict[int, int]] = [{} for _ in range(ranks)]
+    alone: list[dict[int, int]] = [{} for _ in range(ranks)]
     for bucket in buckets:
         for slot in bucket.layout.slots:
             spec = slot.spec
@@ -76,8 +81,15 @@ def _busiest_rank(buckets: Sequence[BucketPlan]) -> dict[int, int]:
                 rows = bucket.layout.fragment(rank, spec.name).rows if bucket.layout.ranks > 1 else spec.rows
                 flops = newton_schulz_flops(spec.shape) * rows // spec.rows
                 if flops:
-                    per_rank[rank][bucket.index] = per_rank[rank].get(bucket.index, 0) + flops
-    return max(per_rank, key=lambda work: sum(work.values()))
+                    alone[rank][bucket.index] = alone[rank].get(bucket.index, 0) + flops
+    in_all = [sum(work.values()) for work in alone]
+    for batch in batches:
+        for rank, flops in enumerate(_work_of_owners(batch)):
+            in_all[rank] += flops
+    busiest = max(alone, key=lambda work: sum(work.values()))
+    left = max(in_all) - sum(max(_work_of_owners(batch)) for batch in batches)
+    whole = sum(busiest.values())
+    return {index: flops * max(left, 0) // whole for index, flops in busiest.items()}
 
 
 def _names(batch: Batch) -> tuple[str, ...]:
@@ -101,11 +113,16 @@ def _exchange(batch: Batch, group: str, dtype: torch.dtype, where: str) -> Event
     )
 
 
-def _orthogonalize(batch: Batch) -> Event:
-    """The owners' compute: as long as the owner with most to do takes."""
+def _work_of_owners(batch: Batch) -> list[int]:
+    """Operations of each rank on the matrices of the batch that it owns."""
     work = [0] * batch.ranks
     for travel in batch.travels:
         work[travel.owner] += newton_schulz_flops(travel.shape)
+    return work
+
+
+def _orthogonalize(batch: Batch) -> Event:
+    """The owners' compute: as long as the owner with most to do takes."""
     return Event(
         kind=Kind.COMPUTE,
         phase=Phase.OPTIMIZER,
@@ -117,6 +134,6 @@ def _orthogonalize(batch: Batch) -> Event:
         group="",
         stream="compute",
         why=f"owners orthogonalize {len(batch.travels)} matrices",
-        flops=max(work),
+        flops=max(_work_of_owners(batch)),
         traffic=3 * batch.numel * torch.float32.itemsize // batch.ranks,
     )

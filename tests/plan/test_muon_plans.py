@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import fxshard
+from fxshard.events import Phase
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.choice import crosses
 from fxshard.plan.exchange import plan_exchange
@@ -33,7 +36,7 @@ def cost(shape: tuple[int, ...]) -> int:
     return min(shape) ** 2 * max(shape)
 
 
-def owners_work(plans: tuple[BucketPlan, ...], ranks: int) -> list[int]:
+def owners_work(plans: tuple[BucketPlan, ...], ranks: int, cost: Callable[[tuple[int, ...]], int] = cost) -> list[int]:
     """What each rank orthogonalizes, from layouts and exchanges."""
     work = [0] * ranks
     travelling = {travel.name: travel.owner for batch in plan_exchange(plans) for travel in batch.travels}
@@ -120,3 +123,14 @@ def test_a_step_updates_every_bucket_once_and_lands_what_it_sends(ranks: int, ze
     for i, op in enumerate(program):
         if isinstance(op, Land):
             assert all(ready[index] > i for index in op.batch.buckets)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_schedule_counts_the_work_of_the_busiest_rank_once(zero: int) -> None:
+    """Who holds matrices alone is dealt fewer that travel: the two are not added up for different ranks."""
+    model = llama(layers=4)
+    tokens = torch.zeros(1, 16, dtype=torch.long, device="meta")
+    schedule = fxshard.plan(model, (tokens, tokens), world_size=8, zero=zero, optimizer=fxshard.Muon())
+    flops = sum(event.flops for event in schedule.events if event.phase is Phase.OPTIMIZER)
+    work = owners_work(planned(model, zero, 8), 8, lambda shape: 15 * cost(shape) + 5 * min(shape) ** 3)
+    assert max(work) <= flops <= 1.05 * max(work)
