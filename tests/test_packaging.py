@@ -1,6 +1,6 @@
 """What a user installs: a source distribution, the wheel made from it, and fxshard imported from there."""
 
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -16,9 +16,10 @@ from fxshard._version import __version__
 ROOT = Path(__file__).parent.parent
 PARTS = ("fxshard", "passes", "pyproject.toml", "README.md", "LICENSE")
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("setuptools", "pip")), reason="needs setuptools and pip"
-)
+# Asked by distribution: `find_spec("pip")` makes setuptools give up its own distutils in this process (Python 3.11),
+# and then Inductor, which imports setuptools to find a compiler, fails.
+INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
+pytestmark = pytest.mark.skipif(not {"setuptools", "pip"} <= INSTALLED, reason="needs setuptools and pip")
 
 
 def run(*command: str, cwd: Path) -> str:
