@@ -18,7 +18,7 @@ SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
@@ -35,7 +35,7 @@ def make(kind: str) -> nn.Module:
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
     if kind == "gpt2":
-        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "use_cache": False}
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "use_cache": False}
         return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     if kind == "mixtral":
         return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **EXPERTS))
@@ -48,7 +48,7 @@ LAYERS = {"gpt2": "transformer.h"}
 
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     found = []
-    for step in range(3):
+    for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         tokens = torch.randint(64, (2, 12), generator=generator)
         loss = model(input_ids=tokens, labels=tokens).loss

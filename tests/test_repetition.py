@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard import planning, repetition
 from fxshard.inspect.presets import MoeConfig, moe
+from tests.thorough import thorough
 from tests.toy import Llama, batch
 
 Example = tuple[nn.Module, tuple[Tensor, ...]]
@@ -80,8 +81,9 @@ def traced(example: Example, lowering: str, *, once: bool) -> tuple[fxshard.Sche
     ("make", "layers", "lowering", "removed"),
     [
         (llama, 7, "eager", 3),
-        (llama, 6, "inductor", 2),
-        (experts, 6, "eager", 2),
+        (experts, 6, "inductor", 2),
+        thorough(llama, 6, "inductor", 2),
+        thorough(experts, 6, "eager", 2),
     ],
 )
 def test_the_plan_is_that_of_the_whole_trace(
