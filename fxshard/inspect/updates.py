@@ -9,8 +9,7 @@ import torch
 
 from fxshard.events import Event, Kind, Phase
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.choice import crosses
-from fxshard.plan.exchange import Batch
+from fxshard.plan.exchange import Batch, local_work
 from fxshard.plan.matrices import newton_schulz_flops
 from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, plan_step
 
@@ -71,17 +70,7 @@ def _work_alone(buckets: Sequence[BucketPlan], batches: Sequence[Batch]) -> dict
     what is left for this is what the busiest rank does in all, less that.
     """
     ranks = max((bucket.layout.ranks for bucket in buckets), default=1)
-    alone: list[dict[int, int]] = [{} for _ in range(ranks)]
-    for bucket in buckets:
-        for slot in bucket.layout.slots:
-            spec = slot.spec
-            if spec.name not in bucket.matrices or crosses(bucket.layout, spec) or not spec.numel:
-                continue
-            for rank in range(ranks):
-                rows = bucket.layout.fragment(rank, spec.name).rows if bucket.layout.ranks > 1 else spec.rows
-                flops = newton_schulz_flops(spec.shape) * rows // spec.rows
-                if flops:
-                    alone[rank][bucket.index] = alone[rank].get(bucket.index, 0) + flops
+    alone = local_work(buckets, ranks, newton_schulz_flops)
     in_all = [sum(work.values()) for work in alone]
     for batch in batches:
         for rank, flops in enumerate(_work_of_owners(batch)):
@@ -89,7 +78,7 @@ def _work_alone(buckets: Sequence[BucketPlan], batches: Sequence[Batch]) -> dict
     busiest = max(alone, key=lambda work: sum(work.values()))
     left = max(in_all) - sum(max(_work_of_owners(batch)) for batch in batches)
     whole = sum(busiest.values())
-    return {index: flops * max(left, 0) // whole for index, flops in busiest.items()}
+    return {index: int(flops * max(left, 0) / whole) for index, flops in busiest.items()}
 
 
 def _names(batch: Batch) -> tuple[str, ...]:

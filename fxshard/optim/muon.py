@@ -12,8 +12,7 @@ from fxshard.config import Muon, Split
 from fxshard.errors import StateError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.moments import Moments
-from fxshard.optim.newton_schulz import orthogonalize
-from fxshard.optim.plain_muon import check_loaded, groups, refuse
+from fxshard.optim.plain_muon import check_loaded, groups, orthogonal_pieces, refuse
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.exchange import Batch, Travel
 from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
@@ -132,17 +131,7 @@ class ShardedMuon(ShardedOptimizer):
         return [direction for direction, _ in joined], [factor for _, factor in joined]
 
     def _orthogonal(self, updates: Sequence[torch.Tensor], splits: Sequence[Split | None]) -> list[list[torch.Tensor]]:
-        pieces = [rule.split_matrices(update, split) for update, split in zip(updates, splits, strict=True)]
-        group = self._group
-        done = iter(
-            orthogonalize(
-                [matrix for of_one in pieces for matrix in of_one],
-                steps=group["steps"],
-                coefficients=group["coefficients"],
-                form=self._choice.form,
-            )
-        )
-        return [[next(done) for _ in of_one] for of_one in pieces]
+        return orthogonal_pieces(updates, splits, self._group, self._choice.form)
 
     # -- there and back ----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Fixed when the model is sharded, from layouts alone: every rank makes the same p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,17 +72,22 @@ def plan_exchange(buckets: Sequence[BucketPlan], limit: int = BATCH_BYTES) -> tu
     return tuple(batches)
 
 
-def local_work(buckets: Iterable[BucketPlan], ranks: int) -> list[float]:
-    """What each rank orthogonalizes of its own: matrices, and the matrices of stacks, that it holds alone."""
-    work = [0.0] * ranks
+def local_work(
+    buckets: Iterable[BucketPlan], ranks: int, cost: Callable[[Sequence[int]], int] = matrix_cost
+) -> list[dict[int, float]]:
+    """{bucket: work} for each rank: matrices, and the matrices of stacks, that it holds alone."""
+    work: list[dict[int, float]] = [{} for _ in range(ranks)]
     for bucket in buckets:
         for slot in bucket.layout.slots:
             spec = slot.spec
             if spec.name not in bucket.matrices or crosses(bucket.layout, spec) or not spec.numel:
                 continue
             for rank in range(ranks):
-                rows = bucket.layout.fragment(rank, spec.name).rows
-                work[rank] += matrix_cost(spec.shape) * rows / spec.rows
+                # Groups may be smaller than the largest: what one of them holds, the others hold as well.
+                rows = bucket.layout.fragment(rank % bucket.layout.ranks, spec.name).rows
+                if rows:
+                    done = work[rank].get(bucket.index, 0.0)
+                    work[rank][bucket.index] = done + cost(spec.shape) * rows / spec.rows
     return work
 
 
@@ -91,7 +96,7 @@ def _with_owners(buckets: Sequence[BucketPlan], ranks: int) -> list[Travel]:
 
     Owners are dealt largest matrix first to whoever has least to do; what a rank holds alone counts first.
     """
-    work = local_work(buckets, ranks)
+    work = [sum(alone.values()) for alone in local_work(buckets, ranks)]
     crossing = [
         (bucket, slot.spec)
         for bucket in buckets
