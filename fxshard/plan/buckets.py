@@ -187,7 +187,7 @@ def plan_buckets(
     plans: list[BucketPlan] = []
     units = list(units)
     if matrices and layout != "rows" and stage.state and not stage.param:
-        longest = len(units) if not stage.grad else max(1, len(units) // LARGEST_SHARE)
+        longest = max(1, len(units) // LARGEST_SHARE)
         units = span_units(units, lambda unit: _specs(unit, parameters), ranks, matrices, longest=longest)
     work: dict[Domain, list[float]] = {}
     for unit in reversed(units):
