@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -284,3 +285,11 @@ def test_batches_differ_between_ranks(ranks: Pool) -> None:
     """The tests' own data: a comparison of equal batches would prove little."""
     first, second = ranks(2, this_ranks_batch, 0)
     assert not torch.equal(first[0], second[0])
+
+
+def test_compile_and_shard_take_the_same_arguments() -> None:
+    """``compile`` hands what it is given to ``shard`` by name: neither may have one, or a default, of its own."""
+    taken = {call: inspect.signature(call).parameters for call in (fxshard.compile, fxshard.shard)}
+    extra = {"fullgraph", "dynamic"}
+    of_compile = [parameter for name, parameter in taken[fxshard.compile].items() if name not in extra]
+    assert of_compile == list(taken[fxshard.shard].values())
