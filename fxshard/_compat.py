@@ -167,6 +167,12 @@ def graph_break(graph: fx.GraphModule) -> str | None:
     return f"{where[-1] if where else 'unknown code'}: {reason.reason.splitlines()[0]}"
 
 
+def call_unbroken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call while Dynamo traces: a graph break in there, the first thing or later, is an error. torch 2.11, 2.13."""
+    with torch._dynamo.error_on_graph_break(True):
+        return call(*args, **kwargs)
+
+
 def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     """How long a collective of the group (by default, of the world) may take. torch 2.11, 2.13."""
     group = group or dist.group.WORLD

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxshard import state
+from fxshard import _compat, state
 from fxshard.backend import Backend
 from fxshard.capture import FAILURES, cast_floats, explained
 from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
@@ -72,7 +72,8 @@ class ShardedModule(nn.Module):
         if precision is not None and precision.param is not None and precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), precision.param)
         if torch.compiler.is_compiling():  # torch.compile(model, backend="fxshard") traces through here
-            return self._inner(*args, **kwargs)
+            # Code between graphs, or ahead of the first one, would find parameters without memory.
+            return _compat.call_unbroken(self._inner, *args, **kwargs)
         self._check_trainable()
         if self._compiled is None:
             raise StateError(
@@ -240,7 +241,7 @@ class ShardedModule(nn.Module):
         place = {id(parameter): (bucket, name) for bucket, name, parameter in state.places(self._sharding.buckets)}
         for key, value in found.items():
             bucket, name = place.get(id(value), (None, ""))
-            found[key] = value.detach() if bucket is None else bucket.as_param(bucket.master, name)
+            found[key] = value.detach() if bucket is None else bucket.hand_out(name)
         return found
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -258,6 +259,20 @@ class ShardedModule(nn.Module):
         own = self.state_dict(keep_vars=True)
         missing, unexpected = state.load(own, state_dict, self._sharding.buckets, strict=strict)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def parameters_changed(self) -> None:
+        """Say that parameters were written in a way that torch does not count. To be called on every rank.
+
+        What is kept unsharded, or was gathered ahead of the next forward, is then gathered again. Operations on the
+        parameters themselves, ``load_state_dict``, ``fxshard.load`` and optimizers are seen without it; writes through
+        ``parameter.data``, by ``torch._foreach`` functions, or by a kernel of one's own are not.
+
+        >>> with torch.no_grad():
+        ...     torch._foreach_clamp_max_(list(model.parameters()), 1.0)
+        >>> model.parameters_changed()
+        """
+        for bucket in self._sharding.buckets:
+            bucket.changed()
 
     def bytes_at_rest(self) -> dict[str, int]:
         """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state."""

@@ -123,8 +123,27 @@ def test_a_break_is_refused_with_its_place() -> None:
     with pytest.raises(fxshard.CaptureError, match=r"test_breaks\.py.*line \d+(?s:.)*fullgraph=False"):
         fxshard.compile(Breaks(), lowering="eager")(torch.ones(2, 4))
     sharded = fxshard.shard(Breaks(), lowering="eager")
-    with pytest.raises(Exception, match=r"the graph breaks at .*test_breaks\.py:\d+"):
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"test_breaks\.py.*line \d+"):
         torch.compile(sharded, backend="fxshard")(torch.ones(2, 4))
+
+
+class BreaksFirst(nn.Module):
+    """Ahead of the first graph: Dynamo calls no backend for a graph that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return untraced(self.linear.weight, x) + self.linear(x)
+
+
+@pytest.mark.shows("S17")
+def test_a_break_ahead_of_the_first_graph_is_refused() -> None:
+    step = torch.compile(fxshard.shard(BreaksFirst(), lowering="eager"), backend="fxshard")
+    for _ in range(2):  # and again, when Dynamo knows the function already
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"test_breaks\.py.*line \d+"):
+            step(torch.ones(2, 4))
 
 
 @torch.compiler.disable

@@ -1,0 +1,82 @@
+"""``torch.distributed.checkpoint`` as people know it, given ``state_dict()``: uneven rows land where they belong."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import fxshard
+from tests.checkpoint.zoo import MUON, plain_contents, same, train, zoo
+from tests.pool import Pool
+from tests.stack import Stack, batch
+
+
+def written(folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """By layout: the parameters that were saved, and what another layout reads."""
+    found = {}
+    for here, there in (("rows", "whole"), ("whole", "rows")):
+        model = fxshard.shard(zoo(), optimizer=MUON, zero=3, layout=here)
+        full = train(model, range(2))
+        state = {"model": model.state_dict(), "optimizer": model.optimizer.state_dict()["state"]}
+        dcp.save(state, checkpoint_id=folder / here)
+        other = fxshard.shard(zoo(1), zero=3, layout=there)
+        into = {"model": other.state_dict()}
+        dcp.load(into, checkpoint_id=folder / here)
+        moments = {k: v.to_local().clone() for k, v in _tensors(model.optimizer.state_dict()["state"]).items()}
+        found[here] = (full, {"read": other.full_state_dict(), "moments": moments})
+    return found
+
+
+def _tensors(state: dict[int, dict[str, torch.Tensor]]) -> dict[str, Any]:
+    return {f"{i}.{field}": v for i, of in state.items() for field, v in of.items() if v.ndim}
+
+
+@pytest.mark.shows("C1")
+def test_whole_and_uneven_rows(ranks: Pool, tmp_path: Path) -> None:
+    results = ranks(2, written, tmp_path)
+    for layout in ("rows", "whole"):
+        contents = plain_contents(tmp_path / layout)  # in one process that knows nothing of ranks
+        full, _ = results[0][layout]
+        assert same({k.removeprefix("model."): v for k, v in contents.items() if k.startswith("model.")}, full) == []
+        for rank in results:
+            assert same(rank[layout][1]["read"], full) == []
+        for key, value in contents.items():
+            if key.startswith("optimizer.") and value.ndim:
+                parts = [rank[layout][1]["moments"][key.removeprefix("optimizer.")] for rank in results]
+                assert torch.equal(torch.cat(parts), value), key
+
+
+def read_in_place(folder: Path) -> tuple[list[float], list[str]]:
+    """A checkpoint is read into a model that has gathered already; the next forward must see it, on every rank."""
+    saved = fxshard.shard(Stack(), zero=1, layout="whole")
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.mul_(3)
+    dcp.save(saved.state_dict(), checkpoint_id=folder)
+    model = fxshard.compile(Stack(), zero=1, layout="whole", lowering="eager")
+    x, y = batch(0, dist.get_rank())
+    model(x, y)
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+    plain = Stack()
+    plain.load_state_dict(saved.full_state_dict())
+    taken = io.BytesIO()
+    torch.save(model.state_dict(), taken)
+    copied = copy.deepcopy(model.state_dict())
+    kinds = {type(value.to_local()).__name__ for value in copied.values()}  # type: ignore[attr-defined]
+    taken.seek(0)
+    loaded = torch.load(taken, weights_only=True)
+    kinds |= {type(value.to_local()).__name__ for value in loaded.values()}
+    return [float(model(x, y).detach()), float(plain(x, y).detach())], sorted(kinds)
+
+
+def test_what_is_read_in_place_is_seen(ranks: Pool, tmp_path: Path) -> None:
+    for (mine, plain), kinds in ranks(2, read_in_place, tmp_path / "a"):
+        assert mine == pytest.approx(plain, rel=1e-5)
+        assert kinds == ["Tensor"]  # copies and files hold plain tensors
