@@ -187,6 +187,16 @@ def local_version(tensor: torch.Tensor) -> int:
     return 0 if local is None else local._version
 
 
+def wrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The very tensor that a DTensor wraps, not a view of it. torch 2.11, 2.13."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def rewrap(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor wrap another tensor of the same shape. torch 2.11, 2.13."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
 def profiling() -> bool:
     """Whether a profiler runs (``emit_nvtx`` is one): ranges cost something. torch 2.11, 2.13."""
     return torch.autograd._profiler_enabled()

@@ -45,12 +45,17 @@ def through_rows(model: nn.Module) -> None:
         (rows.to_local() if isinstance(model, fxshard.ShardedModule) else rows).mul_(0.75)
 
 
+def on_detached(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.detach().mul_(0.8)
+
+
 def said(model: nn.Module) -> None:
     if isinstance(model, fxshard.ShardedModule):
         model.parameters_changed()
 
 
-CHANGES: tuple[Change, ...] = (on_parameters, on_the_state_dict, through_data, by_foreach, through_rows)
+CHANGES: tuple[Change, ...] = (on_parameters, on_the_state_dict, through_data, by_foreach, through_rows, on_detached)
 
 
 def unsaid(parameters: Iterable[torch.Tensor]) -> None:

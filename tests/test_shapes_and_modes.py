@@ -25,8 +25,8 @@ def interleaved(zero: int) -> tuple[list[float], list[float], dict[str, int]]:
 
     All ranks see the same batches, so that the loss of one is the loss of all.
     """
-    model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
-    plain = llama()
+    model = fxshard.compile(llama(layers=1), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
+    plain = llama(layers=1)
     found: dict[nn.Module, list[float]] = {model: [], plain: []}
     for each, optimizer in (
         (model, model.optimizer),
@@ -63,8 +63,8 @@ def test_training_and_evaluation_in_any_order_and_shape(ranks: Pool, zero: int) 
 
 
 def dynamic(lowering: str) -> tuple[list[float], list[float], list[int]]:
-    model = fxshard.compile(llama(), dynamic=True, lowering=lowering, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS))
-    plain = llama()
+    model = fxshard.compile(llama(layers=1), dynamic=True, lowering=lowering, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS))
+    plain = llama(layers=1)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, fused=True)
     mine, theirs, captures = [], [], []
     for size, length in ((4, 16), (2, 8), (3, 12)):
@@ -137,8 +137,8 @@ def test_what_goes_in_and_what_comes_out(ranks: Pool) -> None:
 
 def as_people_expect() -> tuple[list[float], list[float], list[str], bool]:
     """An optimizer, a scheduler and clipping of torch's own; ranges in torch's profiler."""
-    model = fxshard.compile(llama(), lowering="eager")
-    plain = llama()
+    model = fxshard.compile(llama(layers=1), lowering="eager")
+    plain = llama(layers=1)
     found: dict[nn.Module, list[float]] = {model: [], plain: []}
     names: set[str] = set()
     for each in (model, plain):

@@ -11,6 +11,7 @@ from fxshard import _compat
 from fxshard.plan.buckets import BucketPlan
 from fxshard.precision.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
+from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
 from fxshard.runtime.rows import rows_of
 from fxshard.runtime.unreduced import guard
@@ -81,6 +82,7 @@ class Bucket:
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
             guard(parameter, self)
+            watch_optimizers()
             watch(parameter, self.master, always=self.plan.resident or self.copies is not None)
 
     # -- views -------------------------------------------------------------------------------------------------------
@@ -116,9 +118,16 @@ class Bucket:
         """``wrap`` for state dicts: torch's checkpoints ask such tensors where their rows lie, and get it right."""
         if self.mesh is None:
             return self.wrap(part, name)
-        fragment = self.fragments[self.plan.layout.index[name]]
-        shape = torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
-        return self._wrapped(rows_of(self._shaped(part, name), fragment.row_start, shape, written), name)
+        return self._wrapped(self.rows(self._shaped(part, name), name, written), name)
+
+    def rows(self, local: torch.Tensor, name: str, written: Callable[[], None] = _nothing) -> torch.Tensor:
+        """A tensor of the shape of this rank's rows of a parameter, as rows that know which they are."""
+        index = self.plan.layout.index[name]
+        whole = torch.Size(self.plan.layout.slots[index].spec.shape)
+        return rows_of(local, self.fragments[index].row_start, whole, written)
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return next(n for n, own in zip(self.plan.params, self.params, strict=True) if own is parameter)
 
     def hand_out(self, name: str) -> torch.Tensor:
         """A parameter for a state dict, the same tensor each time. What is written to it changes the parameter."""

@@ -1,8 +1,8 @@
 """Rows of a tensor that know which rows they are, as ``torch.distributed.checkpoint`` asks for them.
 
 Asked for its piece of the whole, a DTensor computes where evenly cut rows would lie, unless the tensor it wraps knows
-better: then that one answers. Nothing else about these tensors is special. What is computed from them, copied or saved
-are plain tensors.
+better: then that one answers. Nothing else about these tensors is special. ``copy.deepcopy`` keeps the answer; what is
+computed from them, and what is saved, are plain tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Rows(torch.Tensor):
         return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), _plain(self).__deepcopy__(memo))
+        copied = _plain(self).__deepcopy__(memo)
+        memo[id(self)] = rows = rows_of(copied, self._first, self._whole, _nothing)
+        return rows
 
 
 def rows_of(local: torch.Tensor, first: int, whole: torch.Size, written: Callable[[], None]) -> Rows:
@@ -59,6 +61,10 @@ def rows_of(local: torch.Tensor, first: int, whole: torch.Size, written: Callabl
     rows = local.as_subclass(Rows)
     rows._first, rows._whole, rows._written = first, whole, written
     return rows
+
+
+def _nothing() -> None:
+    """A copy is nobody's shard."""
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:
