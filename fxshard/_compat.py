@@ -187,6 +187,10 @@ def local_version(tensor: torch.Tensor) -> int:
     return 0 if local is None else local._version
 
 
+PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
+"""A tensor subclass with this as ``__torch_function__`` gives plain tensors, at no cost. torch 2.11, 2.13."""
+
+
 def wrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The very tensor that a DTensor wraps, not a view of it. torch 2.11, 2.13."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]

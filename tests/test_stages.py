@@ -43,7 +43,7 @@ def tied() -> nn.Module:
 
 
 def tied_stages() -> dict[int, Run]:
-    return {zero: sharded_run(tied, zero=zero) for zero in (0, 3)}
+    return {zero: sharded_run(tied, zero=zero, units=["layers.*"]) for zero in (0, 3)}
 
 
 @pytest.mark.shows("S2")

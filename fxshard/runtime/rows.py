@@ -14,11 +14,13 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from fxshard import _compat
+
 
 class Rows(torch.Tensor):
     """This rank's rows of a parameter or of its state, in place; made by :func:`rows_of`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = _compat.PLAIN_RESULTS
 
     _first: int
     _whole: torch.Size
@@ -43,6 +45,10 @@ class Rows(torch.Tensor):
     def _chunks(self) -> list[ChunkStorageMetadata]:
         offsets = (self._first, *[0] * (len(self._whole) - 1)) if self._whole else ()
         return [ChunkStorageMetadata(torch.Size(offsets), self.size())]
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The copies that ``dcp.async_save`` writes from begin like this; it adds our attributes."""
+        return _plain(self).new_empty(*args, **kwargs).as_subclass(Rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
