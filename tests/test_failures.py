@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import logging
-import multiprocessing
 import os
 import re
 import signal
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
+from tests.forks import fork, load_compiler
 
 GATHER = r"(forward|optimizer) unshard of 'layers.\d'"
 START = 150.0
@@ -59,39 +57,20 @@ def train(rank: int, case: str, store: Path) -> None:
         model.optimizer.zero_grad()
 
 
-def process(rank: int, case: str, folder: Path) -> None:
-    """The life of a forked process: what it says goes into a file."""
-    errors = (folder / f"{rank}").open("w")
-    os.dup2(errors.fileno(), 2)
-    logging.basicConfig(stream=errors, force=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        train(rank, case, folder / "store")
-    except BaseException:
-        traceback.print_exc(file=errors)
-        errors.flush()
-        os._exit(1)
-    os._exit(0)
-
-
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, float]]]:
     """By case: what the rank that is left alone wrote, and after how many seconds it ended.
 
     All cases run at once, since most of the time is spent waiting, and in forked processes, which have torch loaded.
     """
-    model = fxshard.compile(Net(), lowering="eager")
-    model(torch.ones(2, 8), 3).backward()  # loads the compiler once, for all of them
-    forked = multiprocessing.get_context("fork")
+    load_compiler()
     folders = {case: tmp_path_factory.mktemp(case.replace(" ", "_")) for case in TIMEOUTS}
     started = time.monotonic()
     processes = {
-        (case, rank): forked.Process(target=process, args=(rank, case, folder), daemon=True)
+        (case, rank): fork(folder / str(rank), {}, train, rank, case, folder / "store")
         for case, folder in folders.items()
         for rank in range(2)
     }
-    for each in processes.values():
-        each.start()
     found = {}
     try:
         for case, folder in folders.items():
