@@ -7,6 +7,7 @@ computed from them, and what is saved, are plain tensors.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ class Rows(torch.Tensor):
         return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = _plain(self).__deepcopy__(memo)
+        copied = copy.deepcopy(_plain(self), memo)  # which keeps the argument alive: the memo goes by addresses
         memo[id(self)] = rows = rows_of(copied, self._first, self._whole, _nothing)
         return rows
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import fxshard
+from fxshard.runtime.rows import rows_of
 from tests.checkpoint.zoo import MUON, gradients, plain_contents, same, train, zoo
 from tests.pool import Pool
 from tests.stack import Stack, batch
@@ -87,3 +88,14 @@ def test_what_is_read_in_place_is_seen(ranks: Pool, tmp_path: Path) -> None:
     for (mine, plain), kinds in ranks(2, read_in_place, tmp_path / "a"):
         assert mine == pytest.approx(plain, rel=1e-5)
         assert kinds == {"in files": "Tensor", "same": "True"}
+
+
+def test_a_deep_copy_knows_its_rows() -> None:
+    """Many at once: a copy must not be taken for that of another, whose address it happens to have."""
+    whole = torch.arange(400.0).view(200, 2)
+    pieces = [rows_of(whole[i : i + 1], i, whole.shape, lambda: None) for i in range(200)]
+    copies = copy.deepcopy([*pieces, pieces[0]])
+    assert copies[0] is copies[-1]
+    for i, (piece, copied) in enumerate(zip(pieces, copies, strict=False)):
+        assert torch.equal(piece, copied) and piece.data_ptr() != copied.data_ptr()
+        assert copied.__create_chunk_list__()[0].offsets == torch.Size([i, 0])
