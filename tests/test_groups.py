@@ -162,6 +162,10 @@ def trained() -> dict[str, Any]:
     model = fxshard.compile(
         TensorParallel(*tp), mesh=mesh["ep_dp"], optimizer=fxshard.AdamW(lr=1e-2, eps=EPS), lowering="eager"
     )
+    channels = model._sharding.channels
+    ours = {group.group_name for group in (channels.gather, channels.reduce) if group is not None}
+    theirs = [mesh.get_group("ep"), mesh.get_group("ep_dp"), dist.group.WORLD]
+    found["groups"] = (len(ours), sorted(ours & {group.group_name for group in theirs if group is not None}))
     steps(model, model.optimizer, 2, mesh.get_local_rank("ep_dp"))
     found["tp"] = (full_gradients(model), model.full_state_dict())
     found["errors"] = refused(mesh)
@@ -251,6 +255,12 @@ def test_collectives_of_the_model_are_left_intact(found: list[dict[str, Any]]) -
         for name, dim in (("up", 0), ("down", 1)):
             torch.testing.assert_close(mine[name], gradients[name].chunk(2, dim)[rank % 2], rtol=1e-4, atol=1e-7)
             torch.testing.assert_close(params[name], state[name].chunk(2, dim)[rank % 2], rtol=1e-5, atol=1e-6)
+
+
+def test_no_group_is_one_that_the_model_could_use_too(found: list[dict[str, Any]]) -> None:
+    """Ranks may interleave our collectives and the model's differently: they must not meet in one group."""
+    for by_case in found:
+        assert by_case["groups"] == (2, [])
 
 
 def test_what_is_refused(found: list[dict[str, Any]]) -> None:
