@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -31,7 +33,12 @@ def variants(zero: int) -> dict[str, Run]:
 
 
 def inductor_and_eager() -> tuple[Run, Run]:
-    return sharded_run(short, zero=3, lowering="inductor", steps=2), sharded_run(short, zero=3, steps=2)
+    options: dict[str, Any] = {"zero": 3, "steps": 2, "units": ["layers.*"]}
+    return sharded_run(single, lowering="inductor", **options), sharded_run(single, **options)
+
+
+def single() -> nn.Module:
+    return llama(layers=1)
 
 
 def short() -> nn.Module:
