@@ -52,6 +52,7 @@ class EagerReads(_compat.OperatorObserver):
         for index, version in list(self._filled.items()):
             if self._engine.buckets[index].version != version:
                 self._empty(index)
+        self._engine.reuses(self._filled)
         self._engine.observed = True
         super().__enter__()
         return self

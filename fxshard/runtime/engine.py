@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -295,4 +295,9 @@ class Engine:
             return bucket.views(bucket.full)
         flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.plan.param_dtype, device=bucket.device)
         self._gather(bucket, self._plain(bucket, flat), None, [self._streams.mark()]).token.wait()
+        self._unseen.gathered(bucket)
         return bucket.views(flat)
+
+    def reuses(self, indices: Iterable[int]) -> None:
+        """Code outside programs goes on using what ``unsharded`` gave it: refuse where that is not current."""
+        self._unseen.compare(self.buckets[index] for index in indices if self.buckets[index].full is None)
