@@ -167,6 +167,12 @@ def graph_break(graph: fx.GraphModule) -> str | None:
     return f"{where[-1] if where else 'unknown code'}: {reason.reason.splitlines()[0]}"
 
 
+def call_unbroken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call while Dynamo traces: a graph break in there, the first thing or later, is an error. torch 2.11, 2.13."""
+    with torch._dynamo.error_on_graph_break(True):
+        return call(*args, **kwargs)
+
+
 def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     """How long a collective of the group (by default, of the world) may take. torch 2.11, 2.13."""
     group = group or dist.group.WORLD
@@ -179,6 +185,20 @@ def local_version(tensor: torch.Tensor) -> int:
     """The version of the rows that a DTensor wraps; 0 for a plain tensor. torch 2.11, 2.13."""
     local = getattr(tensor, "_local_tensor", None)
     return 0 if local is None else local._version
+
+
+PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
+"""A tensor subclass with this as ``__torch_function__`` gives plain tensors, at no cost. torch 2.11, 2.13."""
+
+
+def wrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The very tensor that a DTensor wraps, not a view of it. torch 2.11, 2.13."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def rewrap(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor wrap another tensor of the same shape. torch 2.11, 2.13."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def profiling() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,29 +74,8 @@ def compile(
     ``reset_parameters``. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
     :class:`fxshard.config.Options`.
     """
-    sharded = shard(
-        model,
-        zero=zero,
-        mesh=mesh,
-        units=units,
-        optimizer=optimizer,
-        precision=precision,
-        layout=layout,
-        reduction=reduction,
-        groups=groups,
-        lowering=lowering,
-        memory_budget=memory_budget,
-        hardware=hardware,
-        prefetch=prefetch,
-        keep_resident=keep_resident,
-        defer_wgrad=defer_wgrad,
-        overlap=overlap,
-        arena=arena,
-        verify=verify,
-        init=init,
-        experts=experts,
-        passes=passes,
-    )
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
+    sharded = shard(**given)
     again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
     sharded.bind(again, fullgraph=fullgraph)
     return sharded
@@ -121,11 +101,13 @@ def shard(
     overlap: bool = True,
     arena: bool = True,
     verify: bool = True,
-    init: Init | None = None,
     experts: str = "auto",
+    init: Init | None = None,
     passes: PassList | None = None,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
+
+    Arguments are those of :func:`fxshard.compile`.
 
     >>> sharded = fxshard.shard(model, zero=3, optimizer=fxshard.AdamW(lr=3e-4))
     >>> step = torch.compile(sharded, backend="fxshard")

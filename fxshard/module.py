@@ -6,23 +6,24 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxshard import _compat
+from fxshard import _compat, state
 from fxshard.backend import Backend
 from fxshard.capture import FAILURES, cast_floats, explained
 from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
 from fxshard.events import Phase
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
+from fxshard.mirror import mirror, refresh_buffers
 from fxshard.profile import Profile, structure
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads
+from fxshard.runtime.hollow import is_hollow
 from fxshard.runtime.norms import clip_gradients
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.unreduced import refuse_unreduced
@@ -53,7 +54,7 @@ class ShardedModule(nn.Module):
             name: p for bucket in sharding.buckets for name, p in zip(bucket.plan.params, bucket.params, strict=True)
         }
         by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
-        _mirror(inner, self, by_identity)
+        mirror(inner, self, by_identity)
         self.training = inner.training
 
     def bind(self, compile: Callable[[], Callable[..., Any]], *, fullgraph: bool = True) -> None:
@@ -71,7 +72,8 @@ class ShardedModule(nn.Module):
         if precision is not None and precision.param is not None and precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), precision.param)
         if torch.compiler.is_compiling():  # torch.compile(model, backend="fxshard") traces through here
-            return self._inner(*args, **kwargs)
+            # Code between graphs, or ahead of the first one, would find parameters without memory.
+            return _compat.call_unbroken(self._inner, *args, **kwargs)
         self._check_trainable()
         if self._compiled is None:
             raise StateError(
@@ -89,7 +91,7 @@ class ShardedModule(nn.Module):
             if "storage of size 0" in str(error):
                 raise StateError(_RETURNS_PARAMETER) from error
             raise
-        if any(_is_hollow(leaf) for leaf in tree_leaves(result)):
+        if any(is_hollow(leaf) for leaf in tree_leaves(result)):
             raise StateError(_RETURNS_PARAMETER)
         return result
 
@@ -203,7 +205,11 @@ class ShardedModule(nn.Module):
     def unused_parameters(self) -> list[str]:
         """Parameters that no graph uses and no code between graphs read so far: they get zero or no gradients."""
         used = {self._sharding.plans[ref.bucket].params[ref.position] for ref in self._backend.used}
-        return [name for _, name, _ in self._places() if name not in used and name not in self.eager_reads]
+        return [
+            name
+            for _, name, _ in state.places(self._sharding.buckets)
+            if name not in used and name not in self.eager_reads
+        ]
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
@@ -221,46 +227,26 @@ class ShardedModule(nn.Module):
         return self._sharding.zero
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        self._refresh_buffers()
+        refresh_buffers(self._inner, self)
         return super().named_buffers(*args, **kwargs)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
         """Sharded parameters and buffers under the plain model's keys; ``torch.save`` takes them."""
-        self._refresh_buffers()
-        state = super().state_dict(*args, keep_vars=True, **kwargs)
+        refresh_buffers(self._inner, self)
+        found = super().state_dict(*args, keep_vars=True, **kwargs)
         if keep_vars:
-            return state
-        place = {id(parameter): (bucket, name) for bucket, name, parameter in self._places()}
-        for key, value in state.items():
+            return found
+        place = {id(parameter): (bucket, name) for bucket, name, parameter in state.places(self._sharding.buckets)}
+        for key, value in found.items():
             bucket, name = place.get(id(value), (None, ""))
-            state[key] = value.detach() if bucket is None else bucket.as_param(bucket.master, name)
-        return state
-
-    def _refresh_buffers(self) -> None:
-        """A forward may assign a new tensor to a buffer; the mirror follows."""
-        for mirror in self.modules():
-            original = self._inner if mirror is self else getattr(mirror, "_original", None)
-            if original is not None:
-                mirror._buffers.update(original._buffers)
+            found[key] = value.detach() if bucket is None else bucket.hand_out(name)
+        return found
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
-        full: dict[int, torch.Tensor] = {}
-        for bucket in self._sharding.buckets:
-            flat = bucket.master
-            if bucket.plan.layout.ranks > 1:
-                group = bucket.channels.gather
-                assert group is not None
-                flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.master.dtype, device=bucket.device)
-                _compat.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
-            for parameter, view in zip(bucket.params, bucket.views(flat), strict=True):
-                full[id(parameter)] = view.detach().cpu().clone()
-        state = self.state_dict(keep_vars=True)
-        return {
-            key: full[id(value)] if id(value) in full else value.detach().cpu().clone() for key, value in state.items()
-        }
+        return state.whole(self.state_dict(keep_vars=True), self._sharding.buckets)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -271,36 +257,26 @@ class ShardedModule(nn.Module):
                 "load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign"
             )
         own = self.state_dict(keep_vars=True)
-        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
-        problems = [f"missing keys: {missing}"] if missing and strict else []
-        problems += [f"unexpected keys: {unexpected}"] if unexpected and strict else []
-        shared = [key for key in own if key in state_dict]
-        problems += [
-            f"{key} has shape {tuple(state_dict[key].shape)}, the model has {tuple(own[key].shape)}"
-            for key in shared
-            if state_dict[key].shape != own[key].shape
-        ]
-        if problems:
-            raise ConfigError("the state dict does not fit the model, nothing was loaded:\n  " + "\n  ".join(problems))
-        place = {id(p): (bucket, name) for bucket, name, p in self._places()}
-        with torch.no_grad():
-            for key in shared:
-                target, value = own[key], state_dict[key]
-                found = place.get(id(target))
-                if found is None or isinstance(value, dist.tensor.DTensor):
-                    target.copy_(value)
-                else:
-                    found[0].load({found[1]: value})
+        missing, unexpected = state.load(own, state_dict, self._sharding.buckets, strict=strict)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def parameters_changed(self) -> None:
+        """Say that parameters were written in a way that torch does not count. To be called on every rank.
+
+        What is kept unsharded, or was gathered ahead of the next forward, is then gathered again. Operations on the
+        parameters themselves, ``load_state_dict``, ``fxshard.load`` and optimizers are seen without it; writes through
+        ``parameter.data``, by ``torch._foreach`` functions, or by a kernel of one's own are not.
+
+        >>> with torch.no_grad():
+        ...     torch._foreach_clamp_max_(list(model.parameters()), 1.0)
+        >>> model.parameters_changed()
+        """
+        for bucket in self._sharding.buckets:
+            bucket.changed()
 
     def bytes_at_rest(self) -> dict[str, int]:
         """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state."""
-        from fxshard.runtime.bucket import total_bytes
-
-        sizes = total_bytes(self._sharding.buckets)
-        if self._optimizer is not None:
-            sizes["state"] += _state_bytes(self._optimizer)
-        return sizes
+        return state.bytes_at_rest(self._sharding.buckets, self._optimizer)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -334,11 +310,6 @@ class ShardedModule(nn.Module):
         device = sharding.buckets[0].device
         return clip_gradients(sharding.buckets, sharding.channels, device, max_norm, norm_type)
 
-    def _places(self) -> Iterator[tuple[Any, str, nn.Parameter]]:
-        for bucket in self._sharding.buckets:
-            for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
-                yield bucket, name, parameter
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
         raise StateError(
             "a sharded model cannot be moved or cast: move or cast the plain model before fxshard.compile, "
@@ -349,69 +320,7 @@ class ShardedModule(nn.Module):
         return f"ShardedModule[{type(self._inner).__name__}]"
 
 
-class _Mirror(nn.Module):
-    """Stands where a submodule of the plain model stood, and holds its sharded parameters."""
-
-    _original: nn.Module
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "_original", original)  # no submodule: its parameters are hollow
-
-    def train(self, mode: bool = True) -> Self:
-        self._original.train(mode)
-        return super().train(mode)
-
-    def _get_name(self) -> str:
-        return self._original._get_name()
-
-
-class _MirrorList(_Mirror):
-    """A mirror of something that is indexed by number."""
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self._modules.values())[index]  # type: ignore[return-value]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
-
-
-def _mirror(source: nn.Module, target: nn.Module, sharded: Mapping[int, nn.Parameter]) -> None:
-    """Give ``target`` the tree of ``source`` with sharded parameters in it; buffers are shared."""
-    mirrors: dict[nn.Module, nn.Module] = {source: target}
-    for module in source.modules():
-        mirror = mirrors[module]
-        mirror.training = module.training
-        for name, parameter in module._parameters.items():
-            mirror.register_parameter(name, None if parameter is None else sharded[id(parameter)])
-        for name, buffer in module._buffers.items():
-            mirror.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
-        for name, child in module._modules.items():
-            if child is not None and child not in mirrors:
-                indexed = isinstance(child, (nn.ModuleList, nn.Sequential))
-                mirrors[child] = (_MirrorList if indexed else _Mirror)(child)
-            mirror._modules[name] = mirrors[child] if child is not None else None
-
-
 _RETURNS_PARAMETER = (
     "the model returned one of its parameters, or a view of one, but between calls parameters are not in memory; "
     "return a copy that is computed inside forward, for example weight.clone()"
 )
-
-
-def _is_hollow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().nbytes()
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    storages: dict[int, int] = {}
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.numel() > 1:
-                local = value.to_local() if isinstance(value, dist.tensor.DTensor) else value
-                storage = local.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

@@ -35,6 +35,7 @@ from fxshard.profile import Profile
 from fxshard.repetition import Shortened, Unrepeatable, shorten
 from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.engine import Engine
+from fxshard.runtime.hollow import hollow_like
 from fxshard.sharding import Sharding, register
 
 STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
@@ -237,17 +238,11 @@ def _hollow_twin(model: nn.Module, precision: Precision | None) -> nn.Module:
         dtype = parameter.dtype
         if precision is not None and precision.param is not None and dtype.is_floating_point:
             dtype = precision.param
-        hollow = nn.Parameter(_hollow(parameter, dtype), parameter.requires_grad)
+        hollow = nn.Parameter(hollow_like(parameter, dtype, torch.device("cpu")), parameter.requires_grad)
         memo[id(parameter)] = hollow
     for buffer in model.buffers():
         memo[id(buffer)] = _real(buffer)
     return copy.deepcopy(model, memo)
-
-
-def _hollow(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.empty(like.shape, dtype=dtype)
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def _real(value: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels, connect, domain_ranks, shape_of
 from fxshard.runtime.engine import Engine
+from fxshard.runtime.hollow import hollow_like
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Hollow parameter → (its sharding, its place). This is how the backend recognises a parameter among graph inputs."""
@@ -222,7 +223,7 @@ def _take_over(bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
     value = parameter.detach().contiguous()
     bucket.channels.broadcast(value)
     bucket.load({name: value})
-    _hollow_out(parameter, bucket.plan.param_dtype)
+    parameter.data = hollow_like(parameter, bucket.plan.param_dtype)
 
 
 def _settle(bucket: Bucket) -> None:
@@ -232,13 +233,6 @@ def _settle(bucket: Bucket) -> None:
             own = bucket.own_slice(bucket.full)
             if own.data_ptr() != bucket.master.data_ptr():
                 own.copy_(bucket.master)
-
-
-def _hollow_out(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Leave shape, strides and dtype of a parameter, but no memory."""
-    hollow = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-    hollow.untyped_storage().resize_(0)
-    parameter.data = hollow
 
 
 def _resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -90,18 +90,29 @@ def broken_steps(zero: int) -> dict[str, object]:
         model.optimizer.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
+    same = all(
+        torch.allclose(value, model.full_state_dict()[name], rtol=1e-5, atol=1e-6)
+        for name, value in plain.state_dict().items()
+        if "forgotten" not in name
+    )
+    refused = ""
+    with torch.no_grad():
+        model(inputs(0, 0))
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+        try:
+            model(inputs(0, 0))
+        except fxshard.StateError as error:
+            refused = str(error)
     return {
+        "refused": refused,
         "losses": losses,
         "worst": worst,
         "breaks": model.graph_breaks,
         "reads": model.eager_reads,
         "unused": model.unused_parameters,
         "graphs": len(model.emitted),
-        "same": all(
-            torch.allclose(value, model.full_state_dict()[name], rtol=1e-5, atol=1e-6)
-            for name, value in plain.state_dict().items()
-            if "forgotten" not in name
-        ),
+        "same": same,
     }
 
 
@@ -112,6 +123,7 @@ def test_several_graphs_and_code_between_them(ranks: Pool, zero: int) -> None:
         assert found["losses"] == [pytest.approx(pair[::-1], rel=1e-5) for pair in found["losses"]]
         assert found["worst"] < 1e-6
         assert found["same"]
+        assert "eager" in found["refused"] and "parameters_changed()" in found["refused"]  # what it read is not current
         assert found["graphs"] == 6  # three to train with, three to evaluate with
         assert any("test_breaks.py" in broken for broken in found["breaks"])
         assert set(found["reads"]) == {"eager.weight"} and "test_breaks.py" in found["reads"]["eager.weight"]
@@ -123,8 +135,27 @@ def test_a_break_is_refused_with_its_place() -> None:
     with pytest.raises(fxshard.CaptureError, match=r"test_breaks\.py.*line \d+(?s:.)*fullgraph=False"):
         fxshard.compile(Breaks(), lowering="eager")(torch.ones(2, 4))
     sharded = fxshard.shard(Breaks(), lowering="eager")
-    with pytest.raises(Exception, match=r"the graph breaks at .*test_breaks\.py:\d+"):
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"test_breaks\.py.*line \d+"):
         torch.compile(sharded, backend="fxshard")(torch.ones(2, 4))
+
+
+class BreaksFirst(nn.Module):
+    """Ahead of the first graph: Dynamo calls no backend for a graph that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return untraced(self.linear.weight, x) + self.linear(x)
+
+
+@pytest.mark.shows("S17")
+def test_a_break_ahead_of_the_first_graph_is_refused() -> None:
+    step = torch.compile(fxshard.shard(BreaksFirst(), lowering="eager"), backend="fxshard")
+    for _ in range(2):  # and again, when Dynamo knows the function already
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"test_breaks\.py.*line \d+"):
+            step(torch.ones(2, 4))
 
 
 @torch.compiler.disable

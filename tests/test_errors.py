@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -232,25 +233,25 @@ def test_missing_gradients_are_zeros_and_frozen_ones_have_no_buffer(ranks: Pool)
         assert len(set(scales)) == 1 and scales[0] != 2.0
 
 
-def few_parameters(layout: str) -> list[float]:
+def few_parameters() -> dict[str, list[float]]:
     """Two parameters on four ranks: some shards are empty."""
-    torch.manual_seed(0)
-    model = build(nn.Sequential(nn.Linear(6, 3)), zero=3, layout=layout, optimizer=fxshard.AdamW(lr=1e-1))
-    losses = []
-    for step in range(3):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        loss.backward()
-        model.clip_grad_norm_(10.0)
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses: dict[str, list[float]] = {"rows": [], "whole": []}
+    for layout, found in losses.items():
+        torch.manual_seed(0)
+        model = build(nn.Sequential(nn.Linear(6, 3)), zero=3, layout=layout, optimizer=fxshard.AdamW(lr=1e-1))
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean()
+            loss.backward()
+            model.clip_grad_norm_(10.0)
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+            found.append(float(loss.detach()))
     return losses
 
 
 @pytest.mark.shows("S8", "L9")
-@pytest.mark.parametrize("layout", ["rows", "whole"])
-def test_a_rank_with_an_empty_shard_takes_part(ranks: Pool, layout: str) -> None:
+def test_a_rank_with_an_empty_shard_takes_part(ranks: Pool) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 3))
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-1, fused=True)
@@ -262,9 +263,9 @@ def test_a_rank_with_an_empty_shard_takes_part(ranks: Pool, layout: str) -> None
         optimizer.step()
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
-    for world in (3, 4):
-        for losses in ranks(world, few_parameters, layout):
-            assert losses == pytest.approx(expected, rel=1e-6)
+    for by_layout in ranks(4, few_parameters):
+        for layout, losses in by_layout.items():
+            assert losses == pytest.approx(expected, rel=1e-6), layout
 
 
 def divergence_message() -> str:
@@ -284,3 +285,11 @@ def test_batches_differ_between_ranks(ranks: Pool) -> None:
     """The tests' own data: a comparison of equal batches would prove little."""
     first, second = ranks(2, this_ranks_batch, 0)
     assert not torch.equal(first[0], second[0])
+
+
+def test_compile_and_shard_take_the_same_arguments() -> None:
+    """``compile`` hands what it is given to ``shard`` by name: neither may have one, or a default, of its own."""
+    taken = {call: inspect.signature(call).parameters for call in (fxshard.compile, fxshard.shard)}
+    extra = {"fullgraph", "dynamic"}
+    of_compile = [parameter for name, parameter in taken[fxshard.compile].items() if name not in extra]
+    assert of_compile == list(taken[fxshard.shard].values())

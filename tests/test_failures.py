@@ -2,95 +2,106 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
-import subprocess
-import sys
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-GATHER = r"(forward|optimizer) unshard of 'layers.\d'"
-
-SCRIPT = """
-import datetime, logging, os, signal, sys, time
-import torch, torch.distributed as dist
-sys.path.insert(0, os.environ["ROOT"])
-import fxshard
+import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
-logging.basicConfig()
-torch.set_num_threads(1)
-rank, case = int(sys.argv[1]), sys.argv[2]
-timeout = datetime.timedelta(seconds=int(sys.argv[4]))
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], 2), rank=rank, world_size=2, timeout=timeout)
+import fxshard
+from tests.forks import fork, load_compiler
+
+GATHER = r"(forward|optimizer) unshard of 'layers.\d'"
+START = 150.0
+"""Seconds that two processes may take to start."""
+TIMEOUTS = {"killed": 600.0, "stuck": 8.0, "another graph": 8.0}
+"""By case: the timeout of collectives, once both ranks are there."""
+
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-    def forward(self, x, used):
-        for layer in self.layers[:used]:
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        for layer in list(self.layers)[:used]:
             x = torch.tanh(layer(x))
         return x.square().mean()
 
-model = fxshard.compile(Net(), optimizer=fxshard.AdamW(), lowering="eager")
-x = torch.ones(2, 8)
-for step in range(3):
-    used = 3
-    if step == 1 and rank == 1:
-        if case == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif case == "stuck":
-            time.sleep(300)
-        elif case == "another graph":
-            used = 2
-    model(x, used).backward()
-    model.optimizer.step()
-    model.optimizer.zero_grad()
-"""
+
+def train(rank: int, case: str, store: Path) -> None:
+    """Three steps; in the second rank 1 misbehaves."""
+    start = datetime.timedelta(seconds=START)
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=start)
+    dist.barrier()  # from here on both are equally far: what one waits for the other is not its start
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUTS[case]))
+    model = fxshard.compile(Net(), optimizer=fxshard.AdamW(), lowering="eager")
+    for step in range(3):
+        used = 3
+        if step == 1 and rank == 1:
+            if case == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif case == "stuck":
+                time.sleep(300)
+            elif case == "another graph":
+                used = 2
+        model(torch.ones(2, 8), used).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
 
 
-def run(case: str, store: Path, timeout: int) -> tuple[str, float]:
-    """What rank 0 wrote to its error output, and how long it took; rank 1 misbehaves in the second step.
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, float]]]:
+    """By case: what the rank that is left alone wrote, and after how many seconds it ended.
 
-    In case "another graph" it is rank 1 that is alone with a new program, and its words that come back.
+    All cases run at once, since most of the time is spent waiting, and in forked processes, which have torch loaded.
     """
-    environment = {**os.environ, "ROOT": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    start = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), case, str(store), str(timeout)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+    load_compiler()
+    folders = {case: tmp_path_factory.mktemp(case.replace(" ", "_")) for case in TIMEOUTS}
+    started = time.monotonic()
+    processes = {
+        (case, rank): fork(folder / str(rank), {}, train, rank, case, folder / "store")
+        for case, folder in folders.items()
         for rank in range(2)
-    ]
-    speaker = 1 if case == "another graph" else 0
+    }
+    found = {}
     try:
-        _, said = processes[speaker].communicate(timeout=170)
-        assert processes[speaker].returncode != 0, said
-        return said, time.monotonic() - start
+        for case, folder in folders.items():
+            speaker = 1 if case == "another graph" else 0  # there it is rank 1 that is alone, with a new program
+            processes[case, speaker].join(timeout=170)
+            text = (folder / str(speaker)).read_text()
+            assert processes[case, speaker].exitcode == 1, f"{case}: {processes[case, speaker].exitcode}\n{text}"
+            found[case] = (text, time.monotonic() - started)
+        yield found
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        for each in processes.values():
+            each.kill()
+            each.join()
 
 
-def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
-    said, seconds = run("killed", tmp_path / "store", timeout=600)
-    assert re.search(rf"PeerError: rank 0: {GATHER} failed", said)
+Said = dict[str, tuple[str, float]]
+
+
+def test_a_rank_that_is_killed_ends_the_others(said: Said) -> None:
+    text, seconds = said["killed"]
+    assert re.search(rf"PeerError: rank 0: {GATHER} failed", text)
     assert seconds < 170  # as soon as its connections close, not after the timeout
 
 
-def test_a_rank_that_is_stuck_is_reported_and_then_given_up(tmp_path: Path) -> None:
-    said, _ = run("stuck", tmp_path / "store", timeout=8)
-    assert re.search(rf"rank 0: {GATHER} has not finished for \d+ s", said)  # half-way, a watchdog
-    assert re.search(rf"PeerError: rank 0: {GATHER} failed", said)
+def test_a_rank_that_is_stuck_is_reported_and_then_given_up(said: Said) -> None:
+    text, _ = said["stuck"]
+    assert re.search(rf"rank 0: {GATHER} has not finished for \d+ s", text)  # half-way, a watchdog
+    assert re.search(rf"PeerError: rank 0: {GATHER} failed", text)
 
 
-def test_a_program_that_one_rank_alone_compiled(tmp_path: Path) -> None:
-    said, _ = run("another graph", tmp_path / "store", timeout=8)
-    assert "PeerError: rank 1 compiled a program that communicates in a new way" in said
-    assert "layers.2" in said
+def test_a_program_that_one_rank_alone_compiled(said: Said) -> None:
+    text, _ = said["another graph"]
+    assert "PeerError: rank 1 compiled a program that communicates in a new way" in text
+    assert "layers.2" in text

@@ -13,13 +13,9 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
-from tests.toy import Mlp, batch
-from tests.training import VOCAB, Run, full_gradients, llama, plain_run, this_ranks_batch, train
-
-
-def compiled(make: Any = llama, **options: Any) -> fxshard.ShardedModule:
-    options.setdefault("lowering", "eager")
-    return fxshard.compile(make(), **options)
+from tests.stack import Stack
+from tests.toy import Mlp
+from tests.training import Run, all_data_for, deliver, full_gradients, llama, plain_run, random_gradients, train
 
 
 def with_torch_optimizers(zero: int) -> dict[str, tuple[Run, Run]]:
@@ -29,15 +25,15 @@ def with_torch_optimizers(zero: int) -> dict[str, tuple[Run, Run]]:
         "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
         "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
     }
+    model = fxshard.compile(Stack(), zero=zero, lowering="eager")
     runs = {}
     for name, make_optimizer in choices.items():
-        model = compiled(zero=zero)
+        plain = Stack()
+        model.load_state_dict(plain.state_dict())
         mine = train(model, make_optimizer(model.parameters()), steps=3)
-        plain = llama()
         optimizer = make_optimizer(plain.parameters())
         for step in range(3):
-            parts = [batch(step, dist.get_world_size(), rank, VOCAB) for rank in range(dist.get_world_size())]
-            plain(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+            plain(*all_data_for(plain, step, dist.get_world_size())).backward()
             optimizer.step()
             optimizer.zero_grad()
         runs[name] = (mine, Run(mine.losses, {}, plain.state_dict()))
@@ -46,22 +42,21 @@ def with_torch_optimizers(zero: int) -> dict[str, tuple[Run, Run]]:
 
 def clipped() -> list[tuple[float, float, float]]:
     """(norm by torch's function, norm by ours, norm on the plain model), gradients checked against the plain ones."""
-    world = dist.get_world_size()
     found = []
     for zero in (0, 1, 3):
-        plain = llama()
-        parts = [batch(0, world, rank, VOCAB) for rank in range(world)]
-        plain(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+        model, plain = fxshard.shard(llama(), zero=zero), llama()
+        grads = random_gradients(plain, zero)
         norms = []
         for clip in (
             lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1),
             lambda m: m.clip_grad_norm_(0.1),
         ):
-            model = compiled(zero=zero)
-            model(*this_ranks_batch(0)).backward()
+            deliver(model, grads)
             norm = clip(model)
             norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-            mine = full_gradients(model)
+        mine = full_gradients(model)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = grads[name].clone()
         expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-5, atol=1e-7)
@@ -70,21 +65,30 @@ def clipped() -> list[tuple[float, float, float]]:
 
 
 def state_round_trip(layout: Any) -> bool:
-    model = compiled(zero=3, layout=layout, optimizer=fxshard.AdamW())
-    train(model, model.optimizer, 2)
-    full, moments = model.full_state_dict(), copy.deepcopy(model.optimizer.state_dict())
-    other = compiled(zero=3, layout=layout, optimizer=fxshard.AdamW())
+    def sharded(zero: int = 3, **options: Any) -> fxshard.ShardedModule:
+        return fxshard.shard(llama(), zero=zero, layout=layout, **options)
+
+    def step(model: fxshard.ShardedModule, seed: int) -> dict[str, torch.Tensor]:
+        deliver(model, random_gradients(llama(), seed))
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        return model.full_state_dict()
+
+    model = sharded(optimizer=fxshard.AdamW())
+    step(model, 0)
+    full, moments = step(model, 1), copy.deepcopy(model.optimizer.state_dict())
+    other = sharded(optimizer=fxshard.AdamW())
     other.load_state_dict(full)
     other.optimizer.load_state_dict(moments)
     copied = copy.deepcopy(model.state_dict())
     saved = io.BytesIO()
     torch.save(model.state_dict(), saved)
     assert set(copied) == set(full) and saved.tell() > 0
-    third = compiled(zero=1, layout=layout)
+    third = sharded(zero=1)
     third.load_state_dict(model.state_dict())
     plain = llama()
     plain.load_state_dict(full)
-    after = [train(m, m.optimizer, 1).params for m in (model, other)]
+    after = [step(m, 2) for m in (model, other)]
     same = all(torch.equal(after[0][name], after[1][name]) for name in after[0])
     return same and all(torch.equal(third.full_state_dict()[name], full[name]) for name in full)
 
@@ -103,7 +107,7 @@ class Marked(nn.Module):
 
 
 def attributes() -> tuple[list[str], list[str], list[int]]:
-    model = compiled(Marked)
+    model = fxshard.shard(Marked())
     shapes = [model.layers[0].weight.to_local().shape[0], model.layers[-1].weight.shape[0]]
     return [layer.weight.tag for layer in model.layers], [name for name, _ in model.named_parameters()], shapes
 
@@ -192,4 +196,4 @@ def test_train_and_eval_reach_the_model() -> None:
 
 def test_plain_run_is_deterministic() -> None:
     """The reference itself: two runs give the same bits, otherwise no bitwise comparison means anything."""
-    assert plain_run(2).same(plain_run(2))
+    assert plain_run(2, steps=2).same(plain_run(2, steps=2))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import nn
 
+import fxshard
 from tests.pool import Pool
-from tests.training import Run, fsdp2_run, llama, plain_run, sharded_run
+from tests.stack import Stack
+from tests.toy import batch
+from tests.training import EPS, VOCAB, Make, Run, fsdp2_run, llama, plain_run, sharded_run
 
 
-def stages() -> dict[int, Run]:
-    return {zero: sharded_run(zero=zero) for zero in range(4)}
+def stages(make: Make) -> dict[int, Run]:
+    return {zero: sharded_run(make, zero=zero) for zero in range(4)}
 
 
 def peer_and_stage() -> tuple[Run, Run]:
@@ -18,28 +24,41 @@ def peer_and_stage() -> tuple[Run, Run]:
 
 def variants(zero: int) -> dict[str, Run]:
     return {
-        "default": sharded_run(zero=zero, steps=2),
-        "no prefetch": sharded_run(zero=zero, steps=2, prefetch=0),
-        "deep prefetch": sharded_run(zero=zero, steps=2, prefetch=3),
-        "no overlap": sharded_run(zero=zero, steps=2, overlap=False),
-        "no arena": sharded_run(zero=zero, steps=2, arena=False),
+        "default": sharded_run(Stack, zero=zero, steps=2),
+        "no prefetch": sharded_run(Stack, zero=zero, steps=2, prefetch=0),
+        "deep prefetch": sharded_run(Stack, zero=zero, steps=2, prefetch=3),
+        "no overlap": sharded_run(Stack, zero=zero, steps=2, overlap=False),
+        "no arena": sharded_run(Stack, zero=zero, steps=2, arena=False),
     }
 
 
 def inductor_and_eager() -> tuple[Run, Run]:
-    return sharded_run(zero=3, lowering="inductor", steps=2), sharded_run(zero=3, steps=2)
+    options: dict[str, Any] = {"zero": 3, "steps": 2, "units": ["layers.*"]}
+    return sharded_run(single, lowering="inductor", **options), sharded_run(single, **options)
+
+
+def single() -> nn.Module:
+    return llama(layers=1)
+
+
+def short() -> nn.Module:
+    return llama(layers=2)
+
+
+def tied() -> nn.Module:
+    return llama(tied=True, layers=1)
 
 
 def tied_stages() -> dict[int, Run]:
-    return {zero: sharded_run(lambda: llama(tied=True), zero=zero) for zero in (0, 3)}
+    return {zero: sharded_run(tied, zero=zero, units=["layers.*"]) for zero in (0, 3)}
 
 
 @pytest.mark.shows("S2")
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_stages_equal_one_process_on_the_global_batch(ranks: Pool, world: int) -> None:
+@pytest.mark.parametrize(("world", "make"), [(2, short), (3, Stack), (4, Stack)], ids=["2", "3", "4"])
+def test_stages_equal_one_process_on_the_global_batch(ranks: Pool, world: int, make: Make) -> None:
     """With two ranks a sum has one order, so all-reduce and reduce-scatter must give the same bits there."""
-    reference = plain_run(world)
-    for runs in ranks(world, stages):
+    reference = plain_run(world, make)
+    for runs in ranks(world, stages, make):
         for zero, run in runs.items():
             assert run.distance(reference) < 1e-6, f"ZeRO-{zero}"
             assert run.losses == pytest.approx(reference.losses, rel=1e-6)
@@ -67,7 +86,7 @@ def test_inductor_segments_equal_eager_ones(ranks: Pool) -> None:
 
 @pytest.mark.shows("L5")
 def test_tied_embedding_is_stored_and_updated_once(ranks: Pool) -> None:
-    reference = plain_run(2, lambda: llama(tied=True))
+    reference = plain_run(2, tied)
     for runs in ranks(2, tied_stages):
         for run in runs.values():
             assert run.distance(reference) < 1e-6
@@ -76,13 +95,9 @@ def test_tied_embedding_is_stored_and_updated_once(ranks: Pool) -> None:
 
 
 def test_alone_without_a_process_group() -> None:
-    import fxshard
-    from tests.toy import batch
-    from tests.training import EPS, VOCAB
-
-    reference = plain_run(1)
+    reference = plain_run(1, short)
     for zero in (0, 3):  # alone, everything is resident whatever the stage
-        model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
+        model = fxshard.compile(short(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
         for step in range(5):
             loss = model(*batch(step, 1, 0, VOCAB))
             loss.backward()

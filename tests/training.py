@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
+from tests import stack
+from tests.stack import Stack
 from tests.toy import Llama, batch
 
 VOCAB = 96
@@ -46,9 +48,10 @@ class Run:
         return max(losses + tensors)
 
 
-def llama(tied: bool = False) -> nn.Module:
+def llama(tied: bool = False, layers: int = 3) -> nn.Module:
+    """A transformer. Compiling it takes a second per layer; where none is needed, ``Stack`` takes half of one."""
     torch.manual_seed(0)
-    return Llama(vocab=VOCAB, dim=32, layers=3, heads=4, hidden=88, tied=tied)
+    return Llama(vocab=VOCAB, dim=32, layers=layers, heads=4, hidden=88, tied=tied)
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
@@ -57,6 +60,22 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
         dist.all_reduce(value)
         value /= dist.get_world_size()
     return float(value)
+
+
+def data_for(model: nn.Module, step: int, ranks: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one of the ranks trains a model of these tests on."""
+    return stack.batch(step, rank) if isinstance(model, Stack) else batch(step, ranks, rank, VOCAB)
+
+
+def my_data_for(model: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    plain = model._inner if isinstance(model, fxshard.ShardedModule) else model
+    return data_for(plain, step, dist.get_world_size(), dist.get_rank())
+
+
+def all_data_for(model: nn.Module, step: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch: that of all ranks."""
+    parts = [data_for(model, step, ranks, rank) for rank in range(ranks)]
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
 def this_ranks_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,6 +99,26 @@ def full_gradients(model: fxshard.ShardedModule) -> dict[str, torch.Tensor]:
     return full
 
 
+def deliver(model: fxshard.ShardedModule, grads: dict[str, torch.Tensor]) -> None:
+    """Give each rank its rows of whole gradients, as reductions do: for tests in which no graph is needed."""
+    for bucket in model._sharding.buckets:
+        if not bucket.plan.trainable:
+            continue
+        flat = bucket.hold_gradient().zero_()
+        for fragment, parameter, own in zip(bucket.fragments, bucket.params, bucket.grads, strict=True):
+            if fragment.name in grads:
+                whole = grads[fragment.name]
+                rows = whole[fragment.row_start : fragment.row_stop] if whole.ndim else whole
+                bucket.as_rows(flat, fragment.name).copy_(rows)
+                parameter.grad = own
+
+
+def random_gradients(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Whole gradients for a plain model's parameters, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters() if p.requires_grad}
+
+
 def sharded_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3, **options: Any) -> Run:
     """Train with fxshard on this rank's part of the batches."""
     options.setdefault("lowering", "eager")
@@ -90,7 +129,7 @@ def sharded_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3, **optio
 def train(model: fxshard.ShardedModule, optimizer: torch.optim.Optimizer, steps: int) -> Run:
     losses, grads = [], {}
     for step in range(steps):
-        loss = model(*this_ranks_batch(step))
+        loss = model(*my_data_for(model, step))
         loss.backward()
         losses.append(mean_over_ranks(loss))
         if step == steps - 1:
@@ -106,8 +145,7 @@ def plain_run(ranks: int, make: Make = llama, *, steps: int = 5, lr: float = 1e-
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=fused)
     losses, grads = [], {}
     for step in range(steps):
-        parts = [batch(step, ranks, rank, VOCAB) for rank in range(ranks)]
-        loss = model(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        loss = model(*all_data_for(model, step, ranks))
         loss.backward()
         losses.append(float(loss.detach()))
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -121,13 +159,14 @@ def fsdp2_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3, mesh: Any
     from torch.distributed.fsdp import fully_shard
 
     model = make()
+    data = [my_data_for(model, step) for step in range(steps)]
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=True)
     losses, grads = [], {}
     for step in range(steps):
-        loss = model(*this_ranks_batch(step))
+        loss = model(*data[step])
         loss.backward()
         losses.append(mean_over_ranks(loss))
         grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}

@@ -55,7 +55,7 @@ def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | Non
             problems += _kinds(wanted, where)
         ranks.settle(problems, "the files do not fit, nothing was loaded")
         failed = _copy(wanted, where)
-    torch.autograd.graph.increment_version([bucket.master for bucket in model._sharding.buckets])
+    model.parameters_changed()
     ranks.settle(failed, "the files could not be read to the end, load others before training on")
     return [f"experts stored in another layout: {', '.join(match.regrouped)}"] if match.regrouped else []
 

@@ -143,7 +143,7 @@ class _Plan:
 
     def finish(self) -> None:
         """Tell everyone who keeps something derived from what was read."""
-        torch.autograd.graph.increment_version([bucket.master for bucket in self.model._sharding.buckets])
+        self.model.parameters_changed()
         if self.optimizer is not None:
             for parameter, state in self.state.items():
                 self.optimizer.state[parameter].update(state)

@@ -93,13 +93,14 @@ class Moments:
     def state_of(self, i: int) -> dict[str, torch.Tensor]:
         """What ``optimizer.state`` holds for a parameter: views of the flat tensors."""
         bucket, name = self.bucket, self.bucket.plan.params[i]
+        fragment, at = bucket.fragments[i], self._second_at[i]
+        first = bucket.as_state(self.first[fragment.offset : fragment.offset + fragment.numel], name)
         if name in self.muon:
-            return {"momentum_buffer": bucket.as_param(self.first, name)}
-        at = self._second_at[i]
+            return {"momentum_buffer": first}
         return {
             "step": self.steps[i],
-            "exp_avg": bucket.as_param(self.first, name),
-            "exp_avg_sq": bucket.wrap(self.second[at : at + bucket.fragments[i].numel], name),
+            "exp_avg": first,
+            "exp_avg_sq": bucket.as_state(self.second[at : at + fragment.numel], name),
         }
 
     def recount(self) -> None:

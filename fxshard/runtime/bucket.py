@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,8 +11,14 @@ from fxshard import _compat
 from fxshard.plan.buckets import BucketPlan
 from fxshard.precision.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
+from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
+from fxshard.runtime.rows import rows_of
 from fxshard.runtime.unreduced import guard
+
+
+def _nothing() -> None:
+    pass
 
 
 class Bucket:
@@ -50,6 +56,8 @@ class Bucket:
         self.params: list[nn.Parameter] = []
         self.grads: list[torch.Tensor] = []
         self._wrappers: dict[str, _compat.UnevenDTensor] = {}
+        self._handed_out: dict[str, torch.Tensor] = {}
+        """What state dicts hold of the shard, kept to see what is written through them."""
         self._gathered_version = -1
 
     # -- filling -----------------------------------------------------------------------------------------------------
@@ -58,8 +66,7 @@ class Bucket:
         """Take this rank's rows out of full parameters."""
         if not values.keys() & self.plan.layout.index.keys():
             return
-        # Counted on every rank, also on one that holds no row of them: ranks must agree on what is stale.
-        torch.autograd.graph.increment_version([self.master])
+        self.changed()
         with torch.no_grad():
             for fragment in self.fragments:
                 if fragment.numel and fragment.name in values:
@@ -75,6 +82,7 @@ class Bucket:
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
             guard(parameter, self)
+            watch_optimizers()
             watch(parameter, self.master, always=self.plan.resident or self.copies is not None)
 
     # -- views -------------------------------------------------------------------------------------------------------
@@ -96,13 +104,39 @@ class Bucket:
     def wrap(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's elements of a parameter, wherever they lie, as a parameter-shaped tensor."""
         local = self._shaped(part, name)
-        if self.mesh is None:
-            return local
+        return local if self.mesh is None else self._wrapped(local, name)
+
+    def _wrapped(self, local: torch.Tensor, name: str) -> torch.Tensor:
+        assert self.mesh is not None
         if name not in self._wrappers:
             shape = torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
             sharded = self.plan.layout.ranks > 1
             self._wrappers[name] = _compat.UnevenDTensor(local, self.mesh, shape, sharded=sharded)
         return self._wrappers[name](local)
+
+    def as_state(self, part: torch.Tensor, name: str, written: Callable[[], None] = _nothing) -> torch.Tensor:
+        """``wrap`` for state dicts: torch's checkpoints ask such tensors where their rows lie, and get it right."""
+        if self.mesh is None:
+            return self.wrap(part, name)
+        return self._wrapped(self.rows(self._shaped(part, name), name, written), name)
+
+    def rows(self, local: torch.Tensor, name: str, written: Callable[[], None] = _nothing) -> torch.Tensor:
+        """A tensor of the shape of this rank's rows of a parameter, as rows that know which they are."""
+        index = self.plan.layout.index[name]
+        whole = torch.Size(self.plan.layout.slots[index].spec.shape)
+        return rows_of(local, self.fragments[index].row_start, whole, written)
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return next(n for n, own in zip(self.plan.params, self.params, strict=True) if own is parameter)
+
+    def hand_out(self, name: str) -> torch.Tensor:
+        """A parameter for a state dict, the same tensor each time. What is written to it changes the parameter."""
+        if name not in self._handed_out:
+            fragment = self.fragments[self.plan.layout.index[name]]
+            part = self.master[fragment.offset : fragment.offset + fragment.numel]
+            master = self.master  # and not this bucket, which would then wait for the garbage collector
+            self._handed_out[name] = self.as_state(part, name, lambda: torch.autograd.graph.increment_version([master]))
+        return self._handed_out[name]
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Every parameter as a view of a gathered (or full gradient) buffer."""
@@ -141,14 +175,23 @@ class Bucket:
     def gathered(self) -> None:
         self._gathered_version = self.version
 
+    def changed(self) -> None:
+        """Someone changes the shard: called on every rank, also on one that holds no row of what is changed."""
+        torch.autograd.graph.increment_version([self.master])
+
     @property
     def version(self) -> int:
         """Counts the changes of the shard."""
         # A DTensor counts operations on itself, not on the rows it wraps: both counters are needed.
         # The rows count for themselves, too: they were wrapped detached.
-        return self.master._version + sum(
-            parameter._version + _compat.local_version(parameter) for parameter in self.params
-        )
+        own = sum(parameter._version + _compat.local_version(parameter) for parameter in self.params)
+        # Rows in state dicts are views of the shard and count with it; only their DTensors count for themselves.
+        return self.master._version + own + sum(tensor._version for tensor in self._handed_out.values())
+
+    @property
+    def lags(self) -> bool:
+        """Whether what was gathered is a copy that does not follow the shard by itself."""
+        return self.plan.layout.ranks > 1 or self.full is None or self.plan.master_dtype != self.plan.param_dtype
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

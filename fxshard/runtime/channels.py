@@ -16,10 +16,11 @@ from fxshard.plan.domain import Domain
 
 @dataclass(frozen=True)
 class Channels:
-    """Gathers, reductions and all-reduces over replicas, each in a group of their own.
+    """Gathers, reductions and all-reduces over replicas, each in a group of their own, none of them the mesh's.
 
     Within a group ranks must start collectives in the same order. The order of each of the three follows from the
-    model; how they interleave follows from durations, which differ between ranks whose batches do.
+    model; how they interleave with each other, and with what the model sends itself, follows from durations, which
+    differ between ranks whose batches do.
     """
 
     domain: Domain
@@ -61,9 +62,10 @@ def connect(domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan]
         return Channels(domain, mesh)
     inner = mesh.ndim - 1
     outer = 0 if mesh.ndim == 2 else None
-    gather = mesh.get_group(inner) if domain.shards > 1 else None
-    reduce = _again(gather) if gather is not None else None
-    replicas = mesh.get_group(outer) if outer is not None and domain.replicas > 1 else None
+    # The mesh's own groups are the user's: the model may communicate in them, in an order that is not ours.
+    shards = mesh.get_group(inner) if domain.shards > 1 else None
+    gather, reduce = (_again(shards), _again(shards)) if shards is not None else (None, None)
+    replicas = _again(mesh.get_group(outer)) if outer is not None and domain.replicas > 1 else None
     everyone = reduce if replicas is None else None
     if replicas is not None and any(plan.trainable and plan.layout.ranks == 1 for plan in plans):
         timeout = _compat.group_timeout(replicas)

@@ -20,6 +20,7 @@ from fxshard.errors import StateError
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
 from fxshard.runtime.freshness import watch
+from fxshard.runtime.hollow import hollow_like, is_hollow
 
 Place = tuple[int, int]
 """A parameter as (bucket, position in it)."""
@@ -51,6 +52,7 @@ class EagerReads(_compat.OperatorObserver):
         for index, version in list(self._filled.items()):
             if self._engine.buckets[index].version != version:
                 self._empty(index)
+        self._engine.reuses(self._filled)
         self._engine.observed = True
         super().__enter__()
         return self
@@ -63,7 +65,7 @@ class EagerReads(_compat.OperatorObserver):
     def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
         """Called ahead of each operation that runs outside a graph."""
         for value in tree_leaves((args, kwargs)):
-            if type(value) in (torch.Tensor, nn.Parameter) and _is_hollow(value):
+            if type(value) in (torch.Tensor, nn.Parameter) and is_hollow(value):
                 place = self._place.get(id(value)) or self._copies.get(id(value), (None, None))[1]
                 if place is None:
                     raise StateError(
@@ -88,7 +90,7 @@ class EagerReads(_compat.OperatorObserver):
         index, position = place
         bucket = self._engine.buckets[index]
         self.places.setdefault(bucket.plan.params[position], user_code())
-        if _is_hollow(self._hollow[place]):
+        if is_hollow(self._hollow[place]):
             views = self._engine.unsharded(index)
             for i, view in enumerate(views):
                 self._hollow[index, i].data = view
@@ -107,7 +109,7 @@ class EagerReads(_compat.OperatorObserver):
     def _empty(self, index: int) -> None:
         for i in range(len(self._engine.buckets[index].params)):
             hollow = self._hollow[index, i]
-            hollow.data = _no_memory(hollow)
+            hollow.data = hollow_like(hollow)
         del self._filled[index]
 
 
@@ -118,16 +120,6 @@ def _collector(engine: Engine, place: Place) -> Callable[[torch.Tensor], None]:
             engine.gradients.add_gradient(*place, gradient)
 
     return collect
-
-
-def _is_hollow(value: torch.Tensor) -> bool:
-    return value.numel() > 0 and not value.is_meta and not value.untyped_storage().nbytes()
-
-
-def _no_memory(like: torch.Tensor) -> torch.Tensor:
-    tensor = torch.empty_like(like, requires_grad=False)
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def user_code() -> str:

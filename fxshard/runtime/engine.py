@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from fxshard.runtime.frame import Frame
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.reductions import Reductions
 from fxshard.runtime.streams import AllOf, Token
+from fxshard.runtime.unseen import Unseen
 
 Views = tuple[torch.Tensor | None, ...]
 
@@ -59,6 +60,7 @@ class Engine:
         self.frame = Frame(buckets, device, options)
         self.arena, self._streams = self.frame.arena, self.frame.streams
         self.gradients = Reductions(self.frame)
+        self._unseen = Unseen(self._streams, device)
         self._gathered: dict[int, Gathered] = {}
         self._start: Token | None = None
         self._carries: Mapping[int, SlotRange] = {}
@@ -97,6 +99,7 @@ class Engine:
         grows = self.arena.planned and arena_bytes > self.arena.bytes
         self._keep_carried({} if grows else carries)
         self._evict()
+        self._unseen.compare(bucket for bucket in self.buckets if self._uses_earlier(bucket))
         self.arena.reserve(arena_bytes)
         self._carries = carries
         # The first gather may start when the optimizer's writes to the shards are done: they are on this stream.
@@ -126,6 +129,13 @@ class Engine:
                 ((flat, _),) = held.transfer.moves
                 held.views, held.slot = self.buckets[index].views(flat.clone()), None
 
+    def _uses_earlier(self, bucket: Bucket) -> bool:
+        """Whether a program that starts now does not gather a bucket, because it was gathered before."""
+        if bucket.plan.resident or bucket.copies is not None:
+            return bucket.lags and not bucket.stale
+        held = self._gathered.get(bucket.plan.index)
+        return held is not None and held.version is not None
+
     def _drop(self) -> None:
         """Release everything that does not stay in memory."""
         for held in self._gathered.values():
@@ -154,6 +164,7 @@ class Engine:
         self._start, self.frame.phase = self._streams.mark(), Phase.OPTIMIZER
         held = self._gather(bucket, self._transfer(bucket, memory, Copies.NONE), slot, pending)
         held.version = bucket.version
+        self._unseen.gathered(bucket)
         self._gathered[index] = held
 
     def exchange(self, index: int, sends: torch.Tensor, to: list[int], from_each: list[int]) -> Sent:
@@ -206,12 +217,17 @@ class Engine:
             held.token.wait()
             if bucket.plan.resident:
                 # Only now: gloo copies into the buffer from a thread of its own, and a copy counts as a change.
-                bucket.gathered()
+                self._note_gathered(bucket)
             held.views = self.arena.views(("gathered", index, held.slot, copies), held.transfer.views)
             if bucket.plan.staged_in_arena and held.slot is not None:
                 self.arena.release(held.slot, held.token)  # quantized: the staging buffer is free
                 held.slot = None
         return held.views
+
+    def _note_gathered(self, bucket: Bucket) -> None:
+        if bucket.lags and bucket.stale:
+            self._unseen.gathered(bucket)
+        bucket.gathered()
 
     def reshard(self, index: int) -> None:
         held = self._gathered.pop(index)
@@ -232,7 +248,7 @@ class Engine:
                 return gathered.staged(resting, master, staging, bucket.own_slice(staging))
             assert memory is not None
             stale = bucket.stale
-            bucket.gathered()  # the shard's copies, which stay, are made anew by this transfer
+            self._note_gathered(bucket)  # the shard's copies, which stay, are made anew by this transfer
             return gathered.direct(resting, master, memory, plan.layout.numel, copies, stale)
         flat = memory.view(plan.param_dtype) if memory is not None else bucket.full
         assert flat is not None
@@ -279,4 +295,9 @@ class Engine:
             return bucket.views(bucket.full)
         flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.plan.param_dtype, device=bucket.device)
         self._gather(bucket, self._plain(bucket, flat), None, [self._streams.mark()]).token.wait()
+        self._unseen.gathered(bucket)
         return bucket.views(flat)
+
+    def reuses(self, indices: Iterable[int]) -> None:
+        """Code outside programs goes on using what ``unsharded`` gave it: refuse where that is not current."""
+        self._unseen.compare(self.buckets[index] for index in indices if self.buckets[index].full is None)

@@ -41,10 +41,10 @@ class CpuToken:
         self._work, self._then = work, then
 
     def wait(self) -> None:
-        work, then = self._work, self._then
-        self._work = self._then = None
-        if work is not None:
-            work.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None  # not before: until then a watchdog asks whether it is done
+        then, self._then = self._then, None
         if then is not None:
             then()
 

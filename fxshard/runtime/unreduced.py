@@ -27,6 +27,12 @@ def guard(parameter: torch.Tensor, bucket: Bucket) -> None:
         _hook = register_optimizer_step_pre_hook(_before_step)
 
 
+def bucket_of(parameter: torch.Tensor) -> Bucket | None:
+    """The bucket of a sharded parameter, as long as its model lives."""
+    reference = _BUCKET_OF.get(parameter)
+    return reference() if reference is not None else None
+
+
 def refuse_unreduced(buckets: Iterable[Bucket], what: str) -> None:
     """Raise if ``no_sync`` left gradients that no backward has reduced since."""
     names = [bucket.plan.name for bucket in buckets if bucket.kept is not None]
@@ -42,8 +48,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     found: dict[int, Bucket] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            reference = _BUCKET_OF.get(parameter)
-            bucket = reference() if reference is not None else None
+            bucket = bucket_of(parameter)
             if bucket is not None:
                 found[id(bucket)] = bucket
     refuse_unreduced(found.values(), "optimizer.step()")

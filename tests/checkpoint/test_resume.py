@@ -6,12 +6,11 @@ import io
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import fork, load_compiler
 from tests.pool import Pool
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,38 +26,35 @@ def losses(said: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+) loss (\S+)", said)}
 
 
-def killed(folder: Path, where: str, step: int) -> dict[int, str]:
-    """Start two processes as torchrun would, one of which ends by SIGKILL; returns the losses until then."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, EXAMPLE, *options(folder), "--die-in", where, "--die-at", str(step)],
-            cwd=ROOT,
-            env={**os.environ, **environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=150) for process in processes]
-    assert [process.returncode for process in processes] == [1, -9], said
-    return losses(said[0][0])
-
-
-def here(folder: Path) -> dict[int, str]:
-    """Run the example to its end on this rank of the pool, whose processes have torch loaded already."""
+def main(*arguments: str) -> None:
     spec = importlib.util.spec_from_file_location("resume", EXAMPLE)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    example.main(list(arguments))
+
+
+def killed(folder: Path, where: str, step: int) -> dict[int, str]:
+    """Start two processes with what torchrun would tell them; one ends by SIGKILL. Returns the losses until then."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    says = [folder.parent / f"{where}-{rank}" for rank in range(2)]
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    arguments = [*options(folder), "--die-in", where, "--die-at", str(step)]
+    processes = [fork(says[rank], {**environment, "RANK": str(rank)}, main, *arguments) for rank in range(2)]
+    for process in processes:
+        process.join(timeout=150)
+    said = [file.read_text() for file in says]
+    assert [process.exitcode for process in processes] == [1, -9], said
+    return losses(said[0])
+
+
+def here(folder: Path) -> dict[int, str]:
+    """Run the example to its end on this rank of the pool."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        example.main(options(folder))
+        main(*options(folder))
     return losses(said.getvalue())
 
 
@@ -68,6 +64,7 @@ def test_same_losses_as_an_uninterrupted_run(ranks: Pool, tmp_path: Path) -> Non
     straight = ranks(2, here, tmp_path / "straight")[0]
     assert list(straight) == list(range(STEPS))
 
+    load_compiler()
     folder = tmp_path / "killed"
     first = killed(folder, "save", 4)
     assert "step-2" in os.listdir(folder) and "step-4" not in os.listdir(folder)

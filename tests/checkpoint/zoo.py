@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 import fxshard
+from tests.training import deliver
 
 ADAMW = fxshard.AdamW(lr=1e-2, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
 MUON = fxshard.Muon(lr=2e-2, momentum=0.9, adamw=ADAMW)
@@ -44,18 +45,6 @@ def gradients(step: int, model: nn.Module | None = None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     named = (model or zoo()).named_parameters()
     return {name: torch.randn(p.shape, generator=generator) for name, p in named if p.requires_grad}
-
-
-def deliver(model: fxshard.ShardedModule, grads: dict[str, Tensor]) -> None:
-    """Give each rank its rows of whole gradients, as reductions do."""
-    for bucket in model._sharding.buckets:
-        if bucket.plan.trainable:
-            flat = bucket.hold_gradient().zero_()
-            for fragment, parameter, own in zip(bucket.fragments, bucket.params, bucket.grads, strict=True):
-                whole = grads[fragment.name]
-                rows = whole[fragment.row_start : fragment.row_stop] if whole.ndim else whole
-                bucket.as_rows(flat, fragment.name).copy_(rows)
-                parameter.grad = own
 
 
 def train(

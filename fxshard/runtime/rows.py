@@ -1,0 +1,78 @@
+"""Rows of a tensor that know which rows they are, as ``torch.distributed.checkpoint`` asks for them.
+
+Asked for its piece of the whole, a DTensor computes where evenly cut rows would lie, unless the tensor it wraps knows
+better: then that one answers. Nothing else about these tensors is special. ``copy.deepcopy`` keeps the answer; what is
+computed from them, and what is saved, are plain tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from fxshard import _compat
+
+
+class Rows(torch.Tensor):
+    """This rank's rows of a parameter or of its state, in place; made by :func:`rows_of`."""
+
+    __torch_function__ = _compat.PLAIN_RESULTS
+
+    _first: int
+    _whole: torch.Size
+    _written: Callable[[], None]
+
+    def __create_write_items__(self, name: str, whole: torch.Tensor) -> list[WriteItem]:
+        """What this rank has to write: nothing if it holds no rows."""
+        if self._whole.numel() and not self.numel():
+            return []
+        (chunk,) = self._chunks()
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(_plain(self)), self._whole)
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What this rank is about to read. Every rank is asked, one without rows too: all see the change alike."""
+        self._written()
+        return self._chunks() if self.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return _plain(self)
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        offsets = (self._first, *[0] * (len(self._whole) - 1)) if self._whole else ()
+        return [ChunkStorageMetadata(torch.Size(offsets), self.size())]
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The copies that ``dcp.async_save`` writes from begin like this; it adds our attributes."""
+        return _plain(self).new_empty(*args, **kwargs).as_subclass(Rows)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = copy.deepcopy(_plain(self), memo)  # which keeps the argument alive: the memo goes by addresses
+        memo[id(self)] = rows = rows_of(copied, self._first, self._whole, _nothing)
+        return rows
+
+
+def rows_of(local: torch.Tensor, first: int, whole: torch.Size, written: Callable[[], None]) -> Rows:
+    """``local`` as rows of a tensor of shape ``whole``, from row ``first`` on.
+
+    ``written`` is called before a checkpoint is read into them.
+    """
+    rows = local.as_subclass(Rows)
+    rows._first, rows._whole, rows._written = first, whole, written
+    return rows
+
+
+def _nothing() -> None:
+    """A copy is nobody's shard."""
+
+
+def _plain(rows: torch.Tensor) -> torch.Tensor:
+    return rows.as_subclass(torch.Tensor)

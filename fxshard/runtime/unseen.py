@@ -1,0 +1,61 @@
+"""Changes of shards that count nowhere: what was gathered before them must not be used as if it were current.
+
+Version counters see almost every change (``freshness``). They do not see writes through ``parameter.data``, through
+``torch._foreach`` functions on DTensors, or by a kernel of one's own. So where a program uses what was gathered
+earlier, the bits of the shard are added up and compared with what they were then: one pass over this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fxshard.errors import StateError
+from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.streams import Streams, Token
+
+
+class Unseen:
+    """Remembers what shards held when they were gathered, and refuses to go on where they changed unseen.
+
+    On the CPU the answer is there at once. On CUDA nobody waits for it: it is looked at by the programs that follow.
+    """
+
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self._streams = streams
+        self._pin = device.type == "cuda"
+        self._sums: dict[int, torch.Tensor] = {}
+        self._open: list[tuple[Token, torch.Tensor, list[str]]] = []
+
+    def gathered(self, bucket: Bucket) -> None:
+        """A bucket has just been gathered, or is on its way."""
+        self._sums[bucket.plan.index] = _sum_of_bits(bucket.master)
+
+    def compare(self, buckets: Iterable[Bucket]) -> None:
+        """These are used as they were gathered."""
+        chosen = [bucket for bucket in buckets if bucket.plan.index in self._sums]
+        if chosen:
+            now = torch.stack([_sum_of_bits(bucket.master) for bucket in chosen])
+            before = torch.stack([self._sums[bucket.plan.index] for bucket in chosen])
+            differs = torch.empty(len(chosen), dtype=torch.bool, pin_memory=self._pin)
+            differs.copy_(now != before, non_blocking=True)
+            self._open.append((self._streams.mark(), differs, [bucket.plan.name for bucket in chosen]))
+        self._look()
+
+    def _look(self) -> None:
+        """Read the answers that are there."""
+        while self._open and self._open[0][0].done():
+            _, differs, names = self._open.pop(0)
+            changed = [name for name, differ in zip(names, differs.tolist(), strict=True) if differ]
+            if changed:
+                raise StateError(
+                    f"parameters of {', '.join(map(repr, changed[:3]))}{', …' * (len(changed) > 3)} were changed in a "
+                    "way that leaves no trace (through .data, torch._foreach functions or a kernel of your own) since "
+                    "they were gathered: change the parameters themselves under torch.no_grad(), or call "
+                    "model.parameters_changed() behind the change, on every rank"
+                )
+
+
+def _sum_of_bits(shard: torch.Tensor) -> torch.Tensor:
+    return shard.detach().view(torch.int64).sum()  # shards are aligned: whole words of eight bytes
