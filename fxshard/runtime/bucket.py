@@ -58,8 +58,7 @@ class Bucket:
         """Take this rank's rows out of full parameters."""
         if not values.keys() & self.plan.layout.index.keys():
             return
-        # Counted on every rank, also on one that holds no row of them: ranks must agree on what is stale.
-        torch.autograd.graph.increment_version([self.master])
+        self.changed()  # on every rank, also on one that holds no row of them: ranks must agree on what is stale
         with torch.no_grad():
             for fragment in self.fragments:
                 if fragment.numel and fragment.name in values:
@@ -75,7 +74,7 @@ class Bucket:
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
             guard(parameter, self)
-            watch(parameter, self.master, always=self.plan.resident or self.copies is not None)
+            watch(parameter, self.master, always=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -140,6 +139,10 @@ class Bucket:
 
     def gathered(self) -> None:
         self._gathered_version = self.version
+
+    def changed(self) -> None:
+        """Count a change of the shard that its own version does not show."""
+        torch.autograd.graph.increment_version([self.master])
 
     @property
     def version(self) -> int:

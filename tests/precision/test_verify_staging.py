@@ -83,6 +83,25 @@ def test_staging_without_a_place() -> None:
         with_event(schedule, at, slot=None).verify()
 
 
+@pytest.mark.shows("Q7")
+@pytest.mark.parametrize("more", [-64, 64])
+def test_staging_in_a_place_that_is_not_its_own(more: int) -> None:
+    schedule = planned(2)
+    at, event = find(schedule, Kind.UNSHARD, Phase.FORWARD)
+    assert event.slot is not None
+    other = replace(event.slot, bytes=event.slot.bytes + more)
+    with pytest.raises(fxshard.ScheduleError, match=f"staging_keeps_to_its_bytes: event {at} .* in a place of"):
+        with_event(schedule, at, slot=other).verify()
+
+
+def test_the_step_before_gathers_the_wrong_copy() -> None:
+    schedule = planned(3)
+    at, event = find(schedule, Kind.UNSHARD, Phase.OPTIMIZER)  # the next forward starts with it
+    assert event.copies is Copies.ROWWISE
+    with pytest.raises(fxshard.ScheduleError, match=f"wants rowwise, but event {at} brings columnwise"):
+        with_event(schedule, at, copies=Copies.COLUMNWISE).verify()
+
+
 def test_backward_gathers_the_wrong_copy() -> None:
     schedule = planned(3)
     at, _ = find(schedule, Kind.UNSHARD, Phase.BACKWARD)
