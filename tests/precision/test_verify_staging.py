@@ -17,9 +17,10 @@ from tests.precision.nets import net
 
 
 @cache
-def planned(zero: int, prefetch: int = 1) -> fxshard.Schedule:
-    x, policy = torch.zeros(2, 8, dtype=torch.int64), fxshard.MXFP8()
-    return fxshard.plan(net(), (x, x), world_size=2, zero=zero, precision=policy, lowering="eager", prefetch=prefetch)
+def planned(zero: int, prefetch: int = 1, optimizer: fxshard.AdamW | None = None) -> fxshard.Schedule:
+    x = torch.zeros(2, 8, dtype=torch.int64)
+    options = {"precision": fxshard.MXFP8(), "lowering": "eager", "prefetch": prefetch, "optimizer": optimizer}
+    return fxshard.plan(net(), (x, x), world_size=2, zero=zero, **options)  # type: ignore[arg-type]
 
 
 def find(schedule: fxshard.Schedule, kind: Kind, phase: Phase) -> tuple[int, Event]:
@@ -95,7 +96,7 @@ def test_staging_in_a_place_that_is_not_its_own(more: int) -> None:
 
 
 def test_the_step_before_gathers_the_wrong_copy() -> None:
-    schedule = planned(3)
+    schedule = planned(3, prefetch=4, optimizer=fxshard.AdamW())
     at, event = find(schedule, Kind.UNSHARD, Phase.OPTIMIZER)  # the next forward starts with it
     assert event.copies is Copies.ROWWISE
     with pytest.raises(fxshard.ScheduleError, match=f"wants rowwise, but event {at} brings columnwise"):
