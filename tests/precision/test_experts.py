@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -134,12 +135,12 @@ class Scaled(nn.Module):
         return self.experts(x * self.scale, offsets, torch.ones_like(x[:, 0])).float().square().mean()
 
 
-def by_hand(model: Scaled, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def by_hand(model: Scaled, x: torch.Tensor, counts: list[int], glu: Callable[..., Any] = Glu.apply) -> torch.Tensor:
     """The same, one expert after the other, every product written out."""
     x, parts = x * model.scale, []
     for e, some in enumerate(x.split(counts)):
         gate, up, down = matrices(model.experts, e)
-        hidden = Glu.apply(Reference.apply(some, gate), Reference.apply(some, up))
+        hidden = glu(Reference.apply(some, gate), Reference.apply(some, up))
         parts.append(Reference.apply(hidden, down))
     return torch.cat(parts).float().square().mean()
 
@@ -192,6 +193,24 @@ def test_gradients_equal_plain_autograd(form: str) -> None:
     assert (
         "experts    dequantize and multiply in float32, one expert after the other" in str(report(model))
     ) == stacked
+
+
+def test_products_of_experts_that_are_not_fused() -> None:
+    """Torch's own grouped product and the two of its backward; the activation is the model's."""
+    torch.manual_seed(0)
+    x, net = torch.randn(sum(COUNTS), DIM), Scaled(Titan(EXPERTS, DIM, INNER))
+    reference = copy.deepcopy(net).to(BF16)
+    by_hand(reference, x.to(BF16), COUNTS, lambda gate, up: F.silu(gate) * up).backward()
+    model = fxshard.compile(net, precision=fxshard.MXFP8(), lowering="eager", experts="off")
+    model(x, ENDS).backward()
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        assert parameter.grad is not None and expected is not None
+        assert torch.equal(parameter.grad.to(BF16), expected), name
+    targets = [str(node.target) for graph in model.graphs.values() for node in graph.graph.nodes]
+    assert not any("aten._grouped_mm" in target or "swiglu" in target for target in targets)
+    assert targets.count("fxshard.mxfp8_grouped_mm.default") == 6
+    assert targets.count("fxshard.mxfp8_grouped_wgrad.default") == 3
 
 
 class MoeNet(nn.Module):

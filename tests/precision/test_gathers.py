@@ -80,9 +80,8 @@ def test_gathering_quantized_parameters_changes_nothing(ranks: Pool, zero: int) 
 def with_muon(zero: int) -> tuple[Run, Run, list[Counter[str]], set[bool]]:
     """Both runs, how often each bucket is gathered in each phase, and whether buckets have matrices for Muon."""
     muon = fxshard.Muon(lr=1e-2, adamw=fxshard.AdamW(lr=1e-2, eps=EPS))
-    off, on = (run(zero, gather, steps=3, optimizer=muon) for gather in ("off", "auto"))
-    model = compiled(zero, "auto", optimizer=muon)
-    model(*this_ranks_tokens(0)).backward()
+    off, model = run(zero, "off", steps=3, optimizer=muon), compiled(zero, "auto", optimizer=muon)
+    on = trained(model, steps=3)
     phases = (Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD,)
     gathers = [event for _, event in model.schedule.of(Kind.UNSHARD)]
     counts = [Counter(event.bucket for event in gathers if event.phase in some) for some in phases]
@@ -128,9 +127,12 @@ def test_evaluation_zero_grad_and_loading_in_between(ranks: Pool, zero: int) -> 
 
 def recomputed() -> tuple[Run, Run, set[str]]:
     """Runs whose blocks are recomputed in backward, and what backward gathers for that."""
-    off, on = (run(3, gather, steps=3, make=lambda: net(checkpointed=True)) for gather in ("off", "auto"))
-    model = compiled(3, "auto", make=lambda: net(checkpointed=True))
-    model(*this_ranks_tokens(0)).backward()
+
+    def checkpointed() -> torch.nn.Module:
+        return net(checkpointed=True)
+
+    off, model = run(3, "off", steps=3, make=checkpointed), compiled(3, "auto", make=checkpointed)
+    on = trained(model, steps=3)
     gathers = model.schedule.of(Kind.UNSHARD, phase=Phase.BACKWARD)
     return off, on, {event.copies.value for _, event in gathers if event.copies}
 

@@ -113,6 +113,8 @@ def test_gradients_equal_plain_autograd(zero: int, gather: str) -> None:
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     mine.backward()
     theirs.backward()
+    written = [node for node in model.graphs["backward"].graph.nodes if "mm_into" in str(node.target)]
+    assert len(written) == 4  # straight into the bucket, all of them
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
