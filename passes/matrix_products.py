@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxshard.fused.op import grouped_product, grouped_wgrad
+from fxshard.passes.context import PARAM
 from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE
 
 _aten = torch.ops.aten
@@ -115,14 +116,17 @@ def passes_on(node: fx.Node) -> bool:
 
 
 def stacked(node: fx.Node) -> list[fx.Node]:
-    """The matrices, one per expert, that a node stacks; none if it is no stack."""
+    """The parameters, a matrix per expert, that a node stacks; none if it is no such stack."""
     source = node.args[0] if node.target in _LAYS else node  # a view of them one below the other, for Inductor
     if not isinstance(source, fx.Node) or source.target is not (_STACKS if source is node else _CAT):
         return []
-    members = source.all_input_nodes
+    members: list[fx.Node] = list(source.args[0])  # type: ignore[arg-type]
+    if (source.args[1] if len(source.args) > 1 else source.kwargs.get("dim", 0)) != 0:
+        return []
+    if any(each.meta.get(PARAM) is None for each in members):
+        return []
     shapes = {tuple(each.meta["val"].shape) for each in members}
-    whole = len(shapes) == 1 and tuple(node.meta["val"].shape) == (len(source.args[0]), *min(shapes))  # type: ignore[arg-type]
-    return members if whole and len(source.args[0]) == len(members) else []  # type: ignore[arg-type]
+    return members if len(shapes) == 1 and tuple(node.meta["val"].shape) == (len(members), *min(shapes)) else []
 
 
 def behind_gradient(node: fx.Node) -> list[fx.Node]:
