@@ -54,12 +54,14 @@ def quantize_linears(module: fx.GraphModule, context: PassContext) -> fx.GraphMo
         for operand in (product.left, product.right):
             axes.setdefault(operand.base, set()).add(operand.axis)
     copies: dict[Operand, Copy] = {}
+    replaced: dict[fx.Node, fx.Node] = {}
     for product in chosen:
         for operand in (product.left, product.right):
             if operand not in copies:
                 both = operand.base not in weights and len(axes.get(operand.base, ())) == 2
-                copies.update(_quantize(graph, operand, both and operand.offsets is None, product.node))
-        _replace(graph, product, copies, wide.get(product.node))
+                value = replaced.get(operand.base, operand.base)  # which may be one of these products itself
+                copies.update(_quantize(graph, operand, value, both and operand.offsets is None, product.node))
+        replaced[product.node] = _replace(graph, product, copies, wide.get(product.node))
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
@@ -122,22 +124,22 @@ def _check_uses(weights: set[fx.Node], chosen: list[Product], context: PassConte
             )
 
 
-def _quantize(graph: fx.Graph, operand: Operand, both: bool, user: fx.Node) -> dict[Operand, Copy]:
+def _quantize(graph: fx.Graph, operand: Operand, value: fx.Node, both: bool, user: fx.Node) -> dict[Operand, Copy]:
     """Quantize a matrix before its first use, in one direction or in both."""
     base, axis = operand.base, operand.axis
-    members = stacked(base)
+    members = stacked(value)
     with graph.inserting_before(user):
         if both:
-            first, second, third, fourth = _unpacked(graph, mxfp8_quantize_both, (base,), user)
+            first, second, third, fourth = _unpacked(graph, mxfp8_quantize_both, (value,), user)
             return {Operand(base, ROWWISE): (first, second), Operand(base, COLUMNWISE): (third, fourth)}
         if operand.offsets is not None:
-            data, scales = _unpacked(graph, mxfp8_quantize_groups, (base, operand.offsets), user)
+            data, scales = _unpacked(graph, mxfp8_quantize_groups, (value, operand.offsets), user)
         elif members:  # each for itself: where they rest quantized, the stack is one of copies
             parts = [_unpacked(graph, mxfp8_quantize, (each, axis), user) for each in members]
             stack_of = ([part[0] for part in parts], [part[1] for part in parts])
             data, scales = _unpacked(graph, mxfp8_stack, stack_of, user)
         else:
-            data, scales = _unpacked(graph, mxfp8_quantize, (base, axis), user)
+            data, scales = _unpacked(graph, mxfp8_quantize, (value, axis), user)
     return {operand: (data, scales)}
 
 
@@ -154,7 +156,7 @@ def _unpacked(graph: fx.Graph, target: Any, args: tuple[Any, ...], user: fx.Node
     return parts
 
 
-def _replace(graph: fx.Graph, product: Product, copies: dict[Operand, Copy], dtype: torch.dtype | None) -> None:
+def _replace(graph: fx.Graph, product: Product, copies: dict[Operand, Copy], dtype: torch.dtype | None) -> fx.Node:
     old, left, right = product.node, product.left, product.right
     value = old.meta["val"] if dtype is None else old.meta["val"].to(dtype)
     operands = (*copies[left], *copies[right])
@@ -173,3 +175,4 @@ def _replace(graph: fx.Graph, product: Product, copies: dict[Operand, Copy], dty
             new.meta["val"] = value
     old.replace_all_uses_with(new)
     graph.erase_node(old)
+    return new

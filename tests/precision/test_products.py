@@ -102,6 +102,20 @@ def by_hand() -> Net:
     return model
 
 
+def test_linears_right_behind_one_another() -> None:
+    """The result of a product is the operand of the next, with nothing in between."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
+    first, second = (linear.weight.detach().to(BF16).requires_grad_() for linear in plain)
+    x = torch.randn(8, 32)
+    Reference.apply(Reference.apply(x.to(BF16), first), second).sum().backward()
+    model = fxshard.compile(plain, precision=fxshard.MXFP8(), lowering="eager")
+    model(x).sum().backward()
+    for mine, theirs in zip(model.parameters(), (first, second), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.equal(mine.grad.to(BF16), theirs.grad)
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("gather", ["off", "auto"])
 def test_gradients_equal_plain_autograd(zero: int, gather: str) -> None:
