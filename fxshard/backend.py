@@ -12,7 +12,7 @@ from torch import fx
 from fxshard import _compat
 from fxshard.config import Options
 from fxshard.errors import CaptureError, ConfigError
-from fxshard.events import Kind, Phase
+from fxshard.events import Event, Kind, Phase
 from fxshard.inspect.observe import Observer, observer
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
@@ -21,7 +21,6 @@ from fxshard.passes.order_prefetch import leading
 from fxshard.passes.pipeline import before_autograd, before_partition, chosen, schedule
 from fxshard.passes.run import blaming
 from fxshard.passes.split_segments import split_segments
-from fxshard.plan.memory import SlotRange
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.program import Program
 from fxshard.sharding import Sharding, sharding_of, unsharded
@@ -143,7 +142,7 @@ class Capture:
         self._scheduled: dict[Phase, fx.GraphModule] = {}
         self._arena_bytes = 0
         self._agree: Callable[[], None] | None = None
-        self._carries: dict[int, SlotRange] = {}
+        self._carries: dict[int, Event] = {}
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -203,11 +202,7 @@ class Capture:
         with blaming(chosen(self.context(Phase.FORWARD))):
             self._backend.schedules.update(self._emit(modules, name))
         emitted = self._backend.schedules[name]
-        self._carries = {
-            event.bucket_index: event.slot
-            for _, event in emitted.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)
-            if event.slot is not None
-        }
+        self._carries = {event.bucket_index: event for _, event in emitted.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)}
         # Compared before the first run, not here: collectives under a compiler's dispatch modes can deadlock.
         self._agree = lambda: self._sharding.agreement.check(COMMUNICATION, emitted.communication())
         for phase, module in self._scheduled.items():

@@ -14,6 +14,7 @@ from fxshard.passes.context import PassContext
 Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
 
 NEEDED = {
+    "open_experts": "experts that run in MXFP8 are recognised behind it; precision= turns MXFP8 off",
     "quantize_linears": "stage_mxfp8 and the MXFP8 products follow from it; precision= turns MXFP8 off",
     "recompute_param_views": "without it forward would save views of gathered buckets whose memory is given back",
     "insert_unshard": "parameters have no memory until they are gathered",

@@ -21,6 +21,7 @@ from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.open_experts import open_experts
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.pass_list import Pass, PassList, places
 from fxshard.passes.plan_memory import plan_memory
@@ -34,12 +35,12 @@ from fxshard.plan.memory import MemoryPlan
 BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu)
 """On Dynamo's graph: what these put there brings its own backward."""
 
-JOINT: tuple[Pass, ...] = (quantize_linears, recompute_param_views)
+JOINT: tuple[Pass, ...] = (open_experts, quantize_linears, recompute_param_views)
 """On forward and backward in one graph, before it is partitioned."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
     Phase.FORWARD: (insert_unshard, stage_mxfp8, insert_reshard),
-    Phase.EVAL: (quantize_linears, insert_unshard, stage_mxfp8, insert_reshard),
+    Phase.EVAL: (open_experts, quantize_linears, insert_unshard, stage_mxfp8, insert_reshard),
     Phase.BACKWARD: (
         defer_wgrad,
         insert_unshard,

@@ -1,45 +1,42 @@
-"""Joint graph (and evaluation): matrix products of chosen linears run in MXFP8.
+"""Joint graph (and evaluation): matrix products with chosen weights, of linears and of experts, run in MXFP8.
 
-Requires parameters tied to inputs. Provides ``mxfp8_mm`` in place of every product with a chosen weight (forward and
-input gradient) and of every product that is a chosen weight's gradient, on operands quantized along the dimension that
-is summed over. An activation or an output gradient that is needed in both directions is read once; a weight is
-quantized where it is used, rowwise by forward and columnwise by backward, so that neither has to be saved. Runs before
-``recompute_param_views``, which marks the quantized weights too.
+Requires parameters tied to inputs, and ``open_experts``. Provides ``mxfp8_mm`` or ``mxfp8_grouped_mm`` in place of
+every product with a chosen weight (forward and input gradient) and ``mxfp8_mm`` or ``mxfp8_grouped_wgrad`` in place of
+every product that is a chosen weight's gradient, on operands quantized along the dimension that is summed over. An
+activation or an output gradient that is needed in both directions is read once; a weight is quantized where it is used,
+rowwise by forward and columnwise by backward, so that neither has to be saved. A product that is a gradient as it is
+has the dtype in which gradients are reduced. Runs before ``recompute_param_views``, which marks the quantized weights.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxshard.errors import PassError
-from fxshard.passes.context import GRADS, PassContext, param_inputs
+from fxshard.passes.context import GRADS, ParamRef, PassContext, param_inputs
+from fxshard.passes.matrix_products import (
+    Operand,
+    Product,
+    behind_gradient,
+    inherit,
+    passes_on,
+    product_of,
+    stacked,
+    untransposed,
+)
+from fxshard.precision.grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups, mxfp8_stack
 from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE
 from fxshard.precision.ops import mxfp8_mm, mxfp8_quantize, mxfp8_quantize_both
 
-_aten = torch.ops.aten
-_MM, _ADDMM, _ADD = _aten.mm.default, _aten.addmm.default, _aten.add.Tensor
-_SAME = (_aten.alias.default, _aten.detach.default)
-_NOT_INHERITED = ("val", "tensor_meta", "original_aten", "fxshard_flops")
+_ADD = torch.ops.aten.add.Tensor
 
-
-@dataclass(frozen=True)
-class Operand:
-    """A matrix that a product sums over ``axis`` of, however many transposes stand in between."""
-
-    base: fx.Node
-    axis: int
-
-
-@dataclass(frozen=True)
-class Product:
-    node: fx.Node
-    left: Operand
-    right: Operand
-    bias: fx.Node | None
+Copy = tuple[fx.Node, fx.Node]
+"""Payload and scales."""
 
 
 def quantize_linears(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -47,144 +44,135 @@ def quantize_linears(module: fx.GraphModule, context: PassContext) -> fx.GraphMo
     weights = {node for node, ref in param_inputs(graph).items() if context.bucket(ref).quantized}
     if not weights:
         return module
-    products = [product for node in graph.nodes if (product := _product(node)) is not None]
-    gradients = _gradient_products(graph, context)
-    chosen = [p for p in products if {p.left.base, p.right.base} & weights or p.node in gradients]
+    wide = _straighten_gradients(graph, context)
+    gradients = {product for _, node in _gradients(graph, context) for product in behind_gradient(node)}
+    products = [product for node in graph.nodes if (product := product_of(node)) is not None]
+    chosen = [p for p in products if _multiplies(p, weights) or p.node in gradients]
     _check_uses(weights, chosen, context)
     axes: dict[fx.Node, set[int]] = {}
-    for product in chosen:
+    for product in (product for product in chosen if product.offsets is None):
         for operand in (product.left, product.right):
             axes.setdefault(operand.base, set()).add(operand.axis)
-    copies: dict[Operand, tuple[fx.Node, fx.Node]] = {}
+    copies: dict[Operand, Copy] = {}
+    replaced: dict[fx.Node, fx.Node] = {}
     for product in chosen:
         for operand in (product.left, product.right):
             if operand not in copies:
-                both = operand.base not in weights and len(axes[operand.base]) == 2
-                copies.update(_quantize(graph, operand, both, product.node))
-        _replace(graph, product, copies)
+                both = operand.base not in weights and len(axes.get(operand.base, ())) == 2
+                value = replaced.get(operand.base, operand.base)  # which may be one of these products itself
+                copies.update(_quantize(graph, operand, value, both and operand.offsets is None, product.node))
+        replaced[product.node] = _replace(graph, product, copies, wide.get(product.node))
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
     return module
 
 
-def _product(node: fx.Node) -> Product | None:
-    if node.target is _MM:
-        left, right = node.args
-        bias = None
-    elif node.target is _ADDMM and not node.kwargs:
-        bias, left, right = node.args
-    else:
-        return None
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    assert bias is None or isinstance(bias, fx.Node)
-    (first, turned), (second, turned_too) = _untransposed(left), _untransposed(right)
-    return Product(
-        node,
-        Operand(first, COLUMNWISE if turned else ROWWISE),
-        Operand(second, ROWWISE if turned_too else COLUMNWISE),
-        bias,
-    )
+def _multiplies(product: Product, weights: set[fx.Node]) -> bool:
+    operands = (product.left.base, product.right.base)
+    return any(base in weights or ((members := stacked(base)) and weights.issuperset(members)) for base in operands)
 
 
-def _untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
-    """(the matrix behind a chain of transposes, whether it is turned)."""
-    turned = False
-    while True:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node):
-            return node, turned
-        if _transposes(node):
-            turned = not turned
-        elif node.target not in _SAME:
-            return node, turned
-        node = source
-
-
-def _transposes(node: fx.Node) -> bool:
-    if node.target is _aten.t.default:
-        return True
-    if node.target is _aten.permute.default:
-        return list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
-    return node.target is _aten.transpose.int and {int(d) % 2 for d in node.args[1:3]} == {0, 1}  # type: ignore[arg-type]
-
-
-def _gradient_products(graph: fx.Graph, context: PassContext) -> set[fx.Node]:
-    """Products that are, or add up to, the gradient of a chosen weight."""
+def _gradients(graph: fx.Graph, context: PassContext) -> Iterable[tuple[ParamRef, fx.Node]]:
+    """The gradients of chosen weights."""
     output = graph.output_node()
-    refs = output.meta.get(GRADS, ())
     returned = output.args[0]
     assert isinstance(returned, (tuple, list))
-    stack = [
-        node
-        for ref, node in zip(refs, returned, strict=False)
-        if ref is not None and isinstance(node, fx.Node) and context.bucket(ref).quantized
-    ]
-    found: set[fx.Node] = set()
-    while stack:
-        node, _ = _untransposed(stack.pop())
-        if node.target is _MM:
-            found.add(node)
-        elif node.target is _ADD:
-            stack += node.all_input_nodes
-    return found
+    for ref, node in zip(output.meta.get(GRADS, ()), returned, strict=False):
+        if ref is not None and isinstance(node, fx.Node) and context.bucket(ref).quantized:
+            yield ref, node
+
+
+def _straighten_gradients(graph: fx.Graph, context: PassContext) -> dict[fx.Node, torch.dtype]:
+    """Return products themselves where they were transposed there and back; gives their dtypes as gradients.
+
+    They are not rounded to bf16 on their way into a bucket of another dtype, whatever stands between them.
+    """
+    dtypes: dict[fx.Node, torch.dtype] = {}
+    straight: dict[fx.Node, fx.Node] = {}
+    output = graph.output_node()
+    for ref, node in _gradients(graph, context):
+        base, turned = untransposed(node)
+        product, bucket = product_of(base), context.bucket(ref)
+        if not turned and bucket.trainable and product is not None and product.bias is None:
+            straight[node], dtypes[base] = base, bucket.reduce_dtype
+    output.args = fx.map_arg(output.args, lambda node: straight.get(node, node))
+    graph.eliminate_dead_code()  # the transposes
+    return {base: dtype for base, dtype in dtypes.items() if set(base.users) == {output}}
 
 
 def _check_uses(weights: set[fx.Node], chosen: list[Product], context: PassContext) -> None:
     """Every use of a chosen weight must be a product that was recognised."""
     recognised = {product.node for product in chosen}
+    for product in chosen:
+        if stacked(product.right.base):
+            recognised |= {product.right.base, *product.right.base.all_input_nodes}
     for weight in weights:
         stack = list(weight.users)
         while stack:
             user = stack.pop()
             if user.op == "output" or user in recognised:
                 continue
-            if _transposes(user) or user.target in _SAME:
+            if passes_on(user):
                 stack += user.users
                 continue
             ref = param_inputs(weight.graph)[weight]
             name = context.bucket(ref).params[ref.position]
             raise PassError(
                 f"{name!r} is to run in MXFP8, but the {context.phase} graph also uses it in {user.target}: "
-                f"add its linear to MXFP8(exclude=(..., {name.removesuffix('.weight')!r}))"
+                f"add it to MXFP8(exclude=(..., {name.removesuffix('.weight')!r}))"
             )
 
 
-def _quantize(graph: fx.Graph, operand: Operand, both: bool, user: fx.Node) -> dict[Operand, tuple[fx.Node, fx.Node]]:
+def _quantize(graph: fx.Graph, operand: Operand, value: fx.Node, both: bool, user: fx.Node) -> dict[Operand, Copy]:
     """Quantize a matrix before its first use, in one direction or in both."""
-    args = (operand.base,) if both else (operand.base, operand.axis)
-    target = mxfp8_quantize_both if both else mxfp8_quantize
+    base, axis = operand.base, operand.axis
+    members = stacked(value)
     with graph.inserting_before(user):
-        node = graph.call_function(target, args)
-        _inherit(node, user)
-        node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
-        parts = []
-        for i, value in enumerate(node.meta["val"]):
-            part = graph.call_function(operator.getitem, (node, i))
-            _inherit(part, user)
-            part.meta["val"] = value
-            parts.append(part)
-    if not both:
-        return {operand: (parts[0], parts[1])}
-    base = operand.base
-    return {Operand(base, ROWWISE): (parts[0], parts[1]), Operand(base, COLUMNWISE): (parts[2], parts[3])}
+        if both:
+            first, second, third, fourth = _unpacked(graph, mxfp8_quantize_both, (value,), user)
+            return {Operand(base, ROWWISE): (first, second), Operand(base, COLUMNWISE): (third, fourth)}
+        if operand.offsets is not None:
+            data, scales = _unpacked(graph, mxfp8_quantize_groups, (value, operand.offsets), user)
+        elif members:  # each for itself: where they rest quantized, the stack is one of copies
+            parts = [_unpacked(graph, mxfp8_quantize, (each, axis), user) for each in members]
+            stack_of = ([part[0] for part in parts], [part[1] for part in parts])
+            data, scales = _unpacked(graph, mxfp8_stack, stack_of, user)
+        else:
+            data, scales = _unpacked(graph, mxfp8_quantize, (value, axis), user)
+    return {operand: (data, scales)}
 
 
-def _replace(graph: fx.Graph, product: Product, copies: dict[Operand, tuple[fx.Node, fx.Node]]) -> None:
+def _unpacked(graph: fx.Graph, target: Any, args: tuple[Any, ...], user: fx.Node) -> list[fx.Node]:
+    node = graph.call_function(target, args)
+    inherit(node, user)
+    node.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
+    parts = []
+    for i, value in enumerate(node.meta["val"]):
+        part = graph.call_function(operator.getitem, (node, i))
+        inherit(part, user)
+        part.meta["val"] = value
+        parts.append(part)
+    return parts
+
+
+def _replace(graph: fx.Graph, product: Product, copies: dict[Operand, Copy], dtype: torch.dtype | None) -> fx.Node:
     old, left, right = product.node, product.left, product.right
-    value = old.meta["val"]
+    value = old.meta["val"] if dtype is None else old.meta["val"].to(dtype)
+    operands = (*copies[left], *copies[right])
     with graph.inserting_before(old):
-        new = graph.call_function(mxfp8_mm, (*copies[left], *copies[right], left.axis, right.axis, value.dtype))
-        _inherit(new, old)
+        if product.offsets is None:
+            new = graph.call_function(mxfp8_mm, (*operands, left.axis, right.axis, value.dtype))
+        elif right.offsets is None:
+            new = graph.call_function(mxfp8_grouped_mm, (*operands, product.offsets, right.axis, value.dtype))
+        else:
+            new = graph.call_function(mxfp8_grouped_wgrad, (*operands, product.offsets, value.dtype))
+        inherit(new, old)
         new.meta["val"] = value
         if product.bias is not None:
             new = graph.call_function(_ADD, (new, product.bias))
-            _inherit(new, old)
+            inherit(new, old)
             new.meta["val"] = value
     old.replace_all_uses_with(new)
     graph.erase_node(old)
-
-
-def _inherit(node: fx.Node, user: fx.Node) -> None:
-    """Take over what the partitioner knows of a node: its phase, and whether it is recomputed."""
-    node.meta.update({key: value for key, value in user.meta.items() if key not in _NOT_INHERITED})
+    return new

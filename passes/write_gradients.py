@@ -2,7 +2,8 @@
 
 Requires ``insert_reduce_scatter``. Replaces a matrix product whose only use is the copy into its place in the bucket by
 one that writes there. Where the bucket has a wider dtype this also saves the rounding in between (CUDA only: the CPU
-has no product with another output dtype). Everything else keeps its copy, which the compiler fuses with what it can.
+has no product with another output dtype; of MXFP8 products, which have it anyway, only the copy is saved). Everything
+else keeps its copy, which the compiler fuses with what it can.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 from fxshard.events import event_of
 from fxshard.ops import mm_into
 from fxshard.passes.context import PassContext
+from fxshard.precision.ops import mxfp8_mm, mxfp8_mm_into
 
 _COPY = torch.ops.aten.copy_.default
 _MM = torch.ops.aten.mm.default
@@ -24,12 +26,15 @@ def write_gradients(module: fx.GraphModule, context: PassContext) -> fx.GraphMod
     graph = module.graph
     for copy in graph.find_nodes(op="call_function", target=_COPY):
         place, gradient = copy.args[0], copy.args[1]
-        if not (_in_bucket(place) and isinstance(gradient, fx.Node) and gradient.target is _MM):
+        if not (_in_bucket(place) and isinstance(gradient, fx.Node) and gradient.target in (_MM, mxfp8_mm)):
             continue
         if len(gradient.users) > 1 or not _right_behind(gradient, copy) or not _writable(place, gradient):
             continue
         with graph.inserting_before(copy):
-            graph.call_function(mm_into, (*gradient.args, place))
+            if gradient.target is _MM:
+                graph.call_function(mm_into, (*gradient.args, place))
+            else:
+                graph.call_function(mxfp8_mm_into, (*gradient.args[:-1], place))
         graph.erase_node(copy)
         graph.erase_node(gradient)
     return module

@@ -19,6 +19,7 @@ from fxshard.passes.context import PARAM
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.cost import node_flops, node_traffic, tensor_bytes
 from fxshard.plan.memory import MemoryPlan
+from fxshard.precision.ops import mxfp8_mm_into
 
 STEP_COUNT = 4
 """Bytes of AdamW's step count, which every parameter has on every rank."""
@@ -82,6 +83,10 @@ def stretches(graph: fx.Graph, phase: Phase) -> Iterator[fx.Node | Event]:
         yield _compute(stretch, phase, live[stretch[-1]])
 
 
+_WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into)
+"""What writes gradients into their bucket."""
+
+
 def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
     reads: set[int] = set()
     writes: set[int] = set()
@@ -89,7 +94,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
         for arg in node.all_input_nodes:
             source = _bucket_behind(arg)
             if source is not None:
-                written = node.target in (torch.ops.aten.copy_.default, mm_into) and source.kind is Kind.GRAD
+                written = node.target in _WRITES and source.kind is Kind.GRAD
                 (writes if written else reads).add(source.bucket_index)
     return Event(
         kind=Kind.COMPUTE,
@@ -173,9 +178,7 @@ def _carried(
     return {
         event.bucket_index: event
         for event in head
-        if event.bucket_index in reduced
-        and not buckets[event.bucket_index].resident
-        and not buckets[event.bucket_index].quantized  # quantized as part of their gather, which copies differ by phase
+        if event.bucket_index in reduced and not buckets[event.bucket_index].resident
     }
 
 

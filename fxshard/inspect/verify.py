@@ -13,7 +13,11 @@ from fxshard.events import Kind, Phase
 from fxshard.inspect.exchange_rules import exchanges_go_there_and_back
 from fxshard.inspect.replica_rules import replicas_are_added_up_once
 from fxshard.inspect.schedule import Schedule
-from fxshard.inspect.staging_rules import staging_and_gradients_take_turns, waits_get_their_copies
+from fxshard.inspect.staging_rules import (
+    staging_and_gradients_take_turns,
+    staging_keeps_to_its_bytes,
+    waits_get_their_copies,
+)
 from fxshard.inspect.step import READ, WRITE, ScheduleError, Step, error_at
 from fxshard.inspect.verify_memory import dependencies_point_backwards, no_arena_overlap, peak_is_what_it_says
 
@@ -214,6 +218,7 @@ RULES: tuple[Callable[[Step], None], ...] = (
     replicas_are_added_up_once,
     at_most_two_gradient_buckets,
     staging_and_gradients_take_turns,
+    staging_keeps_to_its_bytes,
     waits_get_their_copies,
     every_reduced_bucket_is_updated_once,
     gather_after_update,

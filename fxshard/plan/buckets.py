@@ -196,8 +196,9 @@ def plan_buckets(
             parameter = parameters[name]
             domain = domain_of(name) if domain_of is not None else own
             kind = Kind(parameter.dtype, parameter.requires_grad, parameter.ndim == 0, name in quantized, domain)
-            # Columnwise blocks run down 32 rows: a boundary between them lets every owner quantize alone.
-            cut = BLOCK if kind.quantized else 1
+            # Columnwise blocks run down 32 rows: a boundary between them lets every owner quantize alone. A stack of
+            # experts' weights is cut between its matrices.
+            cut = BLOCK if kind.quantized and parameter.ndim == 2 else 1
             kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape), cut))
         for kind, specs in kinds.items():
             dtype, trainable, scalar, domain = kind.dtype, kind.trainable, kind.scalar, kind.domain

@@ -8,6 +8,7 @@ copy of the bucket. Payloads and scales travel compact, in a collective each, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,18 +22,24 @@ from fxshard.precision.mxfp8 import BLOCK, COLUMNWISE, E4M3, ROWWISE, Quantized
 VIEWS = 4
 """What a graph is given of each parameter: rowwise payload and scales, columnwise payload and scales."""
 
+Views = tuple[torch.Tensor | None, ...]
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a matrix (or an owner's rows of one) lies in a flat copy."""
+    """Where a matrix, a stack of them, or an owner's part of either lies in a flat copy."""
 
     offset: int
-    rows: int
-    columns: int
+    shape: tuple[int, ...]
 
     @property
     def end(self) -> int:
-        return self.offset + self.rows * self.columns
+        return self.offset + math.prod(self.shape)
+
+    @property
+    def as_matrix(self) -> Place:
+        """A stack as one tall matrix: 32 divides the rows of each of its matrices, so blocks are the same."""
+        return Place(self.offset, (math.prod(self.shape[:-1]), self.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,10 @@ class FlatCopy:
     axis: int
 
     def at(self, place: Place) -> Quantized:
-        """The copy of one matrix, as views."""
-        shape = (place.rows, place.columns // BLOCK) if self.axis == ROWWISE else (place.rows // BLOCK, place.columns)
-        data = self.data[place.offset : place.end].view(place.rows, place.columns)
+        """The copy of what lies there, as views."""
+        *stack, rows, columns = place.shape
+        shape = (*stack, rows, columns // BLOCK) if self.axis == ROWWISE else (*stack, rows // BLOCK, columns)
+        data = self.data[place.offset : place.end].view(place.shape)
         return Quantized(data, self.scales[place.offset // BLOCK : place.end // BLOCK].view(shape), self.axis)
 
 
@@ -65,7 +73,7 @@ class FlatCopies:
         rowwise = self.rowwise.at(place) if self.rowwise is not None else None
         quantize_into(value, rowwise, self.columnwise.at(place) if self.columnwise is not None else None)
 
-    def views(self, places: Sequence[Place]) -> tuple[torch.Tensor | None, ...]:
+    def views(self, places: Sequence[Place]) -> Views:
         found: list[torch.Tensor | None] = []
         for place in places:
             for copy in (self.rowwise, self.columnwise):
@@ -95,21 +103,21 @@ class RestingCopies:
         self.flat = carve(self.memory, numel, Copies.BOTH)
         self.quantized = 0
         """How often the copies were made anew."""
-        self.bucket_places = [Place(slot.offset, *_matrix(slot.spec.shape)) for slot in layout.slots]
+        self.bucket_places = [Place(slot.offset, slot.spec.shape) for slot in layout.slots]
         rows = zip(layout.fragments(rank), layout.slots, strict=True)
         self.shard_places = [
-            Place(fragment.offset, fragment.rows, _matrix(slot.spec.shape)[1]) for fragment, slot in rows
+            Place(fragment.offset, (fragment.rows, *slot.spec.shape[1:])) for fragment, slot in rows if fragment.rows
         ]
 
     def fill_from(self, flat: torch.Tensor, places: Sequence[Place]) -> None:
         """Quantize a flat bf16 buffer, or a master through bf16: never a wider value, so that all ways agree."""
         self.quantized += 1
         for place in places:
-            if place.rows:
-                value = flat[place.offset : place.end].view(place.rows, place.columns)
-                self.flat.fill(value.to(torch.bfloat16), place)
+            matrix = place.as_matrix
+            value = flat[matrix.offset : matrix.end].view(matrix.shape)
+            self.flat.fill(value.to(torch.bfloat16), matrix)
 
-    def views(self) -> tuple[torch.Tensor | None, ...]:
+    def views(self) -> Views:
         return self.flat.views(self.bucket_places)
 
 
@@ -118,9 +126,11 @@ class Transfer:
     """One gather, ready to start: stage, move each pair (to, from), settle; then ``views`` are there."""
 
     moves: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    views: Callable[[], tuple[torch.Tensor | None, ...]]
+    views: Callable[[], Views]
     stage: Callable[[], None] | None = None
     settle: Callable[[], None] | None = None
+    apart: Callable[[], Views] | None = None
+    """The same, copied to memory of their own, where what was gathered has to leave its place."""
 
 
 def alone(resting: RestingCopies, master: torch.Tensor) -> Transfer:
@@ -138,7 +148,11 @@ def staged(resting: RestingCopies, master: torch.Tensor, staging: torch.Tensor, 
     def stage() -> None:
         own.copy_(master)
 
-    return Transfer(((staging, own),), resting.views, stage, lambda: resting.fill_from(staging, resting.bucket_places))
+    def settle() -> None:
+        resting.fill_from(staging, resting.bucket_places)
+        staging.zero_()  # this bucket's slice and no more: what lies beside it may be another's
+
+    return Transfer(((staging, own),), resting.views, stage, settle)
 
 
 def direct(
@@ -152,10 +166,10 @@ def direct(
     moves = []
     for whole, mine in zip(into.present(), own.present(), strict=True):
         moves += [(whole.data.view(torch.uint8), mine.data.view(torch.uint8)), (whole.scales, mine.scales)]
-    refresh = (lambda: resting.fill_from(master, resting.shard_places)) if stale else None
-    return Transfer(tuple(moves), lambda: into.views(resting.bucket_places), refresh)
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, columns = shape
-    return rows, columns
+    places = resting.bucket_places
+    return Transfer(
+        tuple(moves),
+        lambda: into.views(places),
+        stage=(lambda: resting.fill_from(master, resting.shard_places)) if stale else None,
+        apart=lambda: carve(memory.clone(), numel, copies).views(places),
+    )

@@ -38,6 +38,10 @@ class Copies(StrEnum):
     def number(self) -> int:
         return self.rowwise + self.columnwise
 
+    def covers(self, wanted: Copies) -> bool:
+        """Whether all that is wanted is among these."""
+        return self.rowwise >= wanted.rowwise and self.columnwise >= wanted.columnwise
+
 
 def copies(*, rowwise: bool, columnwise: bool) -> Copies:
     if rowwise:

@@ -47,10 +47,10 @@ def quantize(value: torch.Tensor, axis: int) -> Quantized:
     else:
         short = -rows % BLOCK
         padded = torch.nn.functional.pad(wide, (0, 0, 0, short)) if short else wide
-        blocks = padded.view(-1, BLOCK, columns)
+        blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, columns)
     scales = block_scales(blocks, dim=2 if axis == ROWWISE else 1)
     payload = to_e4m3(blocks * _reciprocals(scales).unsqueeze(2 if axis == ROWWISE else 1))
-    return Quantized(payload.view(-1, columns)[:rows], scales, axis)
+    return Quantized(payload.view(payload.numel() // columns, columns)[:rows], scales, axis)
 
 
 def block_scales(blocks: torch.Tensor, dim: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def dequantize(data: torch.Tensor, scales: torch.Tensor, axis: int, dtype: torch
     rows, columns = data.shape
     values, factors = data.float(), scale_values(scales)
     if axis == ROWWISE:
-        return (values.view(rows, -1, BLOCK) * factors.unsqueeze(2)).view(rows, columns).to(dtype)
+        return (values.view(rows, columns // BLOCK, BLOCK) * factors.unsqueeze(2)).view(rows, columns).to(dtype)
     return (values * factors.repeat_interleave(BLOCK, 0)[:rows]).to(dtype)
 
 

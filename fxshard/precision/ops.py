@@ -1,6 +1,7 @@
 """MXFP8 as operators that captured graphs call: quantize, and multiply what is quantized.
 
-Compiled segments call them like any other kernel, so eager and Inductor lowerings give the same bits.
+Compiled segments call them like any other kernel, so eager and Inductor lowerings give the same bits. Those for the
+tokens and weights of experts are in ``grouped_ops.py``.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.precision import products
 from fxshard.precision.kernels import empty, quantize_both, quantize_one
-from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE
+from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE, Quantized
 
 _library = torch.library.Library("fxshard", "FRAGMENT")
+_OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, int a_axis, int b_axis"
 _library.define("mxfp8_quantize(Tensor value, int axis) -> (Tensor, Tensor)")
 _library.define("mxfp8_quantize_both(Tensor value) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(
-    "mxfp8_mm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, int a_axis, int b_axis, ScalarType dtype) -> Tensor"
-)
+_library.define(f"mxfp8_mm({_OPERANDS}, ScalarType dtype) -> Tensor")
+_library.define(f"mxfp8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()")
 
 
 def _quantize(value: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    copy = quantize_one(value.contiguous(), axis)
-    return copy.data, copy.scales
+    """A matrix, or each of a stack: 32 divides their rows, so the stack's blocks are those of one tall matrix."""
+    copy = quantize_one(value.contiguous().view(-1, value.shape[-1]), axis)
+    return _stacked(copy.data, value), _stacked(copy.scales, value)
 
 
 def _quantize_both(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -32,43 +34,49 @@ def _quantize_both(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return rowwise.data, rowwise.scales, columnwise.data, columnwise.scales
 
 
-_library.impl("mxfp8_quantize", _quantize, "CompositeExplicitAutograd")
-_library.impl("mxfp8_quantize_both", _quantize_both, "CompositeExplicitAutograd")
-_library.impl("mxfp8_mm", products.multiply, "CompositeExplicitAutograd")
+def _fake_quantize(value: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    copy = empty(value.reshape(-1, value.shape[-1]), axis)
+    return _stacked(copy.data, value), _stacked(copy.scales, value)
 
 
-@torch.library.register_fake("fxshard::mxfp8_quantize", lib=_library)
-def _(value: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    copy = empty(value, axis)
-    return copy.data, copy.scales
-
-
-@torch.library.register_fake("fxshard::mxfp8_quantize_both", lib=_library)
-def _(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _fake_both(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     rowwise, columnwise = empty(value, ROWWISE), empty(value, COLUMNWISE)
     return rowwise.data, rowwise.scales, columnwise.data, columnwise.scales
 
 
-@torch.library.register_fake("fxshard::mxfp8_mm", lib=_library)
-def _(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    a_axis: int,
-    b_axis: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return a.new_empty((a.shape[1 - a_axis], b.shape[1 - b_axis]), dtype=dtype)
+def _stacked(tall: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return tall if like.ndim == 2 else tall.view(like.shape[0], -1, tall.shape[-1])
 
 
-@register_flop_formula(torch.ops.fxshard.mxfp8_mm)
-def _(
-    a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_axis: int, dtype: Any, out_shape: Any = None, **_: Any
-) -> int:
+def _multiply(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_axis: int, dtype: Any) -> torch.Tensor:
+    return products.multiply(Quantized(a, a_scales, a_axis), Quantized(b, b_scales, b_axis), dtype)
+
+
+def _multiply_into(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_axis: int, out: torch.Tensor) -> None:
+    products.multiply_into(Quantized(a, a_scales, a_axis), Quantized(b, b_scales, b_axis), out)
+
+
+def _fake_multiply(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_axis: int, dtype: Any) -> torch.Tensor:
+    made: torch.Tensor = a.new_empty((a.shape[1 - a_axis], b.shape[1 - b_axis]), dtype=dtype)
+    return made
+
+
+for _name, _kernel, _fake in (
+    ("mxfp8_quantize", _quantize, _fake_quantize),
+    ("mxfp8_quantize_both", _quantize_both, _fake_both),
+    ("mxfp8_mm", _multiply, _fake_multiply),
+    ("mxfp8_mm_into", _multiply_into, lambda *_: None),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxshard::{_name}", _fake, lib=_library)
+
+
+@register_flop_formula([torch.ops.fxshard.mxfp8_mm, torch.ops.fxshard.mxfp8_mm_into])
+def _(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_axis: int, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1 - b_axis]
 
 
 mxfp8_quantize = torch.ops.fxshard.mxfp8_quantize.default
 mxfp8_quantize_both = torch.ops.fxshard.mxfp8_quantize_both.default
 mxfp8_mm = torch.ops.fxshard.mxfp8_mm.default
+mxfp8_mm_into = torch.ops.fxshard.mxfp8_mm_into.default

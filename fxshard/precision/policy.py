@@ -1,4 +1,4 @@
-"""``fxshard.MXFP8``: which linears run in MXFP8, and how their weights are gathered."""
+"""``fxshard.MXFP8``: which linears and experts run in MXFP8, and how their weights are gathered."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Chooser = Callable[[str, tuple[int, ...]], bool]
 
 @dataclass(frozen=True)
 class MXFP8(Precision):
-    """Chosen linears multiply in MXFP8: forward, input gradient and weight gradient. The rest computes in bf16.
+    """Chosen linears and experts multiply in MXFP8: forward, input gradient and weight gradient. The rest is bf16.
 
-    ``linears``: patterns of ``nn.Linear`` names, or a function of name and weight shape; ``exclude``: patterns that are
-    left out again. A linear whose weight has a dimension that 32 does not divide, or whose weight something else than a
-    linear uses too, stays in bf16; naming it without a wildcard is an error. ``gather``: ``"staged"`` moves bf16 and
+    ``linears``: patterns of ``nn.Linear`` names, or a function of name and weight shape; ``experts``: the same for
+    parameters ``[experts, rows, columns]`` that grouped products multiply; ``exclude``: patterns that are left out
+    again. What has a dimension that 32 does not divide, or is a linear's weight that something else than a linear uses
+    too, stays in bf16; naming it without a wildcard is an error. ``gather``: ``"staged"`` moves bf16 and
     quantizes on every rank (ZeRO-1 and 2), ``"direct"`` moves the quantized copies (ZeRO-3), ``"auto"`` takes the one
     for the stage, ``"off"`` moves bf16 and quantizes where it multiplies. None of them changes a result. ``reduce`` and
     ``master`` are as in :class:`fxshard.Precision`.
@@ -35,6 +36,7 @@ class MXFP8(Precision):
     param: torch.dtype | None = torch.bfloat16
     reduce: torch.dtype | None = torch.float32
     linears: tuple[str, ...] | Chooser = ("*",)
+    experts: tuple[str, ...] | Chooser = ("*",)
     exclude: tuple[str, ...] = ("*head", "*output", "*router")
     gather: str = "auto"
 
@@ -46,7 +48,7 @@ class MXFP8(Precision):
             )
         if self.gather not in CHOICES:
             raise ConfigError(f"MXFP8(gather={self.gather!r}): expected one of {', '.join(map(repr, CHOICES))}")
-        for field in ("linears", "exclude"):
+        for field in ("linears", "experts", "exclude"):
             value = getattr(self, field)
             if isinstance(value, str):
                 raise ConfigError(f"MXFP8({field}={value!r}): expected a tuple of patterns, ({value!r},)")
@@ -70,7 +72,7 @@ class MXFP8(Precision):
 
 @dataclass(frozen=True)
 class ChosenLinears:
-    """Weights (by parameter name) that are quantized, and why other linears are not."""
+    """Weights (by parameter name) that are quantized, and why other linears and experts are not."""
 
     weights: frozenset[str]
     left_out: dict[str, str]
@@ -86,7 +88,7 @@ def check_precision(precision: object) -> None:
 
 
 def choose_linears(model: nn.Module, policy: Precision | None) -> ChosenLinears:
-    """The linears that a policy quantizes. Pure: depends on names and shapes only, so all ranks agree."""
+    """What a policy quantizes. Pure: depends on names and shapes only, so all ranks agree."""
     if not isinstance(policy, MXFP8):
         return ChosenLinears(frozenset(), {})
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -95,24 +97,31 @@ def choose_linears(model: nn.Module, policy: Precision | None) -> ChosenLinears:
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((name, module))
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    _check_patterns(policy, [name for name, _ in linears])
-
+    linears = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    stacks = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if _is_stack(parameter, [module for _, module in owners[id(parameter)]])
+    }
     chosen: set[str] = set()
     left_out: dict[str, str] = {}
-    for name, linear in linears:
-        if not _wanted(policy, name, tuple(linear.weight.shape)):
-            left_out[name] = "not chosen"
-            continue
-        problem = _problem(linear, owners[id(linear.weight)])
-        if problem is None:
-            chosen.add(name_of[id(linear.weight)])
-        elif not callable(policy.linears) and name in policy.linears:
-            raise ConfigError(
-                f"MXFP8(linears=...) names {name!r}, which cannot be quantized: {problem}; leave it out, or change it"
-            )
-        else:
-            left_out[name] = problem
+    for field, what, candidates in (("linears", "nn.Linear", linears), ("experts", "stack of weights", stacks)):
+        wanted: tuple[str, ...] | Chooser = getattr(policy, field)
+        _check_patterns(field, wanted, what, list(candidates))
+        for name, weight in candidates.items():
+            if not _wanted(wanted, policy.exclude, name, tuple(weight.shape)):
+                left_out[name] = "not chosen"
+                continue
+            problem = _problem(weight, owners[id(weight)] if field == "linears" else [])
+            if problem is None:
+                chosen.add(name_of[id(weight)])
+            elif not callable(wanted) and name in wanted:
+                raise ConfigError(
+                    f"MXFP8({field}=...) names {name!r}, which cannot be quantized: {problem}; leave it out, or "
+                    "change it"
+                )
+            else:
+                left_out[name] = problem
     if not chosen:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:4]) or "it has no nn.Linear"
         raise ConfigError(
@@ -121,28 +130,32 @@ def choose_linears(model: nn.Module, policy: Precision | None) -> ChosenLinears:
     return ChosenLinears(frozenset(chosen), left_out)
 
 
-def _wanted(policy: MXFP8, name: str, shape: tuple[int, ...]) -> bool:
-    if any(fnmatchcase(name, pattern) for pattern in policy.exclude):
+def _is_stack(parameter: nn.Parameter, owners: list[nn.Module]) -> bool:
+    """Whether it may be the weights of experts: several matrices, and none of torch's own modules (a convolution)."""
+    own = any(type(owner).__module__.startswith("torch.nn.") for owner in owners)
+    return parameter.ndim == 3 and parameter.shape[0] > 1 and not own
+
+
+def _wanted(wanted: tuple[str, ...] | Chooser, exclude: tuple[str, ...], name: str, shape: tuple[int, ...]) -> bool:
+    if any(fnmatchcase(name, pattern) for pattern in exclude):
         return False
-    if callable(policy.linears):
-        return bool(policy.linears(name, shape))
-    return any(fnmatchcase(name, pattern) for pattern in policy.linears)
+    if callable(wanted):
+        return bool(wanted(name, shape))
+    return any(fnmatchcase(name, pattern) for pattern in wanted)
 
 
-def _problem(linear: nn.Linear, owners: list[tuple[str, nn.Module]]) -> str | None:
-    rows, columns = linear.weight.shape
+def _problem(weight: torch.Tensor, owners: list[tuple[str, nn.Module]]) -> str | None:
+    *_, rows, columns = weight.shape
     if rows % BLOCK or columns % BLOCK:
-        return f"its weight is {rows} × {columns}, and {BLOCK} does not divide both"
+        return f"its weight is {' × '.join(map(str, weight.shape))}, and {BLOCK} does not divide both"
     others = [name for name, owner in owners if not isinstance(owner, nn.Linear)]
     if others:
         return f"its weight is also that of {others[0]!r}"
     return None
 
 
-def _check_patterns(policy: MXFP8, names: list[str]) -> None:
-    for pattern in () if callable(policy.linears) else policy.linears:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(names[:6])
-            raise ConfigError(
-                f"MXFP8(linears=...): {pattern!r} matches no nn.Linear of the model, which has {shown} ..."
-            )
+def _check_patterns(field: str, wanted: tuple[str, ...] | Chooser, what: str, names: list[str]) -> None:
+    for pattern in () if callable(wanted) else wanted:
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+            shown = f"which has {', '.join(names[:6])} ..." if names else "which has none"
+            raise ConfigError(f"MXFP8({field}=...): {pattern!r} matches no {what} of the model, {shown}")

@@ -11,7 +11,7 @@ from torch import nn
 from fxshard.errors import StateError
 from fxshard.precision.modes import Gather
 from fxshard.precision.policy import MXFP8, choose_linears
-from fxshard.precision.products import path
+from fxshard.precision.products import grouped_path, path
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,20 @@ class Report:
 
     path: str
     """How products are computed on this machine."""
+    grouped: str
+    """How those of experts are; empty if no stack of weights is chosen."""
     quantizer: str
     weights: tuple[str, ...]
     gathers: dict[str, int]
     """How many weights travel in which way."""
     left_out: dict[str, str]
-    """Linears in bf16, with the reason."""
+    """Linears and experts in bf16, with the reason."""
 
     def __str__(self) -> str:
         lines = [
             f"MXFP8: {len(self.weights)} weights, {len(self.left_out)} linears left in bf16",
             f"  products   {self.path}",
+            *([f"  experts    {self.grouped}"] if self.grouped else []),
             f"  quantizer  {self.quantizer}",
         ]
         lines += [f"  gather     {how}: {count} weights" for how, count in self.gathers.items()]
@@ -51,8 +54,10 @@ def report(model: nn.Module) -> Report:
     sharding = model._sharding
     device = sharding.buckets[0].device if sharding.buckets else torch.device("cpu")
     plans = [plan for plan in sharding.plans if plan.quantized]
+    stacks = any(len(slot.spec.shape) == 3 for plan in plans for slot in plan.layout.slots)
     return Report(
         path=path(device),
+        grouped=grouped_path(device) if stacks else "",
         quantizer="Triton, both copies in one pass" if runs_on(device) else "torch",
         weights=tuple(name for plan in plans for name in plan.params),
         gathers=dict(Counter(_how(plan.gather, plan.layout.ranks) for plan in plans for _ in plan.params)),

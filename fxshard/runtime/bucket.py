@@ -83,7 +83,7 @@ class Bucket:
             self.params.append(parameter)
             guard(parameter, self)
             watch_optimizers()
-            watch(parameter, self.master, always=self.plan.resident or self.copies is not None)
+            watch(parameter, self.master, always=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from fxshard import _compat
 from fxshard.config import Options
 from fxshard.errors import StateError
-from fxshard.events import Kind, Phase
+from fxshard.events import Event, Kind, Phase
 from fxshard.plan.memory import SlotRange
 from fxshard.precision import gathered
-from fxshard.precision.gathered import Transfer
+from fxshard.precision.gathered import Transfer, Views
 from fxshard.precision.modes import Copies
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.frame import Frame
@@ -22,8 +22,6 @@ from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.reductions import Reductions
 from fxshard.runtime.streams import AllOf, Token
 from fxshard.runtime.unseen import Unseen
-
-Views = tuple[torch.Tensor | None, ...]
 
 
 @dataclass
@@ -34,6 +32,8 @@ class Gathered:
     slot: SlotRange | None
     token: Token
     views: Views | None = None
+    copies: Copies = Copies.NONE
+    """Which quantized copies it brings."""
     version: int | None = None
     """The shard's version that an optimizer step gathered ahead of the next forward."""
 
@@ -63,7 +63,7 @@ class Engine:
         self._unseen = Unseen(self._streams, device)
         self._gathered: dict[int, Gathered] = {}
         self._start: Token | None = None
-        self._carries: Mapping[int, SlotRange] = {}
+        self._carries: Mapping[int, Event] = {}
         self.recorder: Recorder | None = None
         """Times what programs do, while there is one."""
         self._owner: object = None
@@ -73,13 +73,13 @@ class Engine:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def begin(
-        self, phase: Phase, arena_bytes: int = 0, owner: object = None, carries: Mapping[int, SlotRange] | None = None
+        self, phase: Phase, arena_bytes: int = 0, owner: object = None, carries: Mapping[int, Event] | None = None
     ) -> None:
         """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again.
 
         ``owner`` stands for the plan of memory, which a forward and its backward share. In another plan's backward
-        the places are others, so nothing may be left in them. ``carries`` are the buckets that an optimizer step behind
-        this program gathers for the next run of it. Those that the last step gathered are used if they are still what
+        the places are others, so nothing may be left in them. ``carries`` are the gathers, by bucket, that an optimizer
+        step behind this program starts for the next run of it. What the last step gathered is used if it is still what
         the shards hold.
         """
         carries = carries or {}
@@ -114,7 +114,7 @@ class Engine:
         self.gradients.abort()
         self._drop()
 
-    def _keep_carried(self, places: Mapping[int, SlotRange]) -> None:
+    def _keep_carried(self, places: Mapping[int, Event]) -> None:
         """What the last step gathered is used, wherever this program wants it: ranks may run different programs, and
         must all gather again, or none. Only a change of the shard, which all see, makes it worthless.
         """
@@ -122,12 +122,11 @@ class Engine:
             fresh = held.version is not None and held.version == self.buckets[index].version
             if not fresh or held.views is not None:
                 held.version = None
-            elif places.get(index) != held.slot:
+            elif index not in places or places[index].slot != held.slot:
                 held.token.wait()
-                assert held.slot is not None
+                assert held.slot is not None and held.transfer.apart is not None
                 self.arena.release(held.slot, self._streams.mark())
-                ((flat, _),) = held.transfer.moves
-                held.views, held.slot = self.buckets[index].views(flat.clone()), None
+                held.views, held.slot = held.transfer.apart(), None
 
     def _uses_earlier(self, bucket: Bucket) -> bool:
         """Whether a program that starts now does not gather a bucket, because it was gathered before."""
@@ -152,18 +151,21 @@ class Engine:
 
     def carry(self, index: int) -> None:
         """A bucket has its new values: if the next forward starts by gathering it, that starts now."""
-        slot = self._carries.get(index)
-        if slot is None or self.recorder is not None:  # who measures gathers wants them where programs start them
+        bucket, event = self.buckets[index], self._carries.get(index)
+        if bucket.copies is not None and not bucket.plan.resident:
+            bucket.changed()  # its copies are those of the old values, and the kernels that wrote the new do not count
+        if event is None or self.recorder is not None:  # who measures gathers wants them where programs start them
             return
-        bucket = self.buckets[index]
+        slot = event.slot
+        assert slot is not None
         for other, held in list(self._gathered.items()):
             # What a forward without backward keeps gives way: its backward gathers again. So does an earlier step's.
             if other == index or (held.slot is not None and held.slot.overlaps(slot)):
                 self.reshard(other)
         memory, pending = self.arena.take(slot)
         self._start, self.frame.phase = self._streams.mark(), Phase.OPTIMIZER
-        held = self._gather(bucket, self._transfer(bucket, memory, Copies.NONE), slot, pending)
-        held.version = bucket.version
+        held = self._gather(bucket, self._transfer(bucket, memory, event.copies), slot, pending)
+        held.copies, held.version = event.copies, bucket.version
         self._unseen.gathered(bucket)
         self._gathered[index] = held
 
@@ -195,8 +197,11 @@ class Engine:
         plan = bucket.plan
         if plan.resident and not bucket.stale:
             return
-        if index in self._gathered and self._gathered[index].version is not None:
-            return  # the optimizer step gathered it
+        held = self._gathered.get(index)
+        if held is not None and held.version is not None:
+            if held.copies.covers(copies):
+                return  # the optimizer step gathered it
+            self.reshard(index)  # for a program that reads other copies; the ranks agreed on which programs do
         in_arena = not plan.resident or plan.staged_in_arena
         if in_arena and slot is None:
             raise StateError(f"no arena slot is planned for {plan.name!r}: the schedule is incomplete")
@@ -264,7 +269,8 @@ class Engine:
             if send is own and not in_place:
                 own.copy_(master)
 
-        return Transfer(() if alone else ((flat, send),), lambda: bucket.views(flat), stage)
+        moves = () if alone else ((flat, send),)
+        return Transfer(moves, lambda: bucket.views(flat), stage, apart=lambda: bucket.views(flat.clone()))
 
     def _gather(self, bucket: Bucket, transfer: Transfer, slot: SlotRange | None, after: list[Token]) -> Gathered:
         group = bucket.channels.gather

@@ -19,7 +19,6 @@ from torch import fx
 from fxshard import _compat
 from fxshard.events import Event, Kind, Phase, event_of
 from fxshard.lowering import BoxedCallable, SegmentCompiler
-from fxshard.plan.memory import SlotRange
 from fxshard.profile import Key
 from fxshard.runtime.engine import Engine
 
@@ -49,7 +48,7 @@ class Program:
         compiler: SegmentCompiler,
         before_first_run: Callable[[], None] | None = None,
         owner: object = None,
-        carries: Mapping[int, SlotRange] | None = None,
+        carries: Mapping[int, Event] | None = None,
     ) -> None:
         self.phase = phase
         self.owner = owner

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxshard.errors import PassError
 from fxshard.events import Kind, Phase, events
+from fxshard.fused.op import grouped_product, grouped_wgrad
 from fxshard.passes.context import ParamRef
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.quantize_linears import quantize_linears
@@ -63,6 +64,37 @@ def test_all_three_products_sum_over_the_blocks() -> None:
         "mxfp8_quantize_both_default_1[2], mxfp8_quantize_both_default_1[3], 0, 0, torch.bfloat16)",
     ]
     assert "mm(" not in {line[:3] for line in listing(module)}
+
+
+def experts() -> fx.GraphModule:
+    """The three products of two experts, the weight's gradient turned there and back."""
+    draft = Draft()
+    w = draft.input("w", 2, 64, 32, param=WEIGHT, dtype=BF16)
+    x, dy = draft.input("x", 48, 32, dtype=BF16), draft.input("dy", 48, 64, dtype=BF16)
+    ends = draft.input("ends", 2, dtype=torch.int32)
+    y = draft.call(grouped_product, x, draft.call(aten.transpose.int, w, 1, 2), ends, "torch")
+    dx = draft.call(grouped_product, dy, w, ends, "torch")
+    dw = draft.call(grouped_wgrad, dy, x, ends, "torch")
+    turned = draft.call(aten.transpose.int, draft.call(aten.transpose.int, dw, 1, 2), 1, 2)
+    return draft.output(y, turned, dx, grads=(None, WEIGHT, None))
+
+
+def test_products_of_experts() -> None:
+    stack = replace(bucket(0, (2, 64, 32)), gather=Gather.OFF, param_dtype=BF16)
+    lines = [line for line in listing(quantize_linears(experts(), context(stack))) if "(" in line]
+    assert [line.replace("mxfp8_", "").replace("_default", "") for line in lines] == [
+        "quantize(x, 1)",
+        "quantize_1(w, 1)",
+        "grouped_mm(quantize[0], quantize[1], quantize_1[0], quantize_1[1], ends, 1, torch.bfloat16)",
+        "quantize_2(dy, 1)",
+        "quantize_3(w, 0)",
+        "grouped_mm_1(quantize_2[0], quantize_2[1], quantize_3[0], quantize_3[1], ends, 0, torch.bfloat16)",
+        "quantize_groups(dy, ends)",  # down the tokens of each expert
+        "quantize_groups_1(x, ends)",
+        "grouped_wgrad(quantize_groups[0], quantize_groups[1], quantize_groups_1[0], quantize_groups_1[1], ends, "
+        "torch.float32)",  # as it is reduced
+        "output(grouped_mm, grouped_wgrad, grouped_mm_1)",  # and not transposed
+    ]
 
 
 def test_weights_of_plain_buckets_are_left_alone() -> None:

@@ -40,7 +40,31 @@ def test_by_pattern_and_by_function() -> None:
     only = choose_linears(net(), fxshard.MXFP8(linears=("layers.1.*", "head"), exclude=()))
     assert only.weights == {"layers.1.up.weight", "layers.1.down.weight", "head.weight"}
     tall = choose_linears(net(), fxshard.MXFP8(linears=lambda name, shape: shape[0] > shape[1], exclude=()))
-    assert tall.weights == {"layers.0.up.weight", "layers.1.up.weight", "head.weight"}
+    assert tall.weights == {"layers.0.up.weight", "layers.1.up.weight"}
+
+
+class Stacks(nn.Module):
+    """Experts' weights, one of a size that 32 does not divide, and parameters of three dimensions that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, 64, 32))
+        self.narrow = nn.Parameter(torch.zeros(4, 64, 40))
+        self.positions = nn.Parameter(torch.zeros(1, 64, 32))
+        self.conv = nn.Conv1d(32, 32, 32)
+
+
+@pytest.mark.shows("Q10")
+def test_stacks_of_experts_are_chosen_by_parameter_name() -> None:
+    chosen = choose_linears(Stacks(), fxshard.MXFP8())
+    assert chosen.weights == {"up"}
+    assert chosen.left_out == {"narrow": "its weight is 4 × 64 × 40, and 32 does not divide both"}
+    with pytest.raises(ConfigError, match=r"MXFP8\(experts=...\) names 'narrow', which cannot be quantized"):
+        choose_linears(Stacks(), fxshard.MXFP8(experts=("up", "narrow")))
+    with pytest.raises(ConfigError, match="'down' matches no stack of weights of the model, which has up, narrow"):
+        choose_linears(Stacks(), fxshard.MXFP8(experts=("down",)))
+    with pytest.raises(ConfigError, match=r"chooses no linear of Stacks \(up: not chosen"):
+        choose_linears(Stacks(), fxshard.MXFP8(experts=()))
 
 
 @pytest.mark.shows("Q10")

@@ -17,9 +17,10 @@ from tests.precision.nets import net
 
 
 @cache
-def planned(zero: int, prefetch: int = 1) -> fxshard.Schedule:
-    x, policy = torch.zeros(2, 8, dtype=torch.int64), fxshard.MXFP8()
-    return fxshard.plan(net(), (x, x), world_size=2, zero=zero, precision=policy, lowering="eager", prefetch=prefetch)
+def planned(zero: int, prefetch: int = 1, optimizer: fxshard.AdamW | None = None) -> fxshard.Schedule:
+    x = torch.zeros(2, 8, dtype=torch.int64)
+    options = {"precision": fxshard.MXFP8(), "lowering": "eager", "prefetch": prefetch, "optimizer": optimizer}
+    return fxshard.plan(net(), (x, x), world_size=2, zero=zero, **options)  # type: ignore[arg-type]
 
 
 def find(schedule: fxshard.Schedule, kind: Kind, phase: Phase) -> tuple[int, Event]:
@@ -81,6 +82,25 @@ def test_staging_without_a_place() -> None:
     at, _ = find(schedule, Kind.UNSHARD, Phase.FORWARD)
     with pytest.raises(fxshard.ScheduleError, match=f"event {at} .* has no place in the arena"):
         with_event(schedule, at, slot=None).verify()
+
+
+@pytest.mark.shows("Q7")
+@pytest.mark.parametrize("more", [-64, 64])
+def test_staging_in_a_place_that_is_not_its_own(more: int) -> None:
+    schedule = planned(2)
+    at, event = find(schedule, Kind.UNSHARD, Phase.FORWARD)
+    assert event.slot is not None
+    other = replace(event.slot, bytes=event.slot.bytes + more)
+    with pytest.raises(fxshard.ScheduleError, match=f"staging_keeps_to_its_bytes: event {at} .* in a place of"):
+        with_event(schedule, at, slot=other).verify()
+
+
+def test_the_step_before_gathers_the_wrong_copy() -> None:
+    schedule = planned(3, prefetch=4, optimizer=fxshard.AdamW())
+    at, event = find(schedule, Kind.UNSHARD, Phase.OPTIMIZER)  # the next forward starts with it
+    assert event.copies is Copies.ROWWISE
+    with pytest.raises(fxshard.ScheduleError, match=f"wants rowwise, but event {at} brings columnwise"):
+        with_event(schedule, at, copies=Copies.COLUMNWISE).verify()
 
 
 def test_backward_gathers_the_wrong_copy() -> None:

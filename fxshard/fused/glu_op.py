@@ -1,0 +1,71 @@
+"""The parts of ``fxshard::grouped_swiglu`` as operators, for experts whose products are computed in another way."""
+
+from __future__ import annotations
+
+import torch
+
+from fxshard.fused.by_torch import TorchExperts, per_row
+from fxshard.fused.glu import Glu
+
+_library = torch.library.Library("fxshard", "FRAGMENT")
+_GLU = "float alpha, float limit, float offset, int interleave"
+_library.define(f"glu(Tensor pre, Tensor? pre_up, Tensor? weights, {_GLU}) -> Tensor")
+_library.define(
+    f"glu_backward(Tensor pre, Tensor? pre_up, Tensor? weights, Tensor grad, {_GLU}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define("add_expert_bias(Tensor a, Tensor bias, Tensor offsets, Tensor? weights) -> Tensor")
+_library.define("expert_bias_dot(Tensor a, Tensor grad, Tensor bias, Tensor offsets) -> Tensor")
+
+Maybe = torch.Tensor | None
+
+
+def _activate(
+    pre: torch.Tensor, up: Maybe, weights: Maybe, alpha: float, limit: float, offset: float, interleave: int
+) -> torch.Tensor:
+    return TorchExperts().activate(pre, up, weights, Glu(alpha, limit, offset, interleave))
+
+
+def _differentiate(
+    pre: torch.Tensor, up: Maybe, weights: Maybe, grad: torch.Tensor, alpha: float, limit: float, offset: float, n: int
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the pre-activations, the activation once more, gradients of the routing weights."""
+    return TorchExperts().differentiate(pre, up, weights, grad, Glu(alpha, limit, offset, n))
+
+
+def _fake_activate(pre: torch.Tensor, up: Maybe, *_: object) -> torch.Tensor:
+    return torch.empty_like(pre) if up is not None else pre.new_empty(pre.shape[0], pre.shape[1] // 2)
+
+
+def _fake_differentiate(
+    pre: torch.Tensor, up: Maybe, weights: Maybe, grad: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, ...]:
+    nothing = pre.new_empty(0)
+    of_weights = nothing if weights is None else torch.empty_like(weights, memory_format=torch.contiguous_format)
+    return torch.empty_like(pre), nothing if up is None else torch.empty_like(up), torch.empty_like(grad), of_weights
+
+
+def _add_bias(a: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor, weights: Maybe) -> torch.Tensor:
+    """``a`` plus the bias of each row's expert, times the row's routing weight where there is one."""
+    rows = per_row(bias, offsets, a.shape[0])
+    return a + (rows if weights is None else rows * weights.to(rows.dtype).unsqueeze(-1))
+
+
+def _bias_dot(a: torch.Tensor, grad: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """What a bias behind the second product adds to the gradients ``a`` of the routing weights."""
+    return a + (grad.float() * per_row(bias, offsets, grad.shape[0]).float()).sum(-1).to(a.dtype)
+
+
+for _name, _kernel, _fake in (
+    ("glu", _activate, _fake_activate),
+    ("glu_backward", _differentiate, _fake_differentiate),
+    ("add_expert_bias", _add_bias, lambda a, *_: torch.empty_like(a)),
+    ("expert_bias_dot", _bias_dot, lambda a, *_: torch.empty_like(a)),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxshard::{_name}", _fake, lib=_library)
+
+glu = torch.ops.fxshard.glu.default
+glu_backward = torch.ops.fxshard.glu_backward.default
+add_expert_bias = torch.ops.fxshard.add_expert_bias.default
+expert_bias_dot = torch.ops.fxshard.expert_bias_dot.default

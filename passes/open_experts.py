@@ -1,0 +1,120 @@
+"""Joint graph (and evaluation): fused experts whose weights are quantized become products and activation again.
+
+Requires parameters tied to inputs. The fused operator multiplies in the dtype of its inputs. Where weights run in
+MXFP8 it is replaced by what it consists of, ``fxshard::grouped_product`` and ``fxshard::glu``, so that
+``quantize_linears`` finds each product; with bf16 weights the result is the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard.fused.glu_op import add_expert_bias, expert_bias_dot, glu, glu_backward
+from fxshard.fused.op import grouped_product, grouped_swiglu, grouped_swiglu_backward
+from fxshard.passes.context import PassContext, param_inputs
+from fxshard.passes.matrix_products import inherit, stacked, untransposed
+
+_aten = torch.ops.aten
+
+
+def open_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    graph = module.graph
+    chosen = {node for node, ref in param_inputs(graph).items() if context.bucket(ref).quantized}
+    if not chosen:
+        return module
+    # Backward first: it reads what forward returns beside its result.
+    for target, opened in ((grouped_swiglu_backward, _backward), (grouped_swiglu, _forward)):
+        for node in graph.find_nodes(op="call_function", target=target):
+            if any(_behind(weight) & chosen for weight in node.args[2:5]):
+                _replace(graph, node, opened)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _behind(weight: Any) -> set[fx.Node]:
+    """The parameters that a weight is, or is stacked from."""
+    if not isinstance(weight, fx.Node):
+        return set()
+    base, _ = untransposed(weight)
+    return {base, *stacked(base)}
+
+
+Call = Callable[..., fx.Node]
+
+
+def _replace(graph: fx.Graph, node: fx.Node, opened: Callable[..., tuple[fx.Node | None, ...]]) -> None:
+    def call(target: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        inherit(made, node)
+        made.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
+        return made
+
+    with graph.inserting_before(node):
+        results = opened(call, *node.args)
+    for part in list(node.users):
+        result = results[part.args[1]]  # type: ignore[index]
+        if result is not None:
+            part.replace_all_uses_with(result)
+        graph.erase_node(part)
+    graph.erase_node(node)
+
+
+def _forward(
+    call: Call,
+    x: fx.Node,
+    offsets: fx.Node,
+    gate: fx.Node,
+    up: fx.Node | None,
+    down: fx.Node,
+    gate_bias: fx.Node | None,
+    up_bias: fx.Node | None,
+    down_bias: fx.Node | None,
+    weights: fx.Node | None,
+    *options: Any,
+) -> tuple[fx.Node | None, ...]:
+    *activation, weighted_bias, name = options
+
+    def product(x: fx.Node, weight: fx.Node, bias: fx.Node | None, scale: fx.Node | None = None) -> fx.Node:
+        result = call(grouped_product, x, weight, offsets, name)
+        return result if bias is None else call(add_expert_bias, result, bias, offsets, scale)
+
+    pre = product(x, gate, gate_bias)
+    pre_up = product(x, up, up_bias) if up is not None else None
+    hidden = call(glu, pre, pre_up, weights, *activation)
+    return product(hidden, down, down_bias, weights if weighted_bias else None), pre, pre_up
+
+
+def _backward(
+    call: Call,
+    grad: fx.Node,
+    offsets: fx.Node,
+    gate: fx.Node,
+    up: fx.Node | None,
+    down: fx.Node,
+    down_bias: fx.Node | None,
+    weights: fx.Node | None,
+    pre: fx.Node,
+    pre_up: fx.Node,
+    *options: Any,
+) -> tuple[fx.Node | None, ...]:
+    *activation, weighted_bias, name = options
+
+    def product(x: fx.Node, weight: fx.Node) -> fx.Node:
+        return call(grouped_product, x, call(_aten.transpose.int, weight, -2, -1), offsets, name)
+
+    grad_hidden = product(grad, down)
+    found = call(glu_backward, pre, pre_up if up is not None else None, weights, grad_hidden, *activation)
+    grad_pre, grad_up, hidden, grad_weights = (call(operator.getitem, found, i) for i in range(4))
+    grad_x = product(grad_pre, gate)
+    if up is not None:
+        grad_x = call(_aten.add.Tensor, grad_x, product(grad_up, up))
+    if down_bias is not None and weights is not None and weighted_bias:
+        grad_weights = call(expert_bias_dot, grad_weights, grad, down_bias, offsets)
+    return grad_x, grad_pre, grad_up, hidden, grad_weights
