@@ -12,8 +12,9 @@ import torch
 from fxshard.errors import ConfigError
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.fused.glu import SWIGLU, Glu
+from fxshard.precision.mxfp8 import BLOCK
 
-EXPERTS = ("auto", "torch", "triton", "te", "off")
+EXPERTS = ("auto", "torch", "triton", "te", "mxfp8", "off")
 """Values of the option ``experts``: the fastest that runs here, one by name, or leave the model as it is written."""
 
 
@@ -25,9 +26,6 @@ class Case:
     dtype: torch.dtype
     hidden: int
     inner: int
-    joined: bool = True
-    transposed: bool = True
-    """Whether weights lie in memory as ``[experts, out, in]``, as those of ``nn.Linear`` do."""
     biased: bool = False
     glu: Glu = SWIGLU
 
@@ -65,6 +63,12 @@ def _te() -> TorchExperts:
     return TransformerEngineExperts()
 
 
+def _mxfp8() -> TorchExperts:
+    from fxshard.fused.by_mxfp8 import MXFP8Experts
+
+    return MXFP8Experts()
+
+
 def _triton_refusal(case: Case) -> str | None:
     if case.device.type != "cuda":
         return f"they are on {case.device.type}, its kernel needs a CUDA device"
@@ -97,11 +101,22 @@ def _te_refusal(case: Case) -> str | None:
     return engine_refusal()
 
 
-_MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts, "triton": _triton, "te": _te}
+def _mxfp8_refusal(case: Case) -> str | None:
+    if case.dtype not in (torch.bfloat16, torch.float32):
+        return f"MXFP8 is made from bfloat16 or float32, they are {case.dtype}"
+    if case.hidden % BLOCK or case.inner % BLOCK:
+        return f"MXFP8 has blocks of {BLOCK}, which hidden size {case.hidden} and inner size {case.inner} must fill"
+    return None
+
+
+_MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts, "triton": _triton, "te": _te, "mxfp8": _mxfp8}
 _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "torch": lambda case: None,
     "triton": _triton_refusal,
     "te": _te_refusal,
+    "mxfp8": _mxfp8_refusal,
 }
 _FASTEST_FIRST = ("triton", "torch")
-"""As measured (docs/benchmarks.md). The last one runs everywhere."""
+"""By the time of a step (docs/benchmarks.md). With 64 experts triton takes less than torch without routing weights, and
+as long with them; with 8 it leaves all products to torch. te was slower everywhere. The last one runs everywhere.
+"""
