@@ -130,7 +130,7 @@ _GROUPED_PRODUCTS = {
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether one tensor is a view of the other, or both of a third; fake tensors too. torch 2.11, 2.13."""
-    return torch._C._is_alias_of(a, b)
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
 def graph_input_example(placeholder: fx.Node) -> Any:

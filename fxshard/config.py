@@ -208,8 +208,8 @@ class Options:
     ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose
     durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
     ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
-    machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written. ``passes``: a
-    list derived from ``fxshard.PASSES``, with passes of one's own.
+    machine, ``"torch"``, ``"triton"``, ``"te"`` or ``"mxfp8"`` that one, ``"off"`` leaves them as they are written.
+    ``passes``: a list derived from ``fxshard.PASSES``, with passes of one's own.
     """
 
     lowering: str = "inductor"

@@ -170,9 +170,7 @@ def grouped_products(graph: fx.Graph) -> Iterator[Product]:
 
 def place(node: fx.Node) -> str:
     """Where in the model a node stands, as a path of modules."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return node.name
-    path = str(list(stack.values())[-1][0])
+    stack = node.meta.get("nn_module_stack")  # of the model's own forward there is none
+    path = str(list(stack.values())[-1][0]) if stack else ""
     path = path.removeprefix("L['self']").removeprefix("L['model']").replace("_modules['", "").replace("']", "")
     return path.lstrip(".") or "the model itself"

@@ -75,8 +75,8 @@ def _gradients(output: fx.Node, context: PassContext) -> dict[fx.Node, set[int |
     for i, node in enumerate(output.args[0]):  # type: ignore[arg-type, union-attr]
         if isinstance(node, fx.Node):
             ref = refs[i] if i < len(refs) else None
-            reduced = ref is not None and context.bucket(ref).trainable
-            found.setdefault(node, set()).add(ref.bucket if reduced else None)
+            bucket = ref.bucket if ref is not None and context.bucket(ref).trainable else None
+            found.setdefault(node, set()).add(bucket)
     return found
 
 

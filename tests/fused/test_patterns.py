@@ -100,7 +100,7 @@ class Forms(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forms = nn.ModuleDict({name: make() for name, (make, _, _) in FORMS.items() if name != "checkpointed"})
+        self.forms = nn.ModuleDict({name: make() for name, (make, _, _) in FORMS.items()})
 
     def forward(self, x: Tensor, _: Tensor, weights: Tensor) -> Tensor:
         return sum(form(x, FORMS[name][1], weights) for name, form in self.forms.items())
