@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxshard.errors import ConfigError
-from fxshard.fused.choose import EXPERTS
+from fxshard.fused.choose import choices
 from fxshard.optim import coefficients as coefficient_sets
 from fxshard.plan.hardware import Hardware
 
@@ -208,8 +208,8 @@ class Options:
     ``memory_budget``: bytes that shards and arena may take together on a rank. ``hardware``: the machine whose
     durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
     ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
-    machine, ``"torch"``, ``"triton"``, ``"te"`` or ``"mxfp8"`` that one, ``"off"`` leaves them as they are written.
-    ``passes``: a list derived from ``fxshard.PASSES``, with passes of one's own.
+    machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written. ``passes``: a
+    list derived from ``fxshard.PASSES``, with passes of one's own.
     """
 
     lowering: str = "inductor"
@@ -227,8 +227,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
             raise ConfigError(f"lowering={self.lowering!r}: expected one of {', '.join(map(repr, LOWERINGS))}")
-        if self.experts not in EXPERTS:
-            raise ConfigError(f"experts={self.experts!r}: expected one of {', '.join(map(repr, EXPERTS))}")
+        if self.experts not in choices():
+            raise ConfigError(f"experts={self.experts!r}: expected one of {', '.join(map(repr, choices()))}")
         if self.prefetch is not None and (not isinstance(self.prefetch, int) or self.prefetch < 0):
             raise ConfigError(
                 f"prefetch={self.prefetch!r}: expected the number of gathers to run ahead, 0 or more, or None"

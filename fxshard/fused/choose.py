@@ -12,10 +12,6 @@ import torch
 from fxshard.errors import ConfigError
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.fused.glu import SWIGLU, Glu
-from fxshard.precision.mxfp8 import BLOCK
-
-EXPERTS = ("auto", "torch", "triton", "te", "mxfp8", "off")
-"""Values of the option ``experts``: the fastest that runs here, one by name, or leave the model as it is written."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,27 @@ class Case:
     inner: int
     biased: bool = False
     glu: Glu = SWIGLU
+
+
+def choices() -> tuple[str, ...]:
+    """Values of the option ``experts``: the fastest that runs here, one by name, or the model as it is written."""
+    return ("auto", *_MAKE, "off")
+
+
+def add_implementation(
+    name: str, make: Callable[[], TorchExperts], refuses: Callable[[Case], str | None] = lambda case: None
+) -> None:
+    """An implementation of one's own, to be asked for by ``experts=name``.
+
+    ``make`` gives a :class:`TorchExperts` that replaces some of its steps and says which ``alignment`` it wants;
+    ``refuses`` says why it cannot run something, or None.
+
+    >>> add_implementation("mine", MyExperts)
+    >>> model = fxshard.compile(model, experts="mine")
+    """
+    if name in choices():
+        raise ConfigError(f"experts={name!r} is taken: {', '.join(map(repr, choices()))} are there already")
+    _MAKE[name], _REFUSALS[name] = make, refuses
 
 
 @cache
@@ -63,12 +80,6 @@ def _te() -> TorchExperts:
     return TransformerEngineExperts()
 
 
-def _mxfp8() -> TorchExperts:
-    from fxshard.fused.by_mxfp8 import MXFP8Experts
-
-    return MXFP8Experts()
-
-
 def _triton_refusal(case: Case) -> str | None:
     if case.device.type != "cuda":
         return f"they are on {case.device.type}, its kernel needs a CUDA device"
@@ -101,20 +112,11 @@ def _te_refusal(case: Case) -> str | None:
     return engine_refusal()
 
 
-def _mxfp8_refusal(case: Case) -> str | None:
-    if case.dtype not in (torch.bfloat16, torch.float32):
-        return f"MXFP8 is made from bfloat16 or float32, they are {case.dtype}"
-    if case.hidden % BLOCK or case.inner % BLOCK:
-        return f"MXFP8 has blocks of {BLOCK}, which hidden size {case.hidden} and inner size {case.inner} must fill"
-    return None
-
-
-_MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts, "triton": _triton, "te": _te, "mxfp8": _mxfp8}
+_MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts, "triton": _triton, "te": _te}
 _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "torch": lambda case: None,
     "triton": _triton_refusal,
     "te": _te_refusal,
-    "mxfp8": _mxfp8_refusal,
 }
 _FASTEST_FIRST = ("triton", "torch")
 """By the time of a step (docs/benchmarks.md). With 64 experts triton takes less than torch without routing weights, and

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import fxshard
-from fxshard.fused.by_mxfp8 import MXFP8Experts
 from fxshard.fused.by_torch import TorchExperts
+from fxshard.fused.choose import add_implementation
 from fxshard.fused.glu import CLAMPED_GEGLU
 from fxshard.fused.padding import pad_groups, take_rows
-from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE, quantize
 from tests.fused import models
 from tests.fused.reference import Problem, distances, expert_by_expert
-from tests.fused.test_patterns import FORMS, inputs, run
+from tests.fused.test_patterns import FORMS, OFFSETS, SIZES, inputs, run
 
 
 @pytest.mark.shows("G10")
@@ -60,31 +57,31 @@ def test_padding_and_back(counts: list[int], alignment: int, unused: int) -> Non
 COUNTS = [5, 0, 7, 8]
 
 
-@contextmanager
-def asking_for_multiples_of_8() -> Iterator[list[str]]:
-    """``torch`` then takes nothing else, and leaves rubbish behind the last group, as kernels do."""
-    calls: list[str] = []
-    product, weight_gradient = TorchExperts.product, TorchExperts.weight_gradient
+CALLS: list[str] = []
 
-    def check(offsets: Tensor, rows: int, what: str) -> None:
-        calls.append(what)
-        assert rows % 8 == 0 and not (offsets % 8).any(), f"{what} of groups that end at {offsets.tolist()}"
 
-    def aligned_product(self: TorchExperts, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        check(offsets, x.shape[0], "product")
-        out = product(self, x, weight, offsets)
+class Strict(TorchExperts):
+    """Takes multiples of 8 and nothing else, and leaves rubbish behind the last group, as kernels do."""
+
+    name = "strict"
+    alignment = 8
+
+    def product(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        self.check(offsets, x.shape[0], "product")
+        out = super().product(x, weight, offsets)
         out[int(offsets[-1]) :] = torch.nan
         return out
 
-    def aligned_gradient(self: TorchExperts, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-        check(offsets, a.shape[0], "weight gradient")
-        return weight_gradient(self, a, b, offsets)
+    def weight_gradient(self, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+        self.check(offsets, a.shape[0], "weight gradient")
+        return super().weight_gradient(a, b, offsets)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchExperts, "alignment", 8)
-        patch.setattr(TorchExperts, "product", aligned_product)
-        patch.setattr(TorchExperts, "weight_gradient", aligned_gradient)
-        yield calls
+    def check(self, offsets: Tensor, rows: int, what: str) -> None:
+        CALLS.append(what)
+        assert rows % 8 == 0 and not (offsets % 8).any(), f"{what} of groups that end at {offsets.tolist()}"
+
+
+add_implementation("strict", Strict, lambda case: "they are not float32" if case.dtype != torch.float32 else None)
 
 
 def in_turn(model: Any) -> Callable[..., Tensor]:
@@ -113,10 +110,10 @@ def test_an_implementation_gets_the_alignment_it_asks_for(form: str) -> None:
     make, offsets, _ = FORMS[form]
     model, args = make(), inputs(offsets)
     reference = run(in_turn(model), args, model)
-    with asking_for_multiples_of_8() as calls:
-        compiled = fxshard.compile(copy.deepcopy(model), lowering="eager")
-        mine = run(compiled, args, compiled)
-    assert set(calls) == {"product", "weight gradient"}
+    CALLS.clear()
+    compiled = fxshard.compile(copy.deepcopy(model), lowering="eager", experts="strict")
+    mine = run(compiled, args, compiled)
+    assert set(CALLS) == {"product", "weight gradient"}
     assert mine.keys() == reference.keys() and mine["output"].shape == reference["output"].shape
     assert max(distances(mine, reference).values()) < 1e-5
     # Tokens and routing weights in, the result out; in backward its gradient in, theirs out.
@@ -126,62 +123,11 @@ def test_an_implementation_gets_the_alignment_it_asks_for(form: str) -> None:
     assert count(forward, "take_rows") == count(backward, "take_rows") == moves
 
 
-# -- MXFP8, whose weight gradients have blocks of 32 tokens ------------------------------------------------------------
-
-
-class QuantizedProduct(torch.autograd.Function):
-    """``x wᵀ``, each product with both operands quantized along what it sums over; one expert, no padding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return rounded(x, ROWWISE) @ rounded(w, ROWWISE).t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        grad_w = rounded(grad, COLUMNWISE).t() @ rounded(x, COLUMNWISE)
-        return rounded(grad, ROWWISE) @ rounded(w, COLUMNWISE), grad_w
-
-
-def rounded(value: Tensor, axis: int) -> Tensor:
-    return quantize(value.contiguous(), axis).dequantize()
-
-
-@pytest.mark.shows("G10")
-def test_blocks_of_mxfp8_stay_within_an_expert() -> None:
-    """The first expert's tokens are so small that a block shared with another's would round them to nothing."""
-    counts = [5, 0, 40, 3]
-    torch.manual_seed(0)
-    model = models.Joined(4, 32, 32)
-    x, weights = torch.randn(48, 32), torch.rand(48).requires_grad_()
-    x[:5] *= 2.0**-12
-    args = x.requires_grad_(), torch.tensor(counts).cumsum(0).int(), weights
-
-    def expert(e: int, rows: Tensor, scales: Tensor) -> Tensor:
-        gate, up = QuantizedProduct.apply(rows, model.gate_up[e]).chunk(2, -1)
-        return QuantizedProduct.apply(F.silu(gate) * up * scales[:, None], model.down[e])
-
-    def in_mxfp8(x: Tensor, _: Tensor, weights: Tensor) -> Tensor:
-        parts = zip(range(4), x.split(counts), weights.split(counts), strict=True)
-        return torch.cat([expert(e, rows, scales) for e, rows, scales in parts if len(rows)])
-
-    reference = run(in_mxfp8, args, model)
-    small = {name: reference[name][0].double() for name in ("gate_up", "down")}
-    found = {}
-    for alignment in (32, 1):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MXFP8Experts, "alignment", alignment)
-            compiled = fxshard.compile(copy.deepcopy(model), lowering="eager", experts="mxfp8")
-            mine = run(compiled, args, compiled)
-        found[alignment] = [
-            float((mine[name][0] / value.norm() - value / value.norm()).norm()) for name, value in small.items()
-        ]
-        if alignment == 32:
-            assert max(distances(mine, reference).values()) < 3e-3  # a sum in another order may round differently
-    assert max(found[32]) < 3e-3
-    assert min(found[1]) > 0.5
-    (report,) = fxshard.explain(model, args, experts="mxfp8").fused
-    assert "padded to multiples of 32 tokens per expert" in report.form
-    with pytest.raises(fxshard.ConfigError, match="blocks of 32, which hidden size 16 and inner size 24 must fill"):
-        fxshard.explain(models.Joined(4, 16, 24), inputs(args[1]), experts="mxfp8")
+def test_an_implementation_of_ones_own_is_asked_for_by_name() -> None:
+    model, args = models.Titan(*SIZES), inputs(OFFSETS)
+    (found,) = fxshard.explain(model, args, experts="strict").fused
+    assert found.implementation == "strict" and "padded to multiples of 8 tokens per expert" in found.form
+    with pytest.raises(fxshard.ConfigError, match="cannot run these experts: they are not float32"):
+        fxshard.explain(model.bfloat16(), inputs(OFFSETS, torch.bfloat16), experts="strict")
+    with pytest.raises(fxshard.ConfigError, match="'torch' is taken"):
+        add_implementation("torch", Strict)
