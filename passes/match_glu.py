@@ -71,7 +71,8 @@ def match_gated_mlp(down: Product, product: FindProduct) -> GatedMlp:
         up_bias=second.bias.values if second is not None and second.bias is not None else None,
     )
     _check_inputs(matched)
-    matched.inside = _between(matched)
+    biases = {source.bias.node for source in (first, second) if source is not None and source.bias is not None}
+    matched.inside = _between(matched, biases)
     return matched
 
 
@@ -261,8 +262,11 @@ def _check_inputs(matched: GatedMlp) -> None:
         raise Miss(f"inputs, weights and products differ in type: {sorted(str(dtype) for dtype, _ in found)}")
 
 
-def _between(matched: GatedMlp) -> set[fx.Node]:
-    """Everything from the first product to the second that depends on the first; nothing else may use it."""
+def _between(matched: GatedMlp, biases: set[fx.Node]) -> set[fx.Node]:
+    """Everything from the first product to the second that depends on the first; nothing else may use it.
+
+    ``biases`` are the nodes that add those that were found.
+    """
     firsts = [matched.gate.node] + ([matched.up.node] if matched.up is not None else [])
     inside: set[fx.Node] = set()
     stack = list(firsts)
@@ -283,18 +287,18 @@ def _between(matched: GatedMlp) -> set[fx.Node]:
     for node in inside - {matched.down.node}:
         if not node.users and call(node) is None:
             raise Miss(f"{node.name} uses what lies between the products")
-        _check_write(node, inside, firsts)
+        _check_write(node, inside, firsts, node in biases)
     return inside
 
 
-def _check_write(node: fx.Node, inside: set[fx.Node], firsts: list[fx.Node]) -> None:
+def _check_write(node: fx.Node, inside: set[fx.Node], firsts: list[fx.Node], adds_bias: bool) -> None:
     """What is changed in place must not be read in another state than the match assumes, nor the change be lost."""
     base = writes(node)
     if base is None:
         return
     others = [user for user in base.users if user is not node]
-    if base in firsts and call(node) == "add" and all(node < user for user in others):
-        return  # a bias
+    if adds_bias and all(node < user for user in others):
+        return
     held = value(base)
     into_a_product = held is None or any(_compat.share_memory(held, value(first)) for first in firsts)  # type: ignore[arg-type]
     if base not in inside or others or not node.users or into_a_product:

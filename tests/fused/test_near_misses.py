@@ -68,6 +68,14 @@ class ChangedThroughAView(Joined):
         return super().parts(h)
 
 
+class LowRank(Joined):
+    """Something is added to the product that is no bias, as adapters do."""
+
+    def parts(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        h.add_(self.gate_up[0, :, 0])
+        return super().parts(h)
+
+
 class ChangedBetween(Titan):
     """Gate and up project one tensor, in two states."""
 
@@ -142,6 +150,7 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other inputs": (lambda: OtherInputs(*SIZES), "different inputs"),
     "changed in place": (lambda: ChangedInPlace(*SIZES), "in place|returned by the model"),
     "changed through a view": (lambda: ChangedThroughAView(*SIZES), "in place"),
+    "added to in place": (lambda: LowRank(*SIZES), "changed in place"),
     "a buffer that watches": (lambda: Watched(*SIZES), "seen.* is changed in place"),
     "an operand by keyword": (lambda: ByKeyword(*SIZES), "nothing is multiplied"),
     "put together twice": (lambda: Beside(*SIZES), "dense gated MLP"),
