@@ -52,7 +52,7 @@ def test_custom_pass() -> None:
 
 
 def test_train_moe_on_one_process() -> None:
-    shown = run("examples/train_moe.py", "--lowering", "eager", "--steps", "4")
+    shown = run("examples/train_moe.py", "--lowering", "eager", "--steps", "12")
     assert "layers.0.experts and 1 more fused by torch" in shown
     assert "Muon" in shown.partition("optimizer")[2]
 
