@@ -128,6 +128,11 @@ _GROUPED_PRODUCTS = {
 }
 
 
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether one tensor is a view of the other, or both of a third; fake tensors too. torch 2.11, 2.13."""
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
 def graph_input_example(placeholder: fx.Node) -> Any:
     """The real value behind an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
     argument = placeholder.meta.get("grapharg")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxshard.errors import ConfigError
-from fxshard.fused.choose import EXPERTS
+from fxshard.fused.choose import choices
 from fxshard.optim import coefficients as coefficient_sets
 from fxshard.plan.hardware import Hardware
 
@@ -227,8 +227,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
             raise ConfigError(f"lowering={self.lowering!r}: expected one of {', '.join(map(repr, LOWERINGS))}")
-        if self.experts not in EXPERTS:
-            raise ConfigError(f"experts={self.experts!r}: expected one of {', '.join(map(repr, EXPERTS))}")
+        if self.experts not in choices():
+            raise ConfigError(f"experts={self.experts!r}: expected one of {', '.join(map(repr, choices()))}")
         if self.prefetch is not None and (not isinstance(self.prefetch, int) or self.prefetch < 0):
             raise ConfigError(
                 f"prefetch={self.prefetch!r}: expected the number of gathers to run ahead, 0 or more, or None"

@@ -6,7 +6,7 @@ Used by the passes before autograd, whose graphs hold the calls of the model's s
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +44,23 @@ _MEANING: dict[Any, str] = {target: name for name, targets in _CALLS.items() for
 
 
 def call(node: Any) -> str | None:
-    """The kind of call, one of the names above, or None."""
+    """The kind of call, one of the names above, or None: also for one whose operands are given by keyword."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return None
     try:
         found = _MEANING.get(node.target)
     except TypeError:  # an unhashable target is nothing we know
         return None
-    return None if found == "add" and "alpha" in node.kwargs else found
+    operands = 2 if found in ("add", "mul") else 1
+    return None if len(node.args) < operands or {"alpha", "out"} & node.kwargs.keys() else found
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    if len(node.args) > position:
+        return node.args[position]
+    if name == "dim" and "axis" in node.kwargs:  # which torch takes everywhere
+        return node.kwargs["axis"]
+    return node.kwargs.get(name, default)
 
 
 def value(node: Any) -> torch.Tensor | None:
@@ -82,12 +87,42 @@ def past_casts(node: Any) -> Any:
 
 def writes(node: fx.Node) -> fx.Node | None:
     """The node whose value a call changes in place, if it does."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+    if node.op not in ("call_function", "call_method"):
         return None
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     by_name = name.endswith("_") and not name.endswith("__")
-    by_operator = node.target in (operator.iadd, operator.imul, operator.isub, operator.itruediv, operator.setitem)
+    by_operator = node.target in _IN_PLACE
     return node.args[0] if by_name or by_operator or node.kwargs.get("inplace") is True else None
+
+
+_IN_PLACE = (
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+    *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.setitem),
+)
+
+
+def changed_between(inputs: Iterable[fx.Node], first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """One of ``inputs`` whose memory something changes between two nodes of the graph, be it through a view."""
+    values = {node: value(node) for node in inputs}
+    node = first
+    while node is not last:
+        base = writes(node)
+        changed = value(base) if base is not None else None
+        for found, held in values.items():
+            if found is base or (changed is not None and held is not None and _compat.share_memory(changed, held)):
+                return found
+        node = node.next
+    return None
+
+
+def nested_graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The captured graph, and those inside it: what ``torch.utils.checkpoint`` wraps is a graph of its own."""
+    return [found for found in module.modules() if isinstance(found, fx.GraphModule)]
 
 
 @dataclass(frozen=True)
@@ -106,11 +141,11 @@ def grouped_product(node: Any) -> Product | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     third = _compat.grouped_mm_offsets(node.target)
-    if third is None:
+    if third is None or len(node.args) < 2:
         return None
-    x, weight = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
-    offsets = argument(node, 2, third)
-    plain = node.kwargs.get("bias") is None and node.kwargs.get("out_dtype") is None and len(node.args) < 5
+    x, weight, offsets = node.args[0], node.args[1], argument(node, 2, third)
+    bias, out_dtype = argument(node, 3, "bias"), argument(node, 4, "out_dtype")  # ours names its implementation there
+    plain = not isinstance(bias, fx.Node) and out_dtype is None
     if not plain or not all(isinstance(arg, fx.Node) for arg in (x, weight, offsets)):
         return None
     if len(shape(x)) != 2 or len(shape(weight)) != 3:
@@ -135,9 +170,7 @@ def grouped_products(graph: fx.Graph) -> Iterator[Product]:
 
 def place(node: fx.Node) -> str:
     """Where in the model a node stands, as a path of modules."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return node.name
-    path = str(list(stack.values())[-1][0])
+    stack = node.meta.get("nn_module_stack")  # of the model's own forward there is none
+    path = str(list(stack.values())[-1][0]) if stack else ""
     path = path.removeprefix("L['self']").removeprefix("L['model']").replace("_modules['", "").replace("']", "")
     return path.lstrip(".") or "the model itself"

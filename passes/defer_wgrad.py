@@ -16,14 +16,26 @@ other units are gone by then. At a collective they live until its wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import fx
 
 from fxshard import _compat
 from fxshard.passes.aliases import is_view
-from fxshard.passes.context import GRADS, ParamRef, PassContext
+from fxshard.passes.context import GRADS, PassContext
 from fxshard.passes.cuts import is_heavy
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A product that only gradients wait for, with what leads to it and to them alone, in order.
+
+    One product can be several gradients: that of stacked weights, if the parameters are what was stacked.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    buckets: frozenset[int | None]
+    """Where those gradients go."""
 
 
 def defer_wgrad(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -37,34 +49,51 @@ def defer_wgrad(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     return module
 
 
-def _products(graph: fx.Graph, context: PassContext) -> dict[ParamRef, list[fx.Node]]:
-    """{parameter: its gradient's product and what only leads from there to the gradient, or only to the product}"""
+def _products(graph: fx.Graph, context: PassContext) -> list[Movable]:
     output = graph.output_node()
-    found: dict[ParamRef, list[fx.Node]] = {}
-    gradients: Iterable[object] = output.args[0]  # type: ignore[assignment]
-    for ref, gradient in zip(output.meta.get(GRADS, ()), gradients, strict=False):
-        if ref is None or not isinstance(gradient, fx.Node) or not context.bucket(ref).trainable:
-            continue
-        chain = [gradient]
-        while not is_heavy(chain[-1]) and len(chain[-1].all_input_nodes) == 1 and _only_for(chain[-1], chain, output):
-            chain.append(chain[-1].all_input_nodes[0])
-        if is_heavy(chain[-1]) and _only_for(chain[-1], chain, output):
-            found[ref] = chain[::-1]
+    gradients = _gradients(output, context)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for chain in found.values():
-        for operand in chain[0].all_input_nodes:
-            while is_view(operand) and _only_for(operand, chain, output):
-                chain.append(operand)
+    found = []
+    for product in order:
+        nodes = _made_of(product, output) if is_heavy(product) else []
+        results = [node for node in nodes if output in node.users]
+        buckets = {bucket for node in results for bucket in gradients[node]}
+        if not buckets or None in buckets:
+            continue
+        for operand in product.all_input_nodes:
+            while is_view(operand) and all(user is output or user in nodes for user in operand.users):
+                nodes.append(operand)
                 operand = operand.all_input_nodes[0]
-        chain.sort(key=order.__getitem__)
+        found.append(Movable(tuple(sorted(nodes, key=order.__getitem__)), frozenset(buckets)))
     return found
 
 
-def _only_for(node: fx.Node, chain: list[fx.Node], output: fx.Node) -> bool:
-    return all(user is output or user in chain for user in node.users)
+def _gradients(output: fx.Node, context: PassContext) -> dict[fx.Node, set[int | None]]:
+    """{node: buckets of the parameters whose gradient it is, and None where it is returned as something else}"""
+    found: dict[fx.Node, set[int | None]] = {}
+    refs = output.meta.get(GRADS, ())
+    for i, node in enumerate(output.args[0]):  # type: ignore[arg-type, union-attr]
+        if isinstance(node, fx.Node):
+            ref = refs[i] if i < len(refs) else None
+            bucket = ref.bucket if ref is not None and context.bucket(ref).trainable else None
+            found.setdefault(node, set()).add(bucket)
+    return found
 
 
-def _fill(wait: fx.Node, products: dict[ParamRef, list[fx.Node]]) -> None:
+def _made_of(product: fx.Node, output: fx.Node) -> list[fx.Node]:
+    """The product and all that is computed from it and from nothing else; empty if something else needs it."""
+    nodes = [product]
+    for node in nodes:  # which grows
+        for user in node.users:
+            if user is output or user in nodes:
+                continue
+            if is_heavy(user) or _compat.is_wait(user) or len(user.all_input_nodes) != 1:
+                return []
+            nodes.append(user)
+    return nodes
+
+
+def _fill(wait: fx.Node, products: list[Movable]) -> None:
     """Products that stand between the previous wait and a collective's start run between its start and its wait."""
     (start,) = wait.all_input_nodes
     earlier: set[fx.Node] = set()
@@ -72,27 +101,27 @@ def _fill(wait: fx.Node, products: dict[ParamRef, list[fx.Node]]) -> None:
     while node.op == "call_function" and not _compat.is_wait(node):
         earlier.add(node)
         node = node.prev
-    for chain in products.values():
-        if earlier.issuperset(chain) and start not in {user for member in chain for user in member.users}:
-            for member in chain:
+    for product in products:
+        if earlier.issuperset(product.nodes):
+            for member in product.nodes:
                 wait.prepend(member)
 
 
-def _smallest_last(graph: fx.Graph, products: dict[ParamRef, list[fx.Node]], context: PassContext) -> None:
+def _smallest_last(graph: fx.Graph, products: list[Movable], context: PassContext) -> None:
     """The products of the last bucket but one run behind the last gradient, if that leaves the smaller for the end."""
     output = graph.output_node()
     order = {node: i for i, node in enumerate(graph.nodes)}
     complete: dict[int, int] = {}
-    gradients: Iterable[object] = output.args[0]  # type: ignore[assignment]
-    for ref, gradient in zip(output.meta.get(GRADS, ()), gradients, strict=False):
-        if ref is not None and isinstance(gradient, fx.Node) and context.bucket(ref).trainable:
-            complete[ref.bucket] = max(complete.get(ref.bucket, 0), order[gradient])
+    for gradient, buckets in _gradients(output, context).items():
+        for bucket in buckets:
+            if bucket is not None:
+                complete[bucket] = max(complete.get(bucket, 0), order[gradient])
     if len(complete) < 2:
         return
     before, last = sorted(complete, key=complete.__getitem__)[-2:]
     if context.buckets[last].grad_bytes < context.buckets[before].grad_bytes:
         return
-    for ref, chain in products.items():
-        if ref.bucket == before:
-            for member in chain:
+    for product in products:
+        if product.buckets == {before}:
+            for member in product.nodes:
                 output.prepend(member)

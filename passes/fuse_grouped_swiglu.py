@@ -2,7 +2,9 @@
 
 Requires grouped products that can be differentiated (``group_experts``). Provides ``fxshard::grouped_swiglu`` in the
 place of each match, with the implementation that ``choose`` picks for the machine, and a line in the report for each
-match and each near miss. A routing weight behind the second product moves before it: ``(h · W) p`` is ``(p h) · W``.
+match and each near miss. Where the implementation asks for a multiple of tokens per expert, tokens and routing weights
+are padded in front of the operator and the result is unpadded behind it. A routing weight behind the second product
+moves before it: ``(h · W) p`` is ``(p h) · W``.
 """
 
 from __future__ import annotations
@@ -12,17 +14,36 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxshard.fused.choose import Case, choose
+from fxshard.fused.choose import Case, choose, implementation
 from fxshard.fused.op import grouped_swiglu
+from fxshard.fused.padding import pad_groups, take_rows
 from fxshard.fused.report import Fused, Left
-from fxshard.passes.calls import call, grouped_product, grouped_products, past_casts, place, shape, value, writes
+from fxshard.passes.calls import (
+    call,
+    changed_between,
+    grouped_product,
+    grouped_products,
+    nested_graphs,
+    past_casts,
+    place,
+    shape,
+    value,
+    writes,
+)
 from fxshard.passes.context import PassContext
 from fxshard.passes.expert_bias import added_bias
 from fxshard.passes.match_glu import GatedMlp, Miss, match_gated_mlp
 
 
 def fuse_grouped_swiglu(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    graph = module.graph
+    for part in nested_graphs(module):
+        _fuse(part.graph, context)
+        part.graph.lint()
+        part.recompile()
+    return module
+
+
+def _fuse(graph: fx.Graph, context: PassContext) -> None:
     misses: dict[fx.Node, str] = {}
     for down in list(grouped_products(graph)):
         try:
@@ -37,8 +58,6 @@ def fuse_grouped_swiglu(module: fx.GraphModule, context: PassContext) -> fx.Grap
     # One line per place: a first product is a near miss too, but it is the second that says what is missing.
     reasons = {place(node): why for node, why in misses.items()}
     context.experts.left.extend(Left(where, why) for where, why in reasons.items())
-    graph.lint()
-    return module
 
 
 @dataclass
@@ -56,7 +75,7 @@ def _tail(mlp: GatedMlp) -> _Tail:
     down = mlp.down.node
     tail = _Tail(down, [])
     bias = added_bias(next((user for user in down.users if call(user) == "add"), None), grouped_product)
-    if bias is not None and bias.product is down and _alone_behind(down, bias.node):
+    if bias is not None and bias.product is down and _alone_behind(down, bias.node) and _same_dtype(bias.node, down):
         tail.bias = bias.values
         tail.nodes.append(bias.node)
         # Added in place, later readers name the product itself.
@@ -83,8 +102,7 @@ def _take_routing(tail: _Tail, seen: set[fx.Node]) -> None:
     full = shape(tail.last)
     if len(factors) != 1 or not isinstance(factors[0], fx.Node) or shape(factors[0]) != (full[0], 1) or full[1] == 1:
         return
-    before, after = value(tail.last), value(scaling)
-    if before is None or after is None or before.dtype != after.dtype:
+    if not _same_dtype(tail.last, scaling):
         tail.remark = ", routing weight outside (it widens the result's type)"
         return
     tail.routing = factors[0]
@@ -94,13 +112,17 @@ def _take_routing(tail: _Tail, seen: set[fx.Node]) -> None:
 
 def _check_unchanged(mlp: GatedMlp, tail: _Tail) -> None:
     """The operator reads its inputs where its last node stood: nothing may have changed them by then."""
-    first = min(mlp.inside)
-    for node in _inputs(mlp, tail):
+    inputs = _inputs(mlp, tail)
+    for node in inputs:
         if node in mlp.inside:
             raise Miss(f"{node.name} depends on what lies between the products")
-        for user in node.users:
-            if writes(user) is node and first < user < tail.last:
-                raise Miss(f"{node.name} is changed in place before the experts are done")
+    changed = changed_between(inputs, min(mlp.inside), _end(mlp, tail))
+    if changed is not None:
+        raise Miss(f"{changed.name} is changed in place before the experts are done")
+
+
+def _end(mlp: GatedMlp, tail: _Tail) -> fx.Node:
+    return max([mlp.down.node, *tail.nodes])
 
 
 def _inputs(mlp: GatedMlp, tail: _Tail) -> list[fx.Node]:
@@ -112,47 +134,75 @@ def _inputs(mlp: GatedMlp, tail: _Tail) -> list[fx.Node]:
 def _replace(graph: fx.Graph, mlp: GatedMlp, tail: _Tail, context: PassContext) -> Fused:
     name = choose(context.options.experts, _case(mlp, tail))
     routing = mlp.routing if mlp.routing is not None else tail.routing
-    glu = mlp.glu
-    with graph.inserting_after(max([*mlp.inside, *tail.nodes])):
-        experts = graph.call_function(grouped_swiglu)
-    with graph.inserting_after(experts):
-        result = graph.call_function(operator.getitem, (experts, 0))  # the others are what backward needs
-    with graph.inserting_before(experts):
-        weights = graph.call_method("reshape", (routing, -1)) if routing is not None else None
     up = mlp.up.weight if mlp.up is not None else None
-    experts.args = (
-        *(past_casts(mlp.x) if _same_type(mlp.x) else mlp.x, mlp.down.offsets, mlp.gate.weight, up, mlp.down.weight),
-        *(mlp.gate_bias, mlp.up_bias, tail.bias, weights),
-        *(glu.alpha, glu.limit, glu.offset, glu.interleave, tail.routing is not None, name),
-    )
-    for node in (experts, result):
+    x = past_casts(mlp.x) if _same_dtype(past_casts(mlp.x), mlp.x) else mlp.x
+    glu = mlp.glu
+    mark = _end(mlp, tail)
+    with graph.inserting_before(mark.next):
+        weights = graph.call_method("reshape", (routing, -1)) if routing is not None else None
+        padding = _Padding(graph, x, mlp.down.offsets, implementation(name).alignment)
+        inputs = (padding.on(x), padding.offsets, mlp.gate.weight, up, mlp.down.weight)
+        biases = (mlp.gate_bias, mlp.up_bias, tail.bias)
+        options = (glu.alpha, glu.limit, glu.offset, glu.interleave, tail.routing is not None, name)
+        experts = graph.call_function(grouped_swiglu, (*inputs, *biases, padding.on(weights), *options))
+        # The other results are what backward needs.
+        result = padding.off(graph.call_function(operator.getitem, (experts, 0)))
+    node = mark.next
+    while node is not result.next:
         node.meta.update({key: mlp.down.node.meta[key] for key in _KEPT if key in mlp.down.node.meta})
+        node = node.next
     result.meta["example_value"] = value(tail.last)
     where = place(mlp.down.node)
     tail.last.replace_all_uses_with(result, delete_user_cb=lambda user: user not in mlp.inside | set(tail.nodes))
     for node in sorted(mlp.inside | set(tail.nodes), reverse=True):
         graph.erase_node(node)
-    return Fused(where, name, _form(mlp, tail))
+    return Fused(where, name, _form(mlp, tail) + padding.remark)
+
+
+class _Padding:
+    """Puts tokens and routing weights where an implementation wants them, once, and takes the result back."""
+
+    def __init__(self, graph: fx.Graph, x: fx.Node, offsets: fx.Node | None, alignment: int) -> None:
+        assert offsets is not None
+        self.graph, self.offsets, self.alignment = graph, offsets, alignment
+        if alignment > 1:
+            rows = graph.call_method("size", (x, 0))
+            made = graph.call_function(pad_groups, (offsets, rows, alignment))
+            self.offsets, self.inside, self.places = (
+                graph.call_function(operator.getitem, (made, i)) for i in range(3)
+            )
+
+    def on(self, node: fx.Node | None) -> fx.Node | None:
+        if node is None or self.alignment == 1:
+            return node
+        return self.graph.call_function(take_rows, (node, self.inside, self.places))
+
+    def off(self, node: fx.Node) -> fx.Node:
+        if self.alignment == 1:
+            return node
+        return self.graph.call_function(take_rows, (node, self.places, self.inside))
+
+    @property
+    def remark(self) -> str:
+        return "" if self.alignment == 1 else f", padded to multiples of {self.alignment} tokens per expert"
 
 
 _KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
-def _same_type(x: fx.Node) -> bool:
-    before, after = value(past_casts(x)), value(x)
-    return before is not None and after is not None and before.dtype == after.dtype
+def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
+    first, second = value(a), value(b)
+    return first is not None and second is not None and first.dtype == second.dtype
 
 
 def _case(mlp: GatedMlp, tail: _Tail) -> Case:
-    x, weight, down = value(mlp.x), value(mlp.gate.weight), value(mlp.down.weight)
-    assert x is not None and weight is not None and down is not None
+    x, down = value(mlp.x), value(mlp.down.weight)
+    assert x is not None and down is not None
     return Case(
         x.device,
         x.dtype,
         hidden=int(down.shape[-1]),
         inner=int(down.shape[-2]),
-        joined=mlp.up is None,
-        transposed=weight.stride(-1) != 1 and down.stride(-1) != 1,
         biased=any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, tail.bias)),
         glu=mlp.glu,
     )

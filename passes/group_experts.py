@@ -17,13 +17,30 @@ from torch import fx
 
 from fxshard.fused.op import grouped_product as grouped_product_op
 from fxshard.fused.report import Left
-from fxshard.passes.calls import argument, call, dense_product, grouped_products, place, shape, value
+from fxshard.passes.calls import (
+    argument,
+    call,
+    changed_between,
+    dense_product,
+    grouped_products,
+    nested_graphs,
+    place,
+    shape,
+    value,
+)
 from fxshard.passes.context import PassContext
-from fxshard.passes.match_glu import GatedMlp, Miss, match_gated_mlp
+from fxshard.passes.match_glu import GatedMlp, Miss, NoGate, match_gated_mlp
 
 
 def group_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    graph = module.graph
+    for part in nested_graphs(module):
+        _group(part.graph, context)
+        part.graph.lint()
+        part.recompile()
+    return module
+
+
+def _group(graph: fx.Graph, context: PassContext) -> None:
     for found in list(grouped_products(graph)):
         if str(found.node.target).startswith("transformers."):
             with graph.inserting_before(found.node):
@@ -36,8 +53,6 @@ def group_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModul
                 if str(miss):
                     context.experts.left.append(Left(place(node), f"a loop over gated MLPs, but {miss}"))
     context.experts.left.extend(Left(place(node), _DENSE) for node in _dense_mlps(graph))
-    graph.lint()
-    return module
 
 
 _DENSE = "a dense gated MLP, one expert: there is nothing to group, and the compiler fuses its activation"
@@ -87,6 +102,10 @@ def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
     ):
         raise Miss("they have biases or routing weights inside")
     source = _parts([mlp.x for mlp in mlps])
+    weights = [p.weight for mlp in mlps for p in (mlp.gate, mlp.up, mlp.down) if p is not None]
+    changed = changed_between([source, *weights], min(min(mlp.inside) for mlp in mlps), together)
+    if changed is not None:
+        raise Miss(f"{changed.name} is changed in place between them")
     rows, hidden, experts = _rows(first.x), shape(first.x)[-1], len(mlps)
 
     def made(node: fx.Node, result: torch.Tensor) -> fx.Node:
@@ -151,7 +170,7 @@ def _experts(together: fx.Node) -> list[GatedMlp]:
             raise Miss("")
         try:
             mlps.append(match_gated_mlp(down, dense_product))
-        except Miss as miss:
+        except NoGate as miss:
             raise Miss("") from miss
     if len(set(results)) != len(results):
         raise Miss("one result is used twice")

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from fxshard import _compat
 from fxshard.fused.glu import Glu
 from fxshard.passes.calls import Product, argument, call, past_casts, shape, value, writes
 from fxshard.passes.expert_bias import Bias, added_bias
@@ -20,6 +21,10 @@ from fxshard.passes.expert_bias import Bias, added_bias
 
 class Miss(Exception):
     """Why something that looks like experts is not."""
+
+
+class NoGate(Miss):
+    """It does not even look like them: no gated SiLU precedes the product."""
 
 
 @dataclass
@@ -66,7 +71,8 @@ def match_gated_mlp(down: Product, product: FindProduct) -> GatedMlp:
         up_bias=second.bias.values if second is not None and second.bias is not None else None,
     )
     _check_inputs(matched)
-    matched.inside = _between(matched)
+    biases = {source.bias.node for source in (first, second) if source is not None and source.bias is not None}
+    matched.inside = _between(matched, biases)
     return matched
 
 
@@ -103,10 +109,10 @@ def _activation(factors: list[Any]) -> tuple[Any, float, Any]:
             return inner, alpha, rest[0]
     other = next((name for name in map(call, factors) if name in ("gelu", "relu")), None)
     if other is not None:
-        raise Miss(f"the activation is {other}, not SiLU")
+        raise NoGate(f"the activation is {other}, not SiLU")
     if len(factors) == 1:
-        raise Miss("between the products nothing is multiplied: no gate")
-    raise Miss("what lies between the products is no gated SiLU")
+        raise NoGate("between the products nothing is multiplied: no gate")
+    raise NoGate("what lies between the products is no gated SiLU")
 
 
 def _scaled(node: Any) -> tuple[Any, float]:
@@ -197,10 +203,16 @@ def _half(node: Any) -> tuple[Any, int, int] | None:
         if rank and dim in (-1, rank - 1) and shape(joined)[-1] == 2 * width:
             return joined, index, 0
         return None
-    if value(source) is None or not isinstance(index, tuple) or shape(source)[-1] != 2 * width:
+    if call(source) == "unbind" and isinstance(index, int):
+        return _of_pairs(source.args[0], index, argument(source, 1, "dim", 0))
+    if value(source) is None or not isinstance(index, tuple):
         return None
     last = index[-1]
-    if not isinstance(last, slice) or any(part not in (Ellipsis, slice(None)) for part in index[:-1]):
+    if any(part not in (Ellipsis, slice(None)) for part in index[:-1]):
+        return None
+    if isinstance(last, int):
+        return _of_pairs(source, last, -1)
+    if not isinstance(last, slice) or shape(source)[-1] != 2 * width:
         return None
     start, stop, step = last.start or 0, last.stop, last.step or 1
     if step == 2 and stop is None and start in (0, 1):
@@ -208,6 +220,17 @@ def _half(node: Any) -> tuple[Any, int, int] | None:
     if step == 1 and (start, stop) in ((0, width), (width, None), (width, 2 * width)):
         return source, int(start == width), 0
     return None
+
+
+def _of_pairs(paired: Any, which: int, dim: int) -> tuple[Any, int, int] | None:
+    """A part of ``view(tokens, 2, n)``, which are halves, or of ``view(tokens, n, 2)``, which alternate."""
+    sizes = shape(paired)
+    if call(paired) != "reshape" or len(sizes) < 2 or sizes[dim] != 2:
+        return None
+    joined: Any = paired.args[0]
+    if sizes[:-2] != shape(joined)[:-1] or dim % len(sizes) < len(sizes) - 2:
+        return None
+    return joined, which, int(dim % len(sizes) == len(sizes) - 1)
 
 
 def _blocks(joined: Any) -> tuple[Any, int]:
@@ -232,14 +255,18 @@ def _check_inputs(matched: GatedMlp) -> None:
     products = [matched.gate, matched.down] + ([matched.up] if matched.up is not None else [])
     if any(product.offsets is not matched.down.offsets for product in products):
         raise Miss("the products are grouped by different offsets")
-    tensors = [matched.x, *(product.weight for product in products)]
+    # A product whose result has another type runs under autocast, of which the operator knows nothing.
+    tensors = [matched.x, *(node for product in products for node in (product.weight, product.node))]
     found = {(value(node).dtype, value(node).device) for node in tensors if value(node) is not None}  # type: ignore[union-attr]
     if len(found) != 1 or any(value(node) is None for node in tensors):
-        raise Miss(f"inputs and weights differ in type: {sorted(str(dtype) for dtype, _ in found)}")
+        raise Miss(f"inputs, weights and products differ in type: {sorted(str(dtype) for dtype, _ in found)}")
 
 
-def _between(matched: GatedMlp) -> set[fx.Node]:
-    """Everything from the first product to the second that depends on the first; nothing else may use it."""
+def _between(matched: GatedMlp, biases: set[fx.Node]) -> set[fx.Node]:
+    """Everything from the first product to the second that depends on the first; nothing else may use it.
+
+    ``biases`` are the nodes that add those that were found.
+    """
     firsts = [matched.gate.node] + ([matched.up.node] if matched.up is not None else [])
     inside: set[fx.Node] = set()
     stack = list(firsts)
@@ -257,19 +284,22 @@ def _between(matched: GatedMlp) -> set[fx.Node]:
             raise Miss("what lies between the products is used elsewhere too")
     if matched.down.node not in inside:
         raise Miss("the second product does not depend on the first")
-    _check_writes(inside, matched)
+    for node in inside - {matched.down.node}:
+        if not node.users and call(node) is None:
+            raise Miss(f"{node.name} uses what lies between the products")
+        _check_write(node, inside, firsts, node in biases)
     return inside
 
 
-def _check_writes(inside: set[fx.Node], matched: GatedMlp) -> None:
-    """What is changed in place must not be read in another state than the match assumes."""
-    order = {node: i for i, node in enumerate(matched.down.node.graph.nodes)}
-    firsts = [matched.gate.node] + ([matched.up.node] if matched.up is not None else [])
-    for node in inside - {matched.down.node}:
-        base = writes(node)
-        if base is None or set(base.users) == {node}:
-            continue
-        others = [user for user in base.users if user is not node]
-        is_bias = base in firsts and call(node) == "add" and all(order[user] > order[node] for user in others)
-        if not is_bias:
-            raise Miss(f"{base.name} is changed in place between the products")
+def _check_write(node: fx.Node, inside: set[fx.Node], firsts: list[fx.Node], adds_bias: bool) -> None:
+    """What is changed in place must not be read in another state than the match assumes, nor the change be lost."""
+    base = writes(node)
+    if base is None:
+        return
+    others = [user for user in base.users if user is not node]
+    if adds_bias and all(node < user for user in others):
+        return
+    held = value(base)
+    into_a_product = held is None or any(_compat.share_memory(held, value(first)) for first in firsts)  # type: ignore[arg-type]
+    if base not in inside or others or not node.users or into_a_product:
+        raise Miss(f"{base.name} is changed in place between the products")

@@ -1,5 +1,6 @@
 """Mixture-of-experts MLPs as one operator: grouped GEMM, gated activation, grouped GEMM, and their backward.
 
 ``glu`` is the mathematics of the activation, ``op`` the operators that graphs contain, ``choose`` says which
-implementation runs where; ``by_torch``, ``by_triton`` and ``by_te`` are those, ``report`` is what users read.
+implementation runs where; ``by_torch``, ``by_triton`` and ``by_te`` are those, ``padding`` gives them the groups
+they ask for, ``report`` is what users read.
 """

@@ -56,15 +56,18 @@ def _halves(pre: torch.Tensor, pre_up: torch.Tensor | None, glu: Glu) -> tuple[t
 
 
 def _constants(weights: torch.Tensor | None, glu: Glu) -> dict[str, object]:
+    return {**glu_constants(weights, glu), "INTERLEAVE": glu.interleave, "BLOCK": BLOCK}
+
+
+def glu_constants(weights: torch.Tensor | None, glu: Glu) -> dict[str, object]:
+    """The activation as kernels are compiled for it."""
     clamped = glu.limit != math.inf
     return {
         "ALPHA": glu.alpha,
         "LIMIT": glu.limit if clamped else 0.0,
         "CLAMPED": clamped,
         "OFFSET": glu.offset,
-        "INTERLEAVE": glu.interleave,
         "WEIGHTED": weights is not None,
-        "BLOCK": BLOCK,
     }
 
 

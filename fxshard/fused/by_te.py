@@ -56,15 +56,10 @@ class TransformerEngineExperts(TorchExperts):
         return tex.scaled_clamped_swiglu(pre, scales, None, glu.limit, glu.alpha, glu.offset, glu.interleave)
 
     def differentiate(
-        self,
-        pre: torch.Tensor,
-        pre_up: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        grad: torch.Tensor,
-        glu: Glu,
+        self, pre: torch.Tensor, pre_up: torch.Tensor | None, grad: torch.Tensor, weights: torch.Tensor | None, glu: Glu
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         if pre_up is not None or weights is None:
-            return super().differentiate(pre, pre_up, weights, grad, glu)
+            return super().differentiate(pre, pre_up, grad, weights, glu)
         tex, scales = _engine().kernels, weights.to(pre.dtype)
         constants = () if glu.name == "SwiGLU" else (glu.limit, glu.alpha, glu.offset)
         backward = tex.scaled_dswiglu if glu.name == "SwiGLU" else tex.scaled_clamped_dswiglu

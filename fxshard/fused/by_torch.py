@@ -28,76 +28,66 @@ class Experts:
     down_bias: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator, but for what flows through it."""
+
+    offsets: torch.Tensor
+    experts: Experts
+    weights: torch.Tensor | None
+    """A routing weight per token."""
+    glu: Glu
+    weighted_bias: bool
+    """Whether routing weights scale the second bias, too."""
+
+
 class TorchExperts:
     """The implementation ``torch``; the others replace some of its steps."""
 
     name = "torch"
+    alignment = 1
+    """What the number of tokens of each expert must be a multiple of. Where it is not, the pass that puts the operator
+    into a graph pads (``padding``)."""
 
     # -- the two operators -------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        experts: Experts,
-        weights: torch.Tensor | None,
-        glu: Glu,
-        weighted_bias: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output and the pre-activations (joined and nothing, or gate and up)."""
-        pre, pre_up, hidden = self.up(x, offsets, experts, weights, glu)
-        out = self.product(hidden, experts.down, offsets)
-        if experts.down_bias is not None:
-            bias = per_row(experts.down_bias, offsets, x.shape[0])
-            out += bias * weights.to(bias.dtype).unsqueeze(-1) if weighted_bias and weights is not None else bias
+        pre, pre_up, hidden = self.up(x, call)
+        out = self.product(hidden, call.experts.down, call.offsets)
+        if call.experts.down_bias is not None:
+            bias = per_row(call.experts.down_bias, call.offsets, x.shape[0])
+            weighted = call.weighted_bias and call.weights is not None
+            out += bias * call.weights.to(bias.dtype).unsqueeze(-1) if weighted else bias  # type: ignore[union-attr]
         return out, pre, pre_up
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        offsets: torch.Tensor,
-        experts: Experts,
-        weights: torch.Tensor | None,
-        pre: torch.Tensor,
-        pre_up: torch.Tensor,
-        glu: Glu,
-        weighted_bias: bool,
+        self, grad: torch.Tensor, call: Call, pre: torch.Tensor, pre_up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of the input, the pre-activations and the routing weights, and the activation for the weights'."""
-        grad_pre, grad_up, hidden, grad_weights = self.down_backward(grad, offsets, experts, weights, pre, pre_up, glu)
+        experts, offsets = call.experts, call.offsets
+        grad_hidden = self.product(grad, experts.down.mT, offsets)
+        grad_pre, grad_up, hidden, grad_weights = self.differentiate(
+            pre, pre_up if experts.up is not None else None, grad_hidden, call.weights, call.glu
+        )
         grad_x = self.product(grad_pre, experts.gate.mT, offsets)
         if experts.up is not None:
             grad_x += self.product(grad_up, experts.up.mT, offsets)
-        if experts.down_bias is not None and weights is not None and weighted_bias:
+        if experts.down_bias is not None and call.weights is not None and call.weighted_bias:
             bias = per_row(experts.down_bias, offsets, grad.shape[0])
             grad_weights += (grad.float() * bias.float()).sum(-1).to(grad_weights.dtype)
         return grad_x, grad_pre, grad_up, hidden, grad_weights
 
     # -- steps that other implementations replace --------------------------------------------------------------------
 
-    def up(
-        self, x: torch.Tensor, offsets: torch.Tensor, experts: Experts, weights: torch.Tensor | None, glu: Glu
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def up(self, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """First product and activation: pre-activations and what the second product multiplies."""
+        experts, offsets = call.experts, call.offsets
         pre = self._biased(self.product(x, experts.gate, offsets), experts.gate_bias, offsets)
         if experts.up is None:
-            return pre, x.new_empty(0), self.activate(pre, None, weights, glu)
+            return pre, x.new_empty(0), self.activate(pre, None, call.weights, call.glu)
         pre_up = self._biased(self.product(x, experts.up, offsets), experts.up_bias, offsets)
-        return pre, pre_up, self.activate(pre, pre_up, weights, glu)
-
-    def down_backward(
-        self,
-        grad: torch.Tensor,
-        offsets: torch.Tensor,
-        experts: Experts,
-        weights: torch.Tensor | None,
-        pre: torch.Tensor,
-        pre_up: torch.Tensor,
-        glu: Glu,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Back through second product and activation: gradients of the pre-activations, activation, routing weights."""
-        grad_hidden = self.product(grad, experts.down.mT, offsets)
-        return self.differentiate(pre, pre_up if experts.up is not None else None, weights, grad_hidden, glu)
+        return pre, pre_up, self.activate(pre, pre_up, call.weights, call.glu)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Each row of ``x`` times the matrix of its expert."""
@@ -136,13 +126,9 @@ class TorchExperts:
         return formula.activate(gate, up, weights, glu)
 
     def differentiate(
-        self,
-        pre: torch.Tensor,
-        pre_up: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        grad: torch.Tensor,
-        glu: Glu,
+        self, pre: torch.Tensor, pre_up: torch.Tensor | None, grad: torch.Tensor, weights: torch.Tensor | None, glu: Glu
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Back through the activation: gradients of the pre-activations, the activation, the routing weights'."""
         kernels = _kernels(pre)
         if kernels is not None:
             return kernels.differentiate(pre, pre_up, weights, grad, glu)

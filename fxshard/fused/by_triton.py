@@ -8,21 +8,18 @@ never read again in forward. With many tokens per expert torch's products are fa
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fxshard.fused import product_kernels
-from fxshard.fused.by_torch import Experts, TorchExperts
-from fxshard.fused.glu import Glu
-from fxshard.fused.product_kernels import located, swizzled
+from fxshard.fused.activation_kernels import glu_constants
+from fxshard.fused.by_torch import Call, TorchExperts
+from fxshard.fused.product_kernels import located, matrices, swizzled, tile_constants, tile_count
 
 ROWS, COLUMNS, DEPTH = 128, 128, 64
 """A tile: tokens, columns of gate and as many of up, and how much of the input's width is multiplied at a time."""
-STAGES, WARPS, SWIZZLE = 4, 8, 8
 
 
 class TritonExperts(TorchExperts):
@@ -35,11 +32,10 @@ class TritonExperts(TorchExperts):
             return product_kernels.product(x, weight, offsets)
         return super().product(x, weight, offsets)
 
-    def up(
-        self, x: torch.Tensor, offsets: torch.Tensor, experts: Experts, weights: torch.Tensor | None, glu: Glu
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def up(self, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        experts, offsets, weights = call.experts, call.offsets, call.weights
         if not _few_rows(x, offsets):
-            return super().up(x, offsets, experts, weights, glu)
+            return super().up(x, call)
         x = x.contiguous()
         tokens, width = x.shape
         joined = experts.up is None
@@ -51,30 +47,15 @@ class TritonExperts(TorchExperts):
         if tokens == 0:
             return pre, pre_up, hidden
         transposed = experts.gate.stride(-1) != 1
-        gate = _descriptor(experts.gate, transposed)
-        up = gate if experts.up is None else _descriptor(experts.up, transposed)
-        count = offsets.shape[0]
-        # Every expert may leave one tile half empty.
-        tiles = (triton.cdiv(tokens, ROWS) + count) * triton.cdiv(inner, COLUMNS)
-        clamped = glu.limit != math.inf
-        _up_kernel[(tiles,)](
+        gate = matrices(experts.gate, transposed, COLUMNS, DEPTH)
+        up = gate if experts.up is None else matrices(experts.up, transposed, COLUMNS, DEPTH)
+        _up_kernel[(tile_count(tokens, inner, offsets.shape[0], ROWS, COLUMNS),)](
             TensorDescriptor.from_tensor(x, [ROWS, DEPTH]),
             *(gate, up, offsets.int(), weights, pre, pre[:, inner:] if joined else pre_up, hidden),
             *(width, inner, columns, inner if joined else 0, pre.stride(0), inner * 2 if joined else inner),
-            EXPERTS=count,
-            EXPERTS_PADDED=triton.next_power_of_2(count),
             TRANSPOSED=transposed,
-            ALPHA=glu.alpha,
-            LIMIT=glu.limit if clamped else 0.0,
-            CLAMPED=clamped,
-            OFFSET=glu.offset,
-            WEIGHTED=weights is not None,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            DEPTH=DEPTH,
-            SWIZZLE=SWIZZLE,
-            num_stages=STAGES,
-            num_warps=WARPS,
+            **tile_constants(offsets.shape[0], ROWS, COLUMNS, DEPTH),
+            **glu_constants(weights, call.glu),
         )
         return pre, pre_up, hidden
 
@@ -82,13 +63,6 @@ class TritonExperts(TorchExperts):
 def _few_rows(x: torch.Tensor, offsets: torch.Tensor) -> bool:
     """Whether experts have so few tokens that torch's grouped GEMM does not reach its full speed."""
     return x.shape[0] < 1024 * offsets.shape[0]
-
-
-def _descriptor(weight: torch.Tensor, transposed: bool) -> TensorDescriptor:
-    """All experts' matrices below one another, as they lie in memory."""
-    lying = weight.mT if transposed else weight
-    flat = lying.contiguous().flatten(0, 1)
-    return TensorDescriptor.from_tensor(flat, [COLUMNS, DEPTH] if transposed else [DEPTH, COLUMNS])
 
 
 @triton.jit

@@ -13,9 +13,6 @@ from fxshard.errors import ConfigError
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.fused.glu import SWIGLU, Glu
 
-EXPERTS = ("auto", "torch", "triton", "te", "off")
-"""Values of the option ``experts``: the fastest that runs here, one by name, or leave the model as it is written."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -25,11 +22,29 @@ class Case:
     dtype: torch.dtype
     hidden: int
     inner: int
-    joined: bool = True
-    transposed: bool = True
-    """Whether weights lie in memory as ``[experts, out, in]``, as those of ``nn.Linear`` do."""
     biased: bool = False
     glu: Glu = SWIGLU
+
+
+def choices() -> tuple[str, ...]:
+    """Values of the option ``experts``: the fastest that runs here, one by name, or the model as it is written."""
+    return ("auto", *_MAKE, "off")
+
+
+def add_implementation(
+    name: str, make: Callable[[], TorchExperts], refuses: Callable[[Case], str | None] = lambda case: None
+) -> None:
+    """An implementation of one's own, to be asked for by ``experts=name``.
+
+    ``make`` gives a :class:`TorchExperts` that replaces some of its steps and says which ``alignment`` it wants;
+    ``refuses`` says why it cannot run something, or None.
+
+    >>> add_implementation("mine", MyExperts)
+    >>> model = fxshard.compile(model, experts="mine")
+    """
+    if name in choices():
+        raise ConfigError(f"experts={name!r} is taken: {', '.join(map(repr, choices()))} are there already")
+    _MAKE[name], _REFUSALS[name] = make, refuses
 
 
 @cache
@@ -104,4 +119,6 @@ _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "te": _te_refusal,
 }
 _FASTEST_FIRST = ("triton", "torch")
-"""As measured (docs/benchmarks.md). The last one runs everywhere."""
+"""By the time of a step (docs/benchmarks.md). With 64 experts triton takes less than torch without routing weights, and
+as long with them; with 8 it leaves all products to torch. te was slower everywhere. The last one runs everywhere.
+"""

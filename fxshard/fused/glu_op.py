@@ -30,7 +30,7 @@ def _differentiate(
     pre: torch.Tensor, up: Maybe, weights: Maybe, grad: torch.Tensor, alpha: float, limit: float, offset: float, n: int
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of the pre-activations, the activation once more, gradients of the routing weights."""
-    return TorchExperts().differentiate(pre, up, weights, grad, Glu(alpha, limit, offset, n))
+    return TorchExperts().differentiate(pre, up, grad, weights, Glu(alpha, limit, offset, n))
 
 
 def _fake_activate(pre: torch.Tensor, up: Maybe, *_: object) -> torch.Tensor:

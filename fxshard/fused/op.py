@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from fxshard.fused.by_torch import Experts
+from fxshard.fused.by_torch import Call, Experts, TorchExperts
 from fxshard.fused.choose import implementation
 from fxshard.fused.glu import Glu
 
 _library = torch.library.Library("fxshard", "FRAGMENT")
-_GLU = "float alpha, float limit, float offset, int interleave, bool weighted_bias, str implementation"
+_OPTIONS = "float alpha, float limit, float offset, int interleave, bool weighted_bias, str implementation"
 _library.define(
     "grouped_swiglu(Tensor x, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias, "
-    f"Tensor? up_bias, Tensor? down_bias, Tensor? weights, {_GLU}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor? up_bias, Tensor? down_bias, Tensor? weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "grouped_swiglu_backward(Tensor grad, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? down_bias, "
-    f"Tensor? weights, Tensor pre, Tensor pre_up, {_GLU}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor? weights, Tensor pre, Tensor pre_up, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define("grouped_product(Tensor x, Tensor weight, Tensor offsets, str implementation) -> Tensor")
 _library.define("grouped_wgrad(Tensor a, Tensor b, Tensor offsets, str implementation) -> Tensor")
@@ -49,16 +49,10 @@ def _forward(
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     weights: torch.Tensor | None,
-    alpha: float,
-    limit: float,
-    offset: float,
-    interleave: int,
-    weighted_bias: bool,
-    name: str,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     experts = Experts(gate, up, down, gate_bias, up_bias, down_bias)
-    glu = Glu(alpha, limit, offset, interleave)
-    return implementation(name).forward(x, offsets, experts, weights, glu, weighted_bias)
+    return _runs(options).forward(x, _call(offsets, experts, weights, options))
 
 
 def _backward(
@@ -71,16 +65,19 @@ def _backward(
     weights: torch.Tensor | None,
     pre: torch.Tensor,
     pre_up: torch.Tensor,
-    alpha: float,
-    limit: float,
-    offset: float,
-    interleave: int,
-    weighted_bias: bool,
-    name: str,
+    *options: Any,
 ) -> tuple[torch.Tensor, ...]:
     experts = Experts(gate, up, down, down_bias=down_bias)
-    glu = Glu(alpha, limit, offset, interleave)
-    return implementation(name).backward(grad, offsets, experts, weights, pre, pre_up, glu, weighted_bias)
+    return _runs(options).backward(grad, _call(offsets, experts, weights, options), pre, pre_up)
+
+
+def _call(offsets: torch.Tensor, experts: Experts, weights: torch.Tensor | None, options: tuple[Any, ...]) -> Call:
+    *glu, weighted_bias, _ = options
+    return Call(offsets, experts, weights, Glu(*glu), weighted_bias)
+
+
+def _runs(options: tuple[Any, ...]) -> TorchExperts:
+    return implementation(options[-1])
 
 
 def _fake_forward(

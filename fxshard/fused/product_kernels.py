@@ -22,23 +22,39 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     if out.numel() == 0:
         return out
     transposed = weight.stride(-1) != 1
-    lying = (weight.mT if transposed else weight).contiguous().flatten(0, 1)
-    tiles = (triton.cdiv(tokens, ROWS) + experts) * triton.cdiv(columns, COLUMNS)
-    _product[(tiles,)](
+    _product[(tile_count(tokens, columns, experts, ROWS, COLUMNS),)](
         TensorDescriptor.from_tensor(x, [ROWS, DEPTH]),
-        TensorDescriptor.from_tensor(lying, [COLUMNS, DEPTH] if transposed else [DEPTH, COLUMNS]),
+        matrices(weight, transposed, COLUMNS, DEPTH),
         *(offsets.int(), out, width, columns),
-        EXPERTS=experts,
-        EXPERTS_PADDED=triton.next_power_of_2(experts),
         TRANSPOSED=transposed,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        DEPTH=DEPTH,
-        SWIZZLE=SWIZZLE,
-        num_stages=STAGES,
-        num_warps=WARPS,
+        **tile_constants(experts, ROWS, COLUMNS, DEPTH),
     )
     return out
+
+
+def matrices(weight: torch.Tensor, transposed: bool, columns: int, depth: int) -> TensorDescriptor:
+    """All experts' matrices below one another, as they lie in memory."""
+    lying = (weight.mT if transposed else weight).contiguous().flatten(0, 1)
+    return TensorDescriptor.from_tensor(lying, [columns, depth] if transposed else [depth, columns])
+
+
+def tile_count(tokens: int, width: int, experts: int, rows: int, columns: int) -> int:
+    """How many tiles cover a result of that width. Every expert may leave one half empty."""
+    return (triton.cdiv(tokens, rows) + experts) * triton.cdiv(width, columns)
+
+
+def tile_constants(experts: int, rows: int, columns: int, depth: int) -> dict[str, int]:
+    """What kernels are compiled for that find their tiles by ``swizzled`` and ``located``."""
+    return {
+        "EXPERTS": experts,
+        "EXPERTS_PADDED": triton.next_power_of_2(experts),
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "DEPTH": depth,
+        "SWIZZLE": SWIZZLE,
+        "num_stages": STAGES,
+        "num_warps": WARPS,
+    }
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxshard import grouped_mm
 
@@ -83,6 +84,11 @@ class Joined(nn.Module):
             gate, up = h[:, :inner], h[:, inner:]
         elif self.how == "alternating":
             gate, up = h[..., ::2], h[..., 1::2]
+        elif self.how == "pairs of halves":
+            gate, up = h.view(-1, 2, inner).unbind(1)
+        elif self.how == "pairs of columns":
+            pairs = h.unflatten(-1, (inner, 2))
+            gate, up = pairs[..., 0], pairs[..., 1]
         elif self.how == "blocks of 32":
             blocks = h.view(h.shape[0], -1, 2, 32).transpose(1, 2).contiguous()
             gate, up = blocks.view(h.shape).chunk(2, dim=-1)
@@ -137,3 +143,10 @@ class Loop(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
         parts = x.chunk(len(self.experts), dim=0)
         return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+
+
+class Checkpointed(Titan):
+    """Whose activations are computed again in backward: Dynamo captures a graph within the graph."""
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, offsets, weights, use_reentrant=False)

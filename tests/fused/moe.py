@@ -47,11 +47,11 @@ class Experts(nn.Module):
 class MoeLm(nn.Module):
     """Embedding, layers of experts, head, loss."""
 
-    def __init__(self, grouped: bool) -> None:
+    def __init__(self, grouped: bool, vocab: int) -> None:
         super().__init__()
-        self.emb = nn.Embedding(VOCAB, DIM)
+        self.emb = nn.Embedding(vocab, DIM)
         self.layers = nn.ModuleList(Experts(grouped) for _ in range(2))
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.head = nn.Linear(DIM, vocab, bias=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.emb(x)
@@ -60,6 +60,6 @@ class MoeLm(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
 
 
-def moe(grouped: bool = True) -> nn.Module:
+def moe(grouped: bool = True, vocab: int = VOCAB) -> nn.Module:
     torch.manual_seed(0)
-    return MoeLm(grouped)
+    return MoeLm(grouped, vocab)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxshard
 from tests.fused.models import Joined, Loop, Mlp, Titan, product
-from tests.fused.test_patterns import DIM, INNER, OFFSETS, SIZES, inputs, run
+from tests.fused.test_patterns import DIM, EXPERTS, INNER, OFFSETS, SIZES, inputs, rewritten, run
 
 
 class Written(Titan):
@@ -62,6 +62,49 @@ class ChangedInPlace(Titan):
         return product(F.silu(gate) * up, self.w2.mT, offsets) + h.sum()
 
 
+class ChangedThroughAView(Joined):
+    def parts(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        h[:, :INNER].mul_(2)
+        return super().parts(h)
+
+
+class LowRank(Joined):
+    """Something is added to the product that is no bias, as adapters do."""
+
+    def parts(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        h.add_(self.gate_up[0, :, 0])
+        return super().parts(h)
+
+
+class ChangedBetween(Titan):
+    """Gate and up project one tensor, in two states."""
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        x = x * 1
+        gate = product(x, self.w1.mT, offsets)
+        x[:3].zero_()
+        return product(F.silu(gate) * product(x, self.w3.mT, offsets), self.w2.mT, offsets)
+
+
+class Watched(Titan):
+    """A buffer keeps track of what lies between."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        gate = product(x, self.w1.mT, offsets)
+        self.seen.add_(gate.detach().abs().sum())
+        return product(F.silu(gate) * product(x, self.w3.mT, offsets), self.w2.mT, offsets)
+
+
+class ByKeyword(Titan):
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        h = F.silu(product(x, self.w1.mT, offsets)) * product(x, self.w3.mT, offsets)
+        return product(torch.mul(h, other=weights[:, None]), self.w2.mT, offsets)
+
+
 class Unlike(Loop):
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -72,6 +115,19 @@ class Disordered(Loop):
     def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
         parts = x.chunk(len(self.experts), dim=0)[::-1]
         return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+
+
+class Beside(Loop):
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        parts = x.chunk(len(self.experts), dim=0)
+        done = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+        return torch.cat(tensors=done, dim=0).sum() + torch.concat(done, axis=1)
+
+
+class Narrow(Loop):
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, offsets, weights)
 
 
 MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -93,6 +149,12 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other offsets": (lambda: OtherOffsets(*SIZES), "different offsets"),
     "other inputs": (lambda: OtherInputs(*SIZES), "different inputs"),
     "changed in place": (lambda: ChangedInPlace(*SIZES), "in place|returned by the model"),
+    "changed through a view": (lambda: ChangedThroughAView(*SIZES), "in place"),
+    "added to in place": (lambda: LowRank(*SIZES), "changed in place"),
+    "a buffer that watches": (lambda: Watched(*SIZES), "seen.* is changed in place"),
+    "an operand by keyword": (lambda: ByKeyword(*SIZES), "nothing is multiplied"),
+    "put together twice": (lambda: Beside(*SIZES), "dense gated MLP"),
+    "autocast": (lambda: Narrow(*SIZES), "differ in type"),
     "experts of two sizes": (lambda: Unlike(*SIZES), "differ in shape or activation"),
     "experts in another order": (lambda: Disordered(*SIZES), "not consecutive parts"),
 }
@@ -103,16 +165,26 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_a_near_miss_is_left_alone_and_reported(kind: str) -> None:
     make, reason = MISSES[kind]
     model: Any = make()
-    args = inputs(OFFSETS)
-    report = fxshard.explain(model, args)
-    assert not report.fused
-    assert any(re.search(reason, left.reason) for left in report.left), report
+    args, before = inputs(OFFSETS), copy.deepcopy(model)
     reference = run(model, args, model)
-    compiled = fxshard.compile(copy.deepcopy(model), lowering="eager")
-    mine = run(compiled, args, compiled)
-    assert "grouped_swiglu" not in str(compiled.graphs["forward"].graph)
+    captured, report, calls = rewritten(before)
+    mine = run(captured, args, before)
+    assert not report.fused and not any("grouped_swiglu" in target for target in calls)
+    assert any(re.search(reason, left.reason) for left in report.left), report
     assert mine.keys() == reference.keys()
     assert all(torch.equal(mine[name], reference[name]) for name in reference)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(before.buffers(), model.buffers(), strict=True))
+
+
+@pytest.mark.shows("G2")
+def test_an_input_that_changes_in_between() -> None:
+    """Without gradients, for which autograd would refuse it."""
+    model, args = ChangedBetween(*SIZES), inputs(OFFSETS)
+    captured, report, _ = rewritten(model)
+    with torch.no_grad():
+        assert torch.equal(captured(*args), model(*args))
+    (left,) = report.left
+    assert "changed in place before the experts are done" in left.reason
 
 
 @pytest.mark.shows("G2")
@@ -121,11 +193,26 @@ def test_a_routing_weight_that_widens_the_result_stays_outside() -> None:
         def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
             return super().forward(x, offsets, weights) * weights.float()[:, None]
 
-    model = Wide(*SIZES).bfloat16()
-    args = inputs(OFFSETS, torch.bfloat16)
-    (found,) = fxshard.explain(model, args).fused
+    model, args = Wide(*SIZES).bfloat16(), inputs(OFFSETS, torch.bfloat16)
+    fused, report, _ = rewritten(model)
+    assert fused(*args).dtype == torch.float32
+    (found,) = report.fused
     assert "routing weight outside" in found.form
-    assert fxshard.compile(model, lowering="eager")(*args).dtype == torch.float32
+
+
+@pytest.mark.shows("G2", "G5")
+def test_a_bias_that_widens_the_result_stays_outside() -> None:
+    class Wide(Titan):
+        def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+            counts = offsets.diff(prepend=offsets.new_zeros(1))
+            bias = torch.ones(EXPERTS, DIM).repeat_interleave(counts, dim=0, output_size=x.shape[0])
+            return super().forward(x, torch.cumsum(counts, dim=0, dtype=torch.int32), weights) + bias
+
+    model, args = Wide(*SIZES).bfloat16(), inputs(OFFSETS, torch.bfloat16)
+    fused, report, _ = rewritten(model)
+    assert fused(*args).dtype == torch.float32
+    (found,) = report.fused
+    assert "biases" not in found.form
 
 
 def test_reports_read_well() -> None:

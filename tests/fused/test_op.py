@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, deinterleave_glu, interleave_glu
 from fxshard.fused.op import grouped_product, grouped_swiglu, grouped_wgrad
+from fxshard.fused.padding import pad_groups, take_rows
 from tests.fused.reference import distances, expert_by_expert, fused, problem, result_and_gradients
 
 UNEVEN = [5, 0, 9, 3]
@@ -86,8 +87,12 @@ def test_operators_keep_torchs_rules() -> None:
     p = problem(UNEVEN, biased=True)
     args = (p.x, p.offsets, p.gate_up.mT, None, p.down.mT, p.gate_up_bias, None, p.down_bias, p.weights)
     torch.library.opcheck(grouped_swiglu, (*args, 1.0, float("inf"), 0.0, 0, True, "torch"))
-    torch.library.opcheck(grouped_product, (p.x, p.gate_up.mT, p.offsets, "torch"))
-    torch.library.opcheck(grouped_wgrad, (p.x.detach(), p.x.detach(), p.offsets, "torch"))
+    rules = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(grouped_product, (p.x, p.gate_up.mT, p.offsets, "torch"), test_utils=rules)
+    torch.library.opcheck(grouped_wgrad, (p.x.detach(), p.x.detach(), p.offsets, "torch"), test_utils=rules)
+    _, inside, places = pad_groups(p.offsets, p.x.shape[0], 8)
+    torch.library.opcheck(pad_groups, (p.offsets, p.x.shape[0], 8), test_utils=rules)
+    torch.library.opcheck(take_rows, (p.x, inside, places), test_utils=rules)
 
 
 def test_a_gradient_lies_as_its_parameter_does() -> None:

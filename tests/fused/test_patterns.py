@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 import fxshard
+from fxshard.config import Options
+from fxshard.events import Phase
+from fxshard.fused.report import ExpertsReport
+from fxshard.passes.context import PassContext
+from fxshard.passes.pipeline import before_autograd
 from tests.fused import models
 
 EXPERTS, DIM, INNER, TOKENS = 4, 16, 32, 20
@@ -26,8 +32,11 @@ FORMS: dict[str, tuple[Any, torch.Tensor, str]] = {
     "joined, split": (lambda: models.Joined(*SIZES, "split"), OFFSETS, "gate and up joined"),
     "joined, slices": (lambda: models.Joined(*SIZES, "slices"), OFFSETS, "gate and up joined"),
     "alternating columns": (lambda: models.Joined(*SIZES, "alternating"), OFFSETS, "interleave 1,"),
+    "joined, pairs": (lambda: models.Joined(*SIZES, "pairs of halves"), OFFSETS, "gate and up joined, routing"),
+    "alternating pairs": (lambda: models.Joined(*SIZES, "pairs of columns"), OFFSETS, "interleave 1,"),
     "alternating blocks": (lambda: models.Joined(*SIZES, "blocks of 32"), OFFSETS, "interleave 32"),
     "clamped, biased": (lambda: models.Clamped(*SIZES), IDS, "clamped quick-GeGLU (alpha 1.702, limit 7, offset 1)"),
+    "checkpointed": (lambda: models.Checkpointed(*SIZES), OFFSETS, "gate and up separate"),
     "a loop over modules": (lambda: models.Loop(*SIZES), OFFSETS, "4 experts, SwiGLU, gate and up separate"),
 }
 
@@ -47,67 +56,101 @@ def run(model: Any, args: tuple[torch.Tensor, ...], params: nn.Module) -> dict[s
     return {"output": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-def fused_nodes(model: fxshard.ShardedModule) -> int:
-    """How many experts of the captured forward are the operator, after checking that no other product is left."""
-    targets = [str(node.target) for node in model.graphs["forward"].graph.nodes]
-    assert not any("grouped_mm" in target or "grouped_product" in target for target in targets)
-    return sum(target.startswith("fxshard.grouped_swiglu.") for target in targets)
+def rewritten(model: nn.Module, experts: str = "auto") -> tuple[Callable[..., Tensor], ExpertsReport, list[str]]:
+    """The model as the passes before autograd leave it, run node by node; the report and the calls come with that."""
+    context = PassContext((), Options(experts=experts), Phase.FORWARD)
+    calls: list[str] = []
+
+    def backend(module: fx.GraphModule, _: object) -> Callable[..., Any]:
+        module = before_autograd(module, context)
+        graphs = [found.graph for found in module.modules() if isinstance(found, fx.GraphModule)]
+        calls.extend(str(node.target) for graph in graphs for node in graph.nodes)
+        return module.forward
+
+    return torch.compile(model, backend=backend, fullgraph=True), context.experts, calls
+
+
+def check_fused(calls: list[str], number: int = 1) -> None:
+    """So many operators, and no other grouped product."""
+    assert not any("grouped_mm" in target or "grouped_product" in target for target in calls)
+    assert sum(target.startswith("fxshard.grouped_swiglu.") for target in calls) == number
+
+
+def check_same(mine: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert mine.keys() == reference.keys()
+    for name, theirs in reference.items():
+        assert (mine[name] - theirs).norm() < tolerance * theirs.norm(), name
 
 
 @pytest.mark.shows("G1", "G3", "G4", "G5")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_found_and_computes_the_same(form: str) -> None:
     make, offsets, described = FORMS[form]
-    model = make()
-    args = inputs(offsets)
+    model, args = make(), inputs(offsets)
+    reference = run(model, args, model)
+    fused, report, calls = rewritten(model)
+    check_same(run(fused, args, model), reference)
+    check_fused(calls)
+    (found,) = report.fused
+    assert described in found.form and found.implementation == "torch"
+
+
+class Forms(nn.Module):
+    """All of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forms = nn.ModuleDict({name: make() for name, (make, _, _) in FORMS.items()})
+
+    def forward(self, x: Tensor, _: Tensor, weights: Tensor) -> Tensor:
+        return sum(form(x, FORMS[name][1], weights) for name, form in self.forms.items())
+
+
+@pytest.mark.shows("G1", "G3", "G4", "G5")
+def test_a_sharded_model_of_all_forms() -> None:
+    model, args = Forms(), inputs(OFFSETS)
     reference = run(model, args, model)
     compiled = fxshard.compile(copy.deepcopy(model), lowering="eager")
-    mine = run(compiled, args, compiled)
-    assert fused_nodes(compiled) == 1
-    assert mine.keys() == reference.keys()
-    for name, theirs in reference.items():
-        assert (mine[name] - theirs).norm() < 1e-5 * theirs.norm(), name
-    (found,) = fxshard.explain(model, args).fused
-    assert described in found.form and found.implementation == "torch"
+    check_same(run(compiled, args, compiled), reference)
+    check_fused([str(node.target) for node in compiled.graphs["forward"].graph.nodes], len(model.forms))
+    assert len(fxshard.explain(model, args).fused) == len(model.forms)
 
 
 @pytest.mark.shows("G1", "G3")
 @pytest.mark.parametrize("make", [models.Titan, models.TorchPrivate], ids=["F.grouped_mm", "torch._grouped_mm"])
 def test_torchs_grouped_products(make: Any) -> None:
     """In bf16, which is all that torch can trace them for."""
-    model = make(*SIZES).bfloat16()
-    args = inputs(OFFSETS, torch.bfloat16)
+    model, args = make(*SIZES).bfloat16(), inputs(OFFSETS, torch.bfloat16)
     reference = run(model, args, model)
-    compiled = fxshard.compile(copy.deepcopy(model), lowering="eager")
-    mine = run(compiled, args, compiled)
-    assert fused_nodes(compiled) == 1
-    for name, theirs in reference.items():
-        assert (mine[name] - theirs).norm() < 2e-2 * theirs.norm(), name
+    fused, _, calls = rewritten(model)
+    check_same(run(fused, args, model), reference, tolerance=2e-2)
+    check_fused(calls)
 
 
 def test_a_model_that_is_not_sharded_is_fused_too() -> None:
     model = models.WeightedAfter(*SIZES)
     args = inputs(OFFSETS)
     reference = run(model, args, model)
-    mine = run(torch.compile(model, backend="fxshard", fullgraph=True), args, model)  # through Inductor
-    for name, theirs in reference.items():
-        assert (mine[name] - theirs).norm() < 1e-5 * theirs.norm(), name
+    check_same(run(torch.compile(model, backend="fxshard", fullgraph=True), args, model), reference)  # by Inductor
 
 
 def test_off_leaves_the_model_as_written() -> None:
-    model = fxshard.compile(models.Titan(*SIZES), lowering="eager", experts="off")
-    model(*inputs(OFFSETS)).sum().backward()
-    assert "grouped_swiglu" not in str(model.graphs["forward"].graph)
+    model = models.Titan(*SIZES)
+    fused, report, calls = rewritten(model, experts="off")
+    fused(*inputs(OFFSETS))
+    assert calls and not any("grouped_swiglu" in target for target in calls) and not report.fused
 
 
 @pytest.mark.shows("G7")
-@pytest.mark.parametrize("name", ["triton", "te"])
-def test_a_forced_implementation_that_cannot_run_says_why(name: str) -> None:
-    model = fxshard.compile(models.Titan(*SIZES), lowering="eager", experts=name)
-    with pytest.raises(fxshard.ConfigError, match=f'experts="{name}" cannot run these experts: .*CUDA.*experts="auto"'):
-        model(*inputs(OFFSETS))
+def test_a_forced_implementation_that_cannot_run_says_why() -> None:
+    model, args = models.Titan(*SIZES), inputs(OFFSETS)
+    said = 'experts="{}" cannot run these experts: .*CUDA.*experts="auto"'
+    with pytest.raises(fxshard.ConfigError, match=said.format("triton")):
+        fxshard.compile(copy.deepcopy(model), lowering="eager", experts="triton")(*args)
+    with pytest.raises(fxshard.ConfigError, match=said.format("te")):
+        fxshard.explain(model, args, experts="te")
     with pytest.raises(fxshard.ConfigError, match="expected one of 'auto', 'torch'"):
-        fxshard.compile(models.Titan(*SIZES), experts="fast")
+        fxshard.compile(model, experts="fast")
 
 
 def test_a_plan_does_not_need_the_machine_it_is_for() -> None:

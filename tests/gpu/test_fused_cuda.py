@@ -157,7 +157,7 @@ def test_a_step_synchronises_nowhere(name: str) -> None:
 @pytest.mark.parametrize("name", ["auto", "torch", "triton", "te"])
 def test_a_sharded_model_runs_it(name: str) -> None:
     if name != "auto":
-        available(name, joined=False)
+        available(name)
     torch.manual_seed(0)
     plain = models.WeightedAfter(6, HIDDEN, INNER).to("cuda", BF16)
     p = make()
@@ -170,5 +170,5 @@ def test_a_sharded_model_runs_it(name: str) -> None:
     theirs = {key: parameter.grad for key, parameter in plain.named_parameters()}
     assert max(distances({"y": mine, **grads}, {"y": reference, **theirs}).values()) < 2e-2
     (found,) = fxshard.explain(plain, args, experts=name).fused
-    case = Case(torch.device("cuda"), BF16, HIDDEN, INNER, joined=False)
+    case = Case(torch.device("cuda"), BF16, HIDDEN, INNER)
     assert found.implementation == (choose("auto", case) if name == "auto" else name)

@@ -73,6 +73,28 @@ def test_a_value_that_something_else_reads_stays() -> None:
     assert listing(defer_wgrad(module, sizes)) == ["mm(t, t)", "mm_1(mm, t)", "output(mm, mm_1)"]
 
 
+def stacked(*buckets: int) -> list[str]:
+    """One product is the gradient of two stacked weights, of these buckets; the last gradient is bucket 1's."""
+    draft = Draft()
+    t = draft.input("t", *SQUARE)
+    both = draft.call(aten.mm.default, t, t)
+    parts = [draft.call(aten.select.int, both, 0, i) for i in range(2)]
+    last = draft.call(aten.mm.default, t, t)
+    refs = [ParamRef(bucket, i) for i, bucket in enumerate(buckets)]
+    module = draft.output(*parts, last, grads=[*refs, ParamRef(1, 2)])
+    sizes = context(bucket(0, (4,), (4,)), bucket(1, (4,), (4,), SQUARE), phase=Phase.BACKWARD)
+    return listing(defer_wgrad(module, sizes))
+
+
+@pytest.mark.shows("G9")
+def test_a_product_that_is_several_gradients_moves_with_all_of_them() -> None:
+    """As experts have it that were a loop over modules: their weights are stacked."""
+    parts = ["mm(t, t)", "select(mm, 0, 0)", "select_1(mm, 0, 1)"]
+    returned = "output(select, select_1, mm_1)"
+    assert stacked(0, 0) == ["mm_1(t, t)", *parts, returned]
+    assert stacked(0, 1) == [*parts, "mm_1(t, t)", returned], "it would hold up the other bucket"
+
+
 def test_products_fill_the_wait_for_a_collective() -> None:
     """As tensor parallelism has it: the input's gradient is summed over ranks; the weight's need not wait for that."""
     draft = Draft()
