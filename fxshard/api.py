@@ -50,6 +50,7 @@ def compile(
     dynamic: bool | None = None,
     init: Init | None = None,
     passes: PassList | None = None,
+    trace_once: bool = True,
 ) -> ShardedModule:
     """Shard a model over the data-parallel ranks and compile its training step.
 
@@ -95,6 +96,7 @@ def compile(
         init=init,
         experts=experts,
         passes=passes,
+        trace_once=trace_once,
     )
     again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
     sharded.bind(again, fullgraph=fullgraph)
@@ -124,6 +126,7 @@ def shard(
     init: Init | None = None,
     experts: str = "auto",
     passes: PassList | None = None,
+    trace_once: bool = True,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -148,6 +151,7 @@ def shard(
         verify=verify,
         experts=experts,
         passes=passes,
+        trace_once=trace_once,
     )
     if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
         raise ConfigError(

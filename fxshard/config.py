@@ -209,7 +209,8 @@ class Options:
     durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
     ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
     machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written. ``passes``: a
-    list derived from ``fxshard.PASSES``, with passes of one's own.
+    list derived from ``fxshard.PASSES``, with passes of one's own. ``trace_once``: layers that repeat go through
+    autograd once when a model is compiled, not one by one; off, each is traced. The graphs are the same.
     """
 
     lowering: str = "inductor"
@@ -223,6 +224,7 @@ class Options:
     verify: bool = True
     experts: str = "auto"
     passes: PassList | None = None
+    trace_once: bool = True
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:

@@ -47,7 +47,7 @@ def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
             for position, output in enumerate(outputs):
                 env[output] = top.call_function(operator.getitem, (call, position))
                 env[output].meta.update(output.meta)
-    split = fx.GraphModule(segments, top)
+    split = _compat.graph_module(segments, top)
     top.lint()
     return split
 
@@ -145,4 +145,4 @@ def _segment(
     # Segments are compiled apart: each must get its inputs in the strides that planning saw.
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph)
+    return _compat.graph_module(module, graph)
