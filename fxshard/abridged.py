@@ -5,7 +5,8 @@ want gradients and which outputs alias what. Repeated layers cost it time in bot
 a short graph:
 
 1. The graph with four of the layers (:mod:`fxshard.repetition`) gives, expanded, the joint graph of the whole model.
-2. The whole graph with one node, the *gap*, in place of the other layers has every input and every output of the model.
+2. The whole graph with one node, the *gap*, in place of all layers but the last has every input and every output of the
+   model.
    What AOTAutograd learns from it about them is true of the model, and its joint graph gives way to that of 1.
 
 Where one of the two says something the other does not, the answer is None or :class:`Unrepeatable`, and everything is

@@ -60,7 +60,7 @@ def shorten(module: fx.GraphModule, names: Sequence[str | None]) -> Shortened | 
             copies[ref] = env[left]
         env[node] = graph.node_copy(node, copies.__getitem__)
     kept = tuple(i for i, node in enumerate(inputs) if node not in dropped)
-    return Shortened(fx.GraphModule(module, graph), kept, tuple(members), layers - KEPT, removed)
+    return Shortened(fx.GraphModule(module, graph), kept, tuple(members), layers - KEPT, range(first[0], first[-1]))
 
 
 def _left_for(ref: fx.Node, line: _Line, first: list[int]) -> fx.Node | None:
@@ -170,7 +170,7 @@ class Shortened:
     removed: int
     """How many layers were left out."""
     gap: range
-    """Where their nodes stand in the captured graph."""
+    """Where the layers stand in the captured graph, all but the last."""
 
     def expand(self, joint: fx.GraphModule) -> fx.GraphModule:
         """The joint graph of the whole model; raises :class:`Unrepeatable` where that cannot be told from this one."""

@@ -144,5 +144,7 @@ def _segment(
     output = graph.output(tuple(env[node] for node in outputs))
     # Segments are compiled apart: each must get its inputs in the strides that planning saw.
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    graph.eliminate_dead_code()
+    for node in reversed(graph.nodes):  # views that only later segments use; asked of all nodes this would be slow
+        if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+            graph.erase_node(node)
     return _compat.graph_module(module, graph)
