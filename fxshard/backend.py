@@ -100,7 +100,7 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compile the graph of a model; its repeated layers go through autograd once, if they can."""
         if self.one_graph and self.sharding.options.trace_once and torch.is_grad_enabled():
-            abridged = abridge(graph, self._names(graph, refs), example_inputs, self._decompositions())
+            abridged = abridge(graph, self._input_names(graph, refs), example_inputs, self._decompositions())
             try:
                 if abridged is not None:
                     return self.compile(Capture(self, refs, abridged), abridged.graph, example_inputs)
@@ -134,7 +134,7 @@ class Backend:
         """The parameter that each input of a captured graph is, None for data."""
         return [self._ref(value) for value in graph_inputs(graph)]
 
-    def _names(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> list[str | None]:
+    def _input_names(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> list[str | None]:
         """The names of the parameters and buffers among a captured graph's inputs, None for data."""
         plans = self.sharding.plans
         buffers = {id(tensor): name for name, tensor in self.buffers.items()}
