@@ -14,10 +14,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
-    """Dynamo's wrapper around AOTAutograd for backends. torch 2.11, 2.13."""
-    from torch._dynamo.backends.common import aot_autograd as wrapped
+    """Dynamo's wrapper around AOTAutograd for backends. torch 2.11, 2.13.
 
-    return wrapped(**kwargs)
+    The graph modules it makes write their Python code when they are first run or read, as with Inductor.
+    """
+    from torch._dynamo.backends.common import aot_autograd as wrapped
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    def compile(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        with _use_lazy_graph_module(True):
+            return wrapped(**kwargs)(graph, example_inputs)
+
+    return compile
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module for a graph on its way. It writes its code when first run or read: most never are. torch 2.11, 2.13."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
 
 
 def min_cut_partition(
@@ -106,6 +121,20 @@ def shape_environment(value: Any) -> Any:
     """What knows the symbols in the sizes of a value; None where there are none. torch 2.11, 2.13."""
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
     return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
+def another_like(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor with sizes, strides, dtype and device of another fake one, but its own memory. torch 2.11, 2.13."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([value])
+    with mode or contextlib.nullcontext():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def memory_of(value: torch.Tensor) -> int:
+    """The same number for tensors that share memory, also for fake ones, which have none. torch 2.11, 2.13."""
+    return value.untyped_storage()._cdata
 
 
 def grouped_mm_offsets(target: Any) -> str | None:

@@ -51,6 +51,7 @@ def compile(
     dynamic: bool | None = None,
     init: Init | None = None,
     passes: PassList | None = None,
+    trace_once: bool = False,
 ) -> ShardedModule:
     """Shard a model over the data-parallel ranks and compile its training step.
 
@@ -104,6 +105,7 @@ def shard(
     experts: str = "auto",
     init: Init | None = None,
     passes: PassList | None = None,
+    trace_once: bool = False,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -130,6 +132,7 @@ def shard(
         verify=verify,
         experts=experts,
         passes=passes,
+        trace_once=trace_once,
     )
     if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
         raise ConfigError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxshard import _compat
+from fxshard.abridged import Abridged, abridge
 from fxshard.config import Options
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Event, Kind, Phase
@@ -21,6 +22,7 @@ from fxshard.passes.order_prefetch import leading
 from fxshard.passes.pipeline import before_autograd, before_partition, chosen, schedule
 from fxshard.passes.run import blaming
 from fxshard.passes.split_segments import split_segments
+from fxshard.repetition import Unrepeatable
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.program import Program
 from fxshard.sharding import Sharding, sharding_of, unsharded
@@ -71,6 +73,8 @@ class Backend:
         self.allows_breaks = False
         self.one_graph = False
         """Whether Dynamo captures the whole model at once, so that a graph always gets the same parameters."""
+        self.buffers: Mapping[str, torch.Tensor] = {}
+        """The model's buffers by name."""
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
@@ -80,7 +84,7 @@ class Backend:
         refs = self.refs(graph)
         graph = self.before_autograd(graph, refs)
         if self.one_graph or not any(refs):
-            return self.compile(Capture(self, refs), graph, example_inputs)
+            return self._compile_whole(refs, graph, example_inputs)
         again = _copy(graph)  # before AOTAutograd has worked on it
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
@@ -90,18 +94,33 @@ class Backend:
         first = self.compile(Capture(self, refs), graph, example_inputs)
         return Variants(first, tuple(refs), self._ref, another)
 
+    def _compile_whole(
+        self, refs: list[ParamRef | None], graph: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Compile the graph of a model; its repeated layers go through autograd once, if they can."""
+        if self.one_graph and self.sharding.options.trace_once and torch.is_grad_enabled():
+            abridged = abridge(graph, self._input_names(graph, refs), example_inputs, self._decompositions())
+            try:
+                if abridged is not None:
+                    return self.compile(Capture(self, refs, abridged), abridged.graph, example_inputs)
+            except Unrepeatable:
+                pass  # known before anything was scheduled
+        return self.compile(Capture(self, refs), graph, example_inputs)
+
     def compile(self, capture: Capture, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Send a captured graph through AOTAutograd, which hands what it makes to ``capture``."""
         self.used.update(ref for ref in capture.refs if ref is not None)
         self.report("differentiating")
-        inductor = self.sharding.options.lowering == "inductor"
         return _compat.aot_autograd(
             fw_compiler=capture.compile_forward,
             bw_compiler=capture.compile_backward,
             inference_compiler=capture.compile_evaluation,
             partition_fn=capture.partition,
-            decompositions=_compat.inductor_decompositions() if inductor else None,
+            decompositions=self._decompositions(),
         )(graph, example_inputs)
+
+    def _decompositions(self) -> dict[Any, Any] | None:
+        return _compat.inductor_decompositions() if self.sharding.options.lowering == "inductor" else None
 
     def before_autograd(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> fx.GraphModule:
         """The passes over a graph as Dynamo captured it, the first thing that happens to it."""
@@ -113,6 +132,15 @@ class Backend:
     def refs(self, graph: fx.GraphModule) -> list[ParamRef | None]:
         """The parameter that each input of a captured graph is, None for data."""
         return [self._ref(value) for value in graph_inputs(graph)]
+
+    def _input_names(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> list[str | None]:
+        """The names of the parameters and buffers among a captured graph's inputs, None for data."""
+        plans = self.sharding.plans
+        buffers = {id(tensor): name for name, tensor in self.buffers.items()}
+        return [
+            plans[ref.bucket].params[ref.position] if ref is not None else buffers.get(id(value))
+            for ref, value in zip(refs, graph_inputs(graph), strict=True)
+        ]
 
     def _note_break(self, broken: str) -> None:
         if self.sharding.plans and not self.allows_breaks:
@@ -132,8 +160,9 @@ class Backend:
 class Capture:
     """One graph on its way through AOTAutograd: tied to parameters, partitioned, scheduled, split, lowered."""
 
-    def __init__(self, backend: Backend, refs: list[ParamRef | None]) -> None:
+    def __init__(self, backend: Backend, refs: list[ParamRef | None], abridged: Abridged | None = None) -> None:
         self._backend = backend
+        self._abridged = abridged
         self._sharding = backend.sharding
         self._observer = backend.observer
         self.refs = refs
@@ -148,6 +177,8 @@ class Capture:
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._backend.report("partitioning")
+        if self._abridged is not None:
+            joint = self._abridged.adopt(joint, kwargs["num_fwd_outputs"])
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
         self._tie(joint)
@@ -168,6 +199,8 @@ class Capture:
         return self._lower(Phase.BACKWARD)
 
     def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self._abridged is not None:
+            raise Unrepeatable  # nothing is to be differentiated, so nothing was abridged for it
         if self._inductor:
             forward = _compat.inductor_joint_passes(forward)
         self._tie(forward)
@@ -263,7 +296,7 @@ def graph_inputs(graph: fx.GraphModule) -> list[Any]:
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
     graph = copy.deepcopy(module.graph)
-    return fx.GraphModule(module, graph)
+    return _compat.graph_module(module, graph)
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +31,19 @@ def capture(
     code = call.__code__.replace(co_name=f"{type(model).__name__}_{id(backend):x}")
     own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
     return torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+
+
+@contextmanager
+def no_garbage_collection(wanted: bool = True) -> Iterator[None]:
+    """Tracing makes many objects that live until the end: looking for garbage among them is a tenth of the time."""
+    enabled = wanted and gc.isenabled()
+    if enabled:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def explained(error: BaseException, model: nn.Module) -> FxshardError:

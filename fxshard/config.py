@@ -209,7 +209,9 @@ class Options:
     durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
     ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
     machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written. ``passes``: a
-    list derived from ``fxshard.PASSES``, with passes of one's own.
+    list derived from ``fxshard.PASSES``, with passes of one's own. ``trace_once``: layers that repeat go through
+    autograd once when a model is compiled, not one by one: the first call takes less time, the graphs are the same. Off
+    by default, because it has been tried on CPUs with torch 2.13 only.
     """
 
     lowering: str = "inductor"
@@ -223,6 +225,7 @@ class Options:
     verify: bool = True
     experts: str = "auto"
     passes: PassList | None = None
+    trace_once: bool = False
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:

@@ -53,7 +53,7 @@ class SegmentCompiler:
 
     def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
         if self.lowering == "eager" or not _computes(segment):
-            forward = segment.forward
+            forward = fx.GraphModule(segment, segment.graph).forward
 
             def run(args: list[Any]) -> Any:
                 values = tuple(args)
@@ -61,8 +61,7 @@ class SegmentCompiler:
                 return forward(*values)
 
             return run
-        inputs = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
-        return _compat.inductor_compile(segment, inputs)
+        return _compat.inductor_compile(segment, _example_inputs(segment))
 
 
 def structure(segment: fx.GraphModule) -> str:
@@ -78,6 +77,18 @@ def structure(segment: fx.GraphModule) -> str:
         value = _describe(node.meta.get("val")) if node.op == "placeholder" else ""
         lines.append(f"{node.op} {target} {args} {value}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _example_inputs(segment: fx.GraphModule) -> list[Any]:
+    """Values like those that the segment is called with. Layers that were traced once share theirs: they get their own,
+    or a compiler would take two inputs for the same memory.
+    """
+    values: list[Any] = []
+    for node in segment.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        seen = isinstance(value, torch.Tensor) and any(value is other for other in values)
+        values.append(_compat.another_like(value) if seen else value)
+    return values
 
 
 def _describe(value: Any) -> str:

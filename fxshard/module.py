@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard import _compat, state
 from fxshard.backend import Backend
-from fxshard.capture import FAILURES, cast_floats, explained
+from fxshard.capture import FAILURES, cast_floats, explained, no_garbage_collection
 from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
 from fxshard.events import Phase
 from fxshard.inspect.schedule import Schedule
@@ -60,6 +60,7 @@ class ShardedModule(nn.Module):
     def bind(self, compile: Callable[[], Callable[..., Any]], *, fullgraph: bool = True) -> None:
         """Run what ``compile`` gives from now on, and ask it again to reschedule; ``fxshard.compile`` calls this."""
         self._backend.one_graph, self._backend.allows_breaks = fullgraph, not fullgraph
+        self._backend.buffers = dict(self._inner.named_buffers())
         if not fullgraph:
             self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places())
         object.__setattr__(self, "_compile", compile)
@@ -81,7 +82,8 @@ class ShardedModule(nn.Module):
                 'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
             )
         try:
-            with self._reads or contextlib.nullcontext():
+            first = self._backend.captures == 0
+            with self._reads or contextlib.nullcontext(), no_garbage_collection(first):
                 result = self._compiled(*args, **kwargs)
         except FAILURES as error:
             raise self._failed(explained(error, self._inner)) from error

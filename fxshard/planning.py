@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from fxshard.backend import Backend, Capture, graph_inputs
-from fxshard.capture import FAILURES, capture, cast_floats, explained
+from fxshard.capture import FAILURES, capture, cast_floats, explained, no_garbage_collection
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError
 from fxshard.groups import check_patterns, domain_by_name, planned_domains
@@ -210,25 +208,13 @@ def _capture(twin: nn.Module, inputs: Any, backend: Backend, precision: Precisio
     args, kwargs = ((), dict(values)) if isinstance(values, Mapping) else (tuple(values), {})
     backend.report("capturing")
     try:
-        with _no_garbage_collection():
+        with no_garbage_collection():
             capture(twin, backend, dynamic=False)(*args, **kwargs)
     except _Planned:
         pass
     except FAILURES as error:
         raise explained(error, twin) from error
     return backend.schedules.get("train") or backend.schedules["eval"]
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Tracing makes many objects that live until the end: looking for garbage among them is a tenth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _hollow_twin(model: nn.Module, precision: Precision | None) -> nn.Module:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard import _compat
 from fxshard.passes.aliases import readers
 
 KEPT = 4
@@ -59,7 +60,7 @@ def shorten(module: fx.GraphModule, names: Sequence[str | None]) -> Shortened | 
             copies[ref] = env[left]
         env[node] = graph.node_copy(node, copies.__getitem__)
     kept = tuple(i for i, node in enumerate(inputs) if node not in dropped)
-    return Shortened(fx.GraphModule(module, graph), kept, tuple(members), layers - KEPT)
+    return Shortened(fx.GraphModule(module, graph), kept, tuple(members), layers - KEPT, range(first[0], first[-1]))
 
 
 def _left_for(ref: fx.Node, line: _Line, first: list[int]) -> fx.Node | None:
@@ -168,6 +169,8 @@ class Shortened:
     """The layer of each input of the whole graph."""
     removed: int
     """How many layers were left out."""
+    gap: range
+    """Where the layers stand in the captured graph, all but the last."""
 
     def expand(self, joint: fx.GraphModule) -> fx.GraphModule:
         """The joint graph of the whole model; raises :class:`Unrepeatable` where that cannot be told from this one."""
@@ -234,7 +237,7 @@ class _Expansion:
         self._emit(range(g[1], end), 0, (removed, removed))
         self._output(line.nodes[end])
         self.graph.lint()
-        return fx.GraphModule(self.joint, self.graph)
+        return _compat.graph_module(self.joint, self.graph)
 
     def _placeholders(self) -> None:
         like = {member: node for node, member in self.line.member.items() if member is not None}

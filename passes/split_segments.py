@@ -47,7 +47,7 @@ def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
             for position, output in enumerate(outputs):
                 env[output] = top.call_function(operator.getitem, (call, position))
                 env[output].meta.update(output.meta)
-    split = fx.GraphModule(segments, top)
+    split = _compat.graph_module(segments, top)
     top.lint()
     return split
 
@@ -144,5 +144,7 @@ def _segment(
     output = graph.output(tuple(env[node] for node in outputs))
     # Segments are compiled apart: each must get its inputs in the strides that planning saw.
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph)
+    for node in reversed(graph.nodes):  # views that only later segments use; asked of all nodes this would be slow
+        if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+            graph.erase_node(node)
+    return _compat.graph_module(module, graph)

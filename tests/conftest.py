@@ -1,5 +1,7 @@
 """What every test stands on: one thread, a fixed seed, the pool of ranks, and the `shows` and `gpu` markers."""
 
+import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +20,13 @@ settings.load_profile("suite")
 def pytest_configure() -> None:
     """Compute with one thread, as the ranks of the pool do, so that results can be compared bitwise."""
     torch.set_num_threads(1)
+    # torch writes out every graph for whoever listens to this logger, and pytest listens to all that do not propagate.
+    logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: do not look at it again each time some is sought."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

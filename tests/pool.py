@@ -1,4 +1,5 @@
-"""Worker processes, started once, that run functions as the ranks of a gloo process group.
+"""Worker processes that run functions as the ranks of a gloo process group. They are started once, by forking a process
+that has imported what they need.
 
     results = ranks(2, fn, *args, **kwargs)      # `ranks` is the fixture of this pool
 
@@ -177,7 +178,8 @@ class _Worker:
     """One worker process, seen from the pool."""
 
     def __init__(self, folder: Path) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
         handle, name = tempfile.mkstemp(prefix="stack-", dir=folder)
         os.close(handle)
         self._stack = Path(name)
@@ -262,7 +264,7 @@ def _stop(workers: list[_Worker]) -> dict[_Worker, str]:
 def _serve(pipe: Connection, stack: str) -> None:
     """The life of a worker process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not every machine can resolve its own name
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no further processes, which would outlive a kill
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as in `tests.preload`, which may not have been found
     faulthandler.register(signal.SIGUSR1, file=open(stack, "w"))  # noqa: SIM115 - open for life
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard interrupts the pool, which ends the workers
     torch.set_num_threads(1)

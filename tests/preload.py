@@ -1,0 +1,21 @@
+"""What every rank imports, imported once: the workers of `tests.pool` are forked from a process that has done this."""
+
+import gc
+import os
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no further processes, which would outlive a kill
+
+import torch._dynamo
+import torch._functorch.partitioners
+import torch._inductor.compile_fx
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+import fxshard.api
+import fxshard.planning
+import tests.training
+
+__all__ = ["fxshard", "tests", "torch"]
+
+gc.collect()
+gc.freeze()  # none of this is garbage: do not look at it again

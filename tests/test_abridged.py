@@ -1,0 +1,175 @@
+"""Compiling with repeated layers traced once gives the graphs, the schedule and the bits of tracing all of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxshard
+from fxshard import abridged, backend
+from tests.toy import Llama, batch
+
+STEPS = 2
+
+
+class Mixed(nn.Module):
+    """Layers with a buffer of their own and dropout; the loss comes with something that has no gradient."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        for i, layer in enumerate(self.layers):
+            layer.register_buffer("shift", torch.full((8,), 1.0 + i))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = F.dropout(layer(x).tanh() + layer.shift, 0.5)
+        return x.square().mean(), x.detach().argmax(-1)
+
+
+class Counts(nn.Module):
+    """Layers that write to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+class Hidden(nn.Module):
+    """A model that returns something of every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        hidden = []
+        for layer in self.layers:
+            x = layer(x).tanh()
+            hidden.append(x)
+        return x.square().mean(), hidden
+
+
+class Inplace(nn.Module):
+    """Layers that write to what they have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            y.mul_(2)
+            x = y.tanh()
+        return x.square().mean()
+
+
+class Shared(nn.Module):
+    """A parameter that all layers use: its gradients are added up from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() * self.scale
+        return x.square().mean()
+
+
+def small(step: int) -> tuple[Tensor]:
+    return (torch.randn(4, 8, generator=torch.Generator().manual_seed(step)),)
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    return batch(step, 1, 0, 96, size=2)
+
+
+def trained(make: Any, inputs: Any, *, once: bool, **options: Any) -> tuple[Any, list[Any], fxshard.ShardedModule]:
+    """What two steps leave behind, for each capture whether it was abridged, and the model."""
+    found = []
+
+    def spy(*args: Any) -> abridged.Abridged | None:
+        found.append(abridged.abridge(*args))
+        return found[-1]
+
+    torch.manual_seed(0)
+    model = fxshard.compile(make(), optimizer=fxshard.AdamW(lr=1e-2), trace_once=once, **options)
+    left: list[Tensor] = []
+    with mock.patch.object(backend, "abridge", spy):
+        for step in range(STEPS):
+            result = model(*inputs(step))
+            (result if isinstance(result, Tensor) else result[0]).backward()
+            left += [value.detach() for value in torch.utils._pytree.tree_leaves(result)]
+            left += [parameter.grad.clone() for parameter in model.parameters()]
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+    left += model.full_state_dict().values()
+    return left, [one is not None for one in found], model
+
+
+def same(make: Any, inputs: Any, **options: Any) -> list[bool]:
+    """Check that both ways leave the same behind; returns which captures were abridged."""
+    short, taken, one = trained(make, inputs, once=True, **options)
+    whole, none, other = trained(make, inputs, once=False, **options)
+    assert not none
+    assert all(torch.equal(a, b) for a, b in zip(short, whole, strict=True))
+    assert one.schedule == other.schedule
+    assert one.compilations == other.compilations
+    for phase in ("forward", "backward"):
+        assert str(one.graphs[phase].graph) == str(other.graphs[phase].graph)
+    return taken
+
+
+@pytest.mark.shows("P2", "S2")
+def test_a_llama() -> None:
+    assert same(lambda: Llama(layers=7), tokens, lowering="eager") == [True]
+
+
+def test_a_llama_through_inductor() -> None:
+    assert same(lambda: Llama(layers=6), tokens, lowering="inductor") == [True]
+
+
+@pytest.mark.shows("S18")
+def test_buffers_randomness_and_a_result_without_gradient() -> None:
+    assert same(Mixed, small, lowering="eager") == [True]
+
+
+@pytest.mark.parametrize("make", [Inplace, Shared])
+def test_layers_that_write_in_place_or_share_a_parameter(make: Any) -> None:
+    assert same(make, small, lowering="eager") == [True]
+
+
+@pytest.mark.parametrize("make", [Counts, Hidden])
+def test_what_cannot_be_told_from_four_layers_is_traced_whole(make: Any) -> None:
+    assert same(make, small, lowering="eager") == [False]
+
+
+def test_other_batch_sizes_and_evaluation() -> None:
+    """The second size is captured with symbolic sizes, evaluation without backward: both trace everything."""
+    torch.manual_seed(0)
+    plain = Inplace()
+    model = fxshard.compile(copy.deepcopy(plain), lowering="eager")
+    for size in (4, 6, 5):
+        x = torch.randn(size, 8)
+        ours, theirs = model(x), plain(x)
+        ours.backward()
+        theirs.backward()
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+        assert torch.equal(ours, theirs)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
