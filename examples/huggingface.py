@@ -34,7 +34,7 @@ def main() -> None:
         vocab_size=256,
         hidden_size=128,
         intermediate_size=352,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,

@@ -1,18 +1,15 @@
 """examples/resume.py: killed in a save and in a step, resumed, and its losses are those of a run that was not."""
 
 import contextlib
-import importlib.util
-import io
 import os
 import re
-import socket
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.pool import Pool
+from tests.pool import Pool, RankError
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "resume.py"
@@ -27,53 +24,38 @@ def losses(said: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+) loss (\S+)", said)}
 
 
-def killed(folder: Path, where: str, step: int) -> dict[int, str]:
-    """Start two processes as torchrun would, one of which ends by SIGKILL; returns the losses until then."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, EXAMPLE, *options(folder), "--die-in", where, "--die-at", str(step)],
-            cwd=ROOT,
-            env={**os.environ, **environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=150) for process in processes]
-    assert [process.returncode for process in processes] == [1, -9], said
-    return losses(said[0][0])
+def killed(ranks: Pool, folder: Path, where: str, step: int) -> dict[int, str]:
+    """Run until one of the two processes ends by SIGKILL; returns the losses until then."""
+    said = folder.parent / f"killed-in-{where}"
+    with pytest.raises(RankError) as failed:
+        ranks(2, here, folder, said, "--die-in", where, "--die-at", str(step), grace=60)
+    assert failed.value.types == {0: "PeerError", 1: "WorkerDied"}
+    assert "exit code -9" in failed.value.errors[1]
+    return losses(said.read_text())
 
 
-def here(folder: Path) -> dict[int, str]:
-    """Run the example to its end on this rank of the pool, whose processes have torch loaded already."""
-    spec = importlib.util.spec_from_file_location("resume", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        example.main(options(folder))
-    return losses(said.getvalue())
+def here(folder: Path, said: Path, *more: str) -> None:
+    """Run the example on this rank of the pool; what the first one says goes to a file, which survives a failure."""
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    mute = Path(os.devnull)
+    with open(said if dist.get_rank() == 0 else mute, "w") as file, contextlib.redirect_stdout(file):
+        main([*options(folder), *more])
 
 
 @pytest.mark.shows("C1", "C4")
 @pytest.mark.timeout(400)
 def test_same_losses_as_an_uninterrupted_run(ranks: Pool, tmp_path: Path) -> None:
-    straight = ranks(2, here, tmp_path / "straight")[0]
+    ranks(2, here, tmp_path / "straight", tmp_path / "said")
+    straight = losses((tmp_path / "said").read_text())
     assert list(straight) == list(range(STEPS))
 
     folder = tmp_path / "killed"
-    first = killed(folder, "save", 4)
+    first = killed(ranks, folder, "save", 4)
     assert "step-2" in os.listdir(folder) and "step-4" not in os.listdir(folder)
-    second = killed(folder, "step", 5)
+    second = killed(ranks, folder, "step", 5)
     assert list(second) == [2, 3, 4]
-    third = ranks(2, here, folder)[0]
+    ranks(2, here, folder, tmp_path / "said")
+    third = losses((tmp_path / "said").read_text())
     assert list(third)[-1] == STEPS - 1 and 0 not in third
     assert {**first, **second, **third} == straight
     assert sorted(os.listdir(folder)) == ["step-4", "step-6"]  # keep=2
