@@ -27,7 +27,7 @@ def main() -> None:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        raise SystemExit("this example needs transformers: pip install 'fxshard[hf]'") from None
+        raise SystemExit("this example needs transformers: pip install -c constraints.txt -e '.[hf]'") from None
 
     rank = int(os.environ.get("RANK", "0"))
     config = LlamaConfig(

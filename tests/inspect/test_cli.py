@@ -16,6 +16,7 @@ from fxshard.errors import ConfigError
 from fxshard.inspect import cli
 from fxshard.inspect.files import from_json
 from fxshard.inspect.presets import PRESETS, Moe, MoeConfig
+from fxshard.plan.hardware import PRESETS as HARDWARE
 from tests.inspect.drawing import drawn
 
 
@@ -194,3 +195,11 @@ def test_the_mixture_of_experts_is_one_graph_and_trains() -> None:
     tokens = torch.randint(50, (2, 16))
     torch.compile(model, backend="aot_eager", fullgraph=True)(tokens, tokens).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_help_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is written out there, because looking it up would import torch."""
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(name in shown for name in HARDWARE)
