@@ -347,8 +347,8 @@ class ShardedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            "a sharded model cannot be copied or pickled: its parameters are spread over ranks. Take full_state_dict(), "
-            "or fxshard.save for a checkpoint"
+            "a sharded model cannot be copied or pickled, its parameters are spread over ranks: take "
+            "full_state_dict(), or fxshard.save for a checkpoint"
         )
 
     def _get_name(self) -> str:
