@@ -123,7 +123,7 @@ def test_tables_that_are_printed_become_figures() -> None:
     (table,) = tables = read_tables(printed)
     assert table == {"title": "Cost: a model", "head": ["layers", "seconds"], "rows": [["8", "2.5"], ["16", "3.5"]]}
     (chart,) = CHARTS["planning"](tables)
-    assert chart.bars == (("fxshard, 8 layers", 2.5), ("fxshard, 16 layers", 3.5))
+    assert chart.bars == (("fxshard, layers: 8", 2.5), ("fxshard, layers: 16", 3.5))
 
 
 def test_every_benchmark_has_a_picture() -> None:
