@@ -87,6 +87,11 @@ def plan(
             "this model is compiled or sharded already, and its parameters hold no values to plan with: plan the plain "
             "module before fxshard.compile, or another one, on the meta device if it is large"
         )
+    if torch.get_default_device().type == "meta":
+        raise ConfigError(
+            'fxshard.plan was called below `with torch.device("meta")`, which reaches into the capture: make model and '
+            "inputs there, and plan behind that block"
+        )
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
     shards = world_size if shard_size is None else shard_size
@@ -251,11 +256,11 @@ def _hollow_twin(model: nn.Module, precision: Precision | None) -> nn.Module:
 
 
 def _hollow(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.empty(like.shape, dtype=dtype)
+    tensor = torch.empty(like.shape, dtype=dtype, device="cpu")
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def _real(value: torch.Tensor) -> torch.Tensor:
     """Inputs and buffers are small and may be looked at while tracing: zeros where there is nothing on meta."""
-    return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.detach().cpu()
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value.detach().cpu()

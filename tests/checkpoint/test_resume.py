@@ -29,7 +29,10 @@ def killed(ranks: Pool, folder: Path, where: str, step: int) -> dict[int, str]:
     said = folder.parent / f"killed-in-{where}"
     with pytest.raises(RankError) as failed:
         ranks(2, here, folder, said, "--die-in", where, "--die-at", str(step), grace=60)
-    assert failed.value.types[0] in ("PeerError", "RuntimeError")  # in a collective of fxshard's or of the example's own
+    assert failed.value.types[0] in (
+        "PeerError",
+        "RuntimeError",
+    )  # of fxshard's collectives, or of the example's
     assert "exit code -9" in failed.value.errors[1]
     return losses(said.read_text())
 
