@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(config.dim, config.dim) for _ in range(2))
 
 
-def keep(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+def my_pass(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     return module
 
 
@@ -73,7 +73,7 @@ def what_readers_have() -> dict[str, Any]:
         "PassContext": PassContext,
         "Transformer": Transformer,
     }
-    names |= {"MyModel": lambda: Llama(CONFIG), "config": CONFIG, "my_pass": keep, "plain": plain, "train": train}
+    names |= {"MyModel": lambda: Llama(CONFIG), "config": CONFIG, "my_pass": my_pass, "plain": plain, "train": train}
     names |= {"x": x, "y": y, "tokens": x, "targets": y, "inputs": (x, y), "step": 100}
     return names | {"loader": [(x, y)] * 2, "batches": [(x, y)] * 3, "micro_batches": [(x, y)] * 2}
 
@@ -114,3 +114,8 @@ def named(node: ast.expr) -> Callable[..., Any] | None:
     if not (isinstance(node, ast.Name) and node.id == "fxshard" and path):
         return None
     return functools.reduce(getattr, path, fxshard)  # type: ignore[return-value]
+
+
+def test_the_list_of_passes_is_what_it_prints() -> None:
+    passes = fxshard.PASSES.after("insert_reshard", my_pass).without("defer_wgrad")
+    assert f"```\n{passes}\n```" in (ROOT / "docs" / "howto" / "own-pass.md").read_text()
