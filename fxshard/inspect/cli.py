@@ -44,6 +44,9 @@ PLANNING = 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit code: 0, 1 where it failed, 2 where it was called wrongly."""
     parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_rest", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

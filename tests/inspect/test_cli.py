@@ -95,6 +95,7 @@ def test_a_factory_of_the_users(target: str, planned: Planned, models: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["mine.py"], "needs the name of a function in it: mine.py:build"),
         (["llama-9b"], "unknown preset 'llama-9b'; known are llama-8b, llama-70b, moe-16b"),
         (["llama-8b", "--hardware", "abacus"], "known are a100, h100, h200"),
         (["llama-8b", "--layers", "1", "--budget", "1KiB"], "the smallest feasible is 11.5 MiB"),
@@ -203,3 +204,8 @@ def test_help_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["inspect", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(name in shown for name in HARDWARE)
+
+
+def test_nothing_asked_for_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "inspect" in capsys.readouterr().out
