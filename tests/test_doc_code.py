@@ -79,6 +79,7 @@ def what_readers_have() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in NOT_RUN])
+@pytest.mark.timeout(400)
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("compile", "shard"):

@@ -136,7 +136,7 @@ def test_demo(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ZeRO-3 on 8 ranks" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["inspect"], ["inspect", "llama-8b", "--zero", "4"], ["demo", "--loud"]])
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "llama-8b", "--zero", "4"], ["demo", "--loud"]])
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
