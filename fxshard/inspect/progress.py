@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -46,10 +47,11 @@ def progress(steps: int, *, shown: bool = True) -> Iterator[Report]:
     # What is printed meanwhile goes above the bar, but not to stderr where somebody keeps stdout in a file.
     above = sys.stdout.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=above) as bar:
-        task = bar.add_task("", total=steps, completed=-1)
+        task = bar.add_task("", total=steps)
+        begun = itertools.count()
         _commands += 1
         try:
-            yield lambda what: bar.update(task, advance=1, description=what)
+            yield lambda what: bar.update(task, completed=next(begun), description=what)
         finally:
             _commands -= 1
 
