@@ -23,6 +23,7 @@ docs: $(STAMP)  ## the documentation as a site, in build/site
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/make_api.py
 	$(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Print the graphs in passes.md: small models, sharded over two ranks by ZeRO-3, pass by pass.
 
 python docs/show_passes.py                # all of them
-python docs/show_passes.py --only mxfp8   # experts, mxfp8, schedule, deferred or replicas
+python docs/show_passes.py --only mxfp8   # experts, mxfp8, schedule, deferred, replicas or filled
 """
 
 import argparse
@@ -16,9 +16,10 @@ from torch import Tensor, fx, nn
 import fxshard
 from fxshard import _compat
 from fxshard.config import Options, Precision
-from fxshard.events import Phase
+from fxshard.events import Phase, event_of
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.fill_arena import fill_arena
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
@@ -35,6 +36,7 @@ from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import Domain
 from fxshard.plan.hardware import hardware
+from fxshard.plan.memory import MemoryPlan
 from fxshard.plan.units import find_units
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -43,9 +45,9 @@ from fxshard.plan.units import find_units
 class Tiny(nn.Module):
     """Two layers, so that there is one to prefetch."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -172,15 +174,27 @@ def schedule() -> None:
         order_prefetch(module, replace(model.context, phase=phase, ahead=FARTHEST, by_deadline=True))
         show(f"{phase}, order_prefetch by deadlines", module)
     print("\n== plan_memory")
-    for (what, bucket, opened), slot in plan_memory(model.phases, model.context).slots.items():
-        name = model.context.buckets[bucket].name
-        print(f"{what} {name}, opened by event {opened}: bytes {slot.offset} to {slot.end}")
+    show_places(plan_memory(model.phases, model.context), model)
     for phase, module in model.phases.items():
         split = split_segments(module, replace(model.context, phase=phase))
         show(f"{phase}, split_segments", split)
         for name, segment in split.named_children():
             assert isinstance(segment, fx.GraphModule)
             show(f"{phase}, {name}", segment)
+
+
+def filled() -> None:
+    """Four layers, gathered one ahead over a network that is slower than compute."""
+    model = captured(Tiny(layers=4), torch.randn(4, 8))
+    for phase in model.phases:
+        for run in (*INSERTING[phase], order_prefetch):
+            model.run(phase, run)
+    memory = plan_memory(model.phases, model.context)
+    show("forward of four layers, plan_memory", model.phases[Phase.FORWARD], of=event_of)
+    show_places(memory, model)
+    memory = fill_arena(model.phases, model.context, memory)
+    show("forward of four layers, fill_arena", model.phases[Phase.FORWARD], of=event_of)
+    show_places(memory, model)
 
 
 def deferred() -> None:
@@ -218,10 +232,19 @@ def experts() -> None:
     print(model.context.experts)
 
 
-def show(title: str, module: fx.GraphModule, note: Any = lambda node: None) -> None:
-    """One line per node: what it is called, what it calls, with what."""
+def show_places(memory: MemoryPlan, model: Captured) -> None:
+    """What lies where in the arena."""
+    for (what, bucket, opened), slot in memory.slots.items():
+        name = model.context.buckets[bucket].name
+        print(f"{what} {name}, opened by event {opened}: bytes {slot.offset} to {slot.end}")
+
+
+def show(
+    title: str, module: fx.GraphModule, note: Any = lambda node: None, of: Callable[[fx.Node], Any] = lambda node: True
+) -> None:
+    """One line per node: what it is called, what it calls, with what. ``of``: for those nodes only."""
     print(f"\n== {title}")
-    for node in module.graph.nodes:
+    for node in filter(of, module.graph.nodes):
         remark = f"    # {note(node).name}" if note(node) is not None else ""
         if node.op == "placeholder":
             ref = node.meta.get(PARAM)
@@ -234,7 +257,7 @@ def show(title: str, module: fx.GraphModule, note: Any = lambda node: None) -> N
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (experts, mxfp8, schedule, deferred, replicas)
+PARTS = (experts, mxfp8, schedule, filled, deferred, replicas)
 
 
 def main() -> None:

@@ -27,14 +27,14 @@ def main() -> None:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        raise SystemExit("this example needs transformers: pip install 'fxshard[hf]'") from None
+        raise SystemExit("this example needs transformers: pip install -c constraints.txt -e '.[hf]'") from None
 
     rank = int(os.environ.get("RANK", "0"))
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=128,
         intermediate_size=352,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,

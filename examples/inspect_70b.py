@@ -15,19 +15,23 @@ import torch
 
 import fxshard
 from fxshard.inspect.presets import PRESETS
+from fxshard.inspect.progress import progress
+from fxshard.planning import STAGES
 
 
 def main() -> None:
     options = arguments()
     model, inputs = PRESETS["llama-70b"](options.layers)  # on the meta device
-    schedule = fxshard.plan(
-        model,
-        inputs,
-        world_size=options.world_size,
-        hardware=options.hardware,
-        memory_budget=options.budget,
-        precision=fxshard.Precision(param=torch.bfloat16, reduce=torch.float32),
-    )
+    with progress(len(STAGES)) as begin:
+        schedule = fxshard.plan(
+            model,
+            inputs,
+            world_size=options.world_size,
+            hardware=options.hardware,
+            memory_budget=options.budget,
+            precision=fxshard.Precision(param=torch.bfloat16, reduce=torch.float32),
+            progress=begin,
+        )
     schedule.verify()  # planning has done this already; it raises ScheduleError if an event is out of place
     print(schedule)
 

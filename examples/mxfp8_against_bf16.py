@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 import fxshard
+from fxshard.inspect.progress import progress
 from fxshard.models import Llama, LlamaConfig
 from fxshard.passes.context import PassContext
 from fxshard.precision.report import report
@@ -32,7 +33,11 @@ def main() -> None:
     options = arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = corpus(options.bytes).to(device)
-    losses = {name: train(name, text, device, options) for name in PRECISIONS}
+    losses = {}
+    with progress(len(PRECISIONS)) as begin:
+        for name in PRECISIONS:
+            begin(f"{name}, {options.steps} steps")
+            losses[name] = train(name, text, device, options)
     final = {name: sum(curve[-options.tail :]) / options.tail for name, curve in losses.items()}
     apart = final["MXFP8"] / final["bf16"] - 1
     print(f"mean loss of the last {options.tail} steps: {final}, {apart:+.2%} apart")

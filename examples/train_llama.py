@@ -9,6 +9,7 @@ the next step begins with. Try ``--zero 2``: parameters stay, and only gradients
 """
 
 import argparse
+import os
 import sys
 
 import torch
@@ -52,6 +53,7 @@ BATCH, LENGTH = 8, 64
 
 def main() -> None:
     options = arguments()
+    os.environ.setdefault("FXSHARD_PROGRESS", "0")  # there is a bar here already
     torch.manual_seed(0)
     model = fxshard.compile(
         Llama(CONFIG), zero=options.zero, optimizer=fxshard.AdamW(lr=2e-3), lowering=options.lowering
@@ -108,7 +110,7 @@ def progress(ranks: int, shown: bool) -> Progress:
         TimeElapsedColumn(),
         TextColumn(f"on {ranks} process{'es' if ranks > 1 else ''}"),
         console=Console(stderr=True),
-        disable=not shown,
+        disable=not (shown and sys.stderr.isatty()),
     )
 
 

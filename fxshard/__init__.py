@@ -83,6 +83,8 @@ class _Package(ModuleType):
     """``fxshard.plan`` is the function. The package of that name is reached by ``from fxshard.plan.x import y``."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "checkpoint":  # fxshard.checkpoint.wait_for_save, without an import of its own
+            return import_module("fxshard.checkpoint")
         if name not in _HOME:
             raise AttributeError(f"module 'fxshard' has no attribute {name!r}")
         value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)

@@ -271,7 +271,11 @@ class Capture:
         if self._backend.lower is not None:
             return self._backend.lower(self._scheduled[phase])
         with _compat.no_dispatch_modes():
-            split = split_segments(self._scheduled[phase], self.context(phase))
+            scheduled = self._scheduled[phase]
+            watch = self._observer.begin(phase, "split_segments", scheduled) if self._observer is not None else None
+            split = split_segments(scheduled, self.context(phase))
+            if watch is not None:
+                watch.done(split)
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
             carries = self._carries if phase is Phase.FORWARD else None

@@ -318,6 +318,12 @@ class ShardedModule(nn.Module):
             "or choose the compute dtype with precision=fxshard.Precision(...)"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "a sharded model cannot be copied or pickled, its parameters are spread over ranks: take "
+            "full_state_dict(), or fxshard.save for a checkpoint"
+        )
+
     def _get_name(self) -> str:
         return f"ShardedModule[{type(self._inner).__name__}]"
 

@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map_only
 from fxshard.backend import Backend, Capture, graph_inputs
 from fxshard.capture import FAILURES, capture, cast_floats, explained, no_garbage_collection
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, StateError
 from fxshard.groups import check_patterns, domain_by_name, planned_domains
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import SegmentCompiler
+from fxshard.module import ShardedModule
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.context import ParamRef
 from fxshard.passes.pass_list import PassList
@@ -34,7 +35,7 @@ from fxshard.repetition import Shortened, Unrepeatable, shorten
 from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.engine import Engine
 from fxshard.runtime.hollow import hollow_like
-from fxshard.sharding import Sharding, register
+from fxshard.sharding import Sharding, register, sharding_of
 
 STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
 """What planning does, in order. Each takes a good part of the time."""
@@ -80,6 +81,16 @@ def plan(
     >>> schedule = fxshard.plan(model, (tokens, tokens), world_size=1024, hardware="h200", memory_budget="60GiB")
     >>> print(schedule, schedule.simulate("h200").step_seconds)
     """
+    if isinstance(model, ShardedModule) or any(sharding_of(parameter) for parameter in model.parameters()):
+        raise StateError(
+            "this model is compiled or sharded already, and its parameters hold no values to plan with: plan the plain "
+            "module before fxshard.compile, or another one, on the meta device if it is large"
+        )
+    if torch.get_default_device().type == "meta":
+        raise ConfigError(
+            'fxshard.plan was called below `with torch.device("meta")`, which reaches into the capture: make model and '
+            "inputs there, and plan behind that block"
+        )
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
     shards = world_size if shard_size is None else shard_size
@@ -233,4 +244,4 @@ def _hollow_twin(model: nn.Module, precision: Precision | None) -> nn.Module:
 
 def _real(value: torch.Tensor) -> torch.Tensor:
     """Inputs and buffers are small and may be looked at while tracing: zeros where there is nothing on meta."""
-    return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.detach().cpu()
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value.detach().cpu()

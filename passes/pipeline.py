@@ -130,8 +130,10 @@ def order(
     with _watched("plan_memory", scheduled, context):
         memory = plan_memory(scheduled, context)
     if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
-        with _watched("order_prefetch by deadlines, fill_arena", scheduled, context):
+        with _watched("order_prefetch by deadlines", scheduled, context):
             memory = _move_to_deadlines(scheduled, context)
+        with _watched("fill_arena", scheduled, context):
+            memory = fill_arena(scheduled, context, memory)
     for module in scheduled.values():
         module.graph.lint()
         module.recompile()
@@ -157,7 +159,7 @@ def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, 
 
 
 def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
-    """Start each gather as late as it can be hidden; one that cannot be, as early as there is room for it."""
+    """Start each gather as late as it can be hidden."""
     launches = [found for module in modules.values() for found in events(module.graph) if found[1].kind is Kind.UNSHARD]
     fitting = [(node, node.prev, event) for node, event in launches]
     for ahead in range(FARTHEST, context.ahead - 1, -1):
@@ -175,7 +177,7 @@ def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassCon
                 before.append(node)
             node.meta[META] = event
         memory = plan_memory(modules, context)
-    return fill_arena(modules, context, memory)
+    return memory
 
 
 def _order(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:

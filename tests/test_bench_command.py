@@ -47,9 +47,21 @@ def test_starts_its_own_ranks_and_passes_the_rest_on(started: list[list[str]]) -
     assert started == [launch.split()]
 
 
-@pytest.mark.parametrize(("rest", "ranks"), [([], "2"), (["--device", "cuda"], "1")])
-def test_ranks_by_default(rest: list[str], ranks: str, started: list[list[str]]) -> None:
-    assert cli.main(["bench", "train", *rest]) == 0
+@pytest.mark.parametrize(
+    ("called", "gpus", "ranks"),
+    [
+        (["train"], 0, "2"),
+        (["train"], 1, "1"),
+        (["train", "--device", "cuda"], 8, "8"),
+        (["train", "--device", "cpu"], 8, "2"),
+        (["checkpoint"], 8, "2"),  # which runs on the CPU
+    ],
+)
+def test_ranks_by_default(
+    called: list[str], gpus: int, ranks: str, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_gpus", lambda: gpus)
+    assert cli.main(["bench", *called]) == 0
     assert started[0][4] == ranks
 
 
@@ -111,7 +123,7 @@ def test_tables_that_are_printed_become_figures() -> None:
     (table,) = tables = read_tables(printed)
     assert table == {"title": "Cost: a model", "head": ["layers", "seconds"], "rows": [["8", "2.5"], ["16", "3.5"]]}
     (chart,) = CHARTS["planning"](tables)
-    assert chart.bars == (("fxshard, 8 layers", 2.5), ("fxshard, 16 layers", 3.5))
+    assert chart.bars == (("fxshard, layers: 8", 2.5), ("fxshard, layers: 16", 3.5))
 
 
 def test_every_benchmark_has_a_picture() -> None:

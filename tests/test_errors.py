@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -109,7 +111,7 @@ def test_sharded_but_not_compiled() -> None:
         fxshard.shard(Mlp())(torch.ones(2, 7))
 
 
-def test_no_optimizer_no_schedule_no_moving() -> None:
+def test_no_optimizer_no_schedule_no_moving_no_copying() -> None:
     model = build(Mlp())
     with pytest.raises(fxshard.StateError, match="optimizer"):
         _ = model.optimizer
@@ -117,6 +119,9 @@ def test_no_optimizer_no_schedule_no_moving() -> None:
         _ = model.schedule
     with pytest.raises(fxshard.StateError, match="cast"):
         model.half()
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(fxshard.StateError, match="full_state_dict"):
+            copied(model)
 
 
 def test_wrong_state_dict_changes_nothing() -> None:

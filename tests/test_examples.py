@@ -1,74 +1,131 @@
 """The examples run, and the documentation's links lead somewhere."""
 
 import ast
+import contextlib
+import io
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
+from xml.etree import ElementTree
 
 import pytest
+import torch.distributed as dist
 
 import fxshard
 from fxshard.inspect.verify import RULES
-from fxshard.passes.pipeline import BEFORE_AUTOGRAD, INSERTING
+from fxshard.passes.pipeline import BEFORE_AUTOGRAD, INSERTING, JOINT
+from tests.pool import Pool
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def torchrun(*command: str) -> str:
+    """What two processes say that torchrun starts."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*launch, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+class Here(Protocol):
+    def __call__(self, script: str, *options: str) -> str: ...
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """A script as ``python script options`` runs it, but in this process, which has torch loaded."""
+
+    def here(script: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [script, *options])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return here
+
+
 def test_train_llama_on_two_processes() -> None:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    shown = run(*launch, "examples/train_llama.py", "--lowering", "eager", "--steps", "4")
+    shown = torchrun("examples/train_llama.py", "--lowering", "eager", "--steps", "2")
     assert "at the first step" in shown
     assert shown.count("ZeRO-3 on 2 ranks") == 1  # by rank 0 alone
     for event in ("unshard", "wait", "reshard", "grad", "reduce", "finish", "update"):
         assert f" {event} " in shown
 
 
-def test_huggingface_on_one_process() -> None:
+def test_compare_fsdp2_on_two_processes(ranks: Pool) -> None:
+    shown, silent = ranks(2, as_under_torchrun, "examples/compare_fsdp2.py", "--steps", "2")
+    rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", shown, flags=re.MULTILINE)
+    assert len(rows) == 2 and all(a == b for a, b in rows)
+    assert len(set(re.findall(r"holds ([\d.]+) MiB", shown))) == 1
+    assert silent == ""
+
+
+def as_under_torchrun(script: str, *options: str) -> str:
+    """Run an example on this rank of the pool; it finds what torchrun would have told it."""
+    about = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1"}
+    ports = [_free_port()]
+    dist.broadcast_object_list(ports)
+    dist.destroy_process_group()
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        for name, value in {**about, "MASTER_PORT": str(ports[0])}.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", [script, *options])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    return said.getvalue()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_huggingface_on_one_process(run: Here) -> None:
     pytest.importorskip("transformers", reason="needs the hf extra")
-    shown = run("examples/huggingface.py", "--lowering", "eager", "--steps", "6")
+    shown = run("examples/huggingface.py", "--lowering", "eager", "--steps", "4")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
     assert len(losses) == 2 and losses[1] < losses[0]
 
 
-def test_custom_pass() -> None:
+def test_custom_pass(run: Here) -> None:
     shown = run("examples/custom_pass.py")
     assert "insert_reshard → note_products*" in shown and "behind 14 products" in shown and "after three steps" in shown
 
 
-def test_train_moe_on_one_process() -> None:
+def test_train_moe_on_one_process(run: Here) -> None:
     shown = run("examples/train_moe.py", "--lowering", "eager", "--steps", "12")
     assert "layers.0.experts and 1 more fused by torch" in shown
     assert "Muon" in shown.partition("optimizer")[2]
 
 
-def test_compare_fsdp2_on_two_processes() -> None:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    shown = run(*launch, "examples/compare_fsdp2.py", "--steps", "2")
-    rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", shown, flags=re.MULTILINE)
-    assert len(rows) == 2 and all(a == b for a, b in rows)
-    assert len(set(re.findall(r"holds ([\d.]+) MiB", shown))) == 1
-
-
-def test_mxfp8_against_bf16() -> None:
+def test_mxfp8_against_bf16(run: Here) -> None:
     small = ("--quick", "--steps", "3", "--bytes", "20000", "--length", "32", "--batch", "2", "--within", "0.5")
     shown = run("examples/mxfp8_against_bf16.py", *small)
     assert "bf16 step     2" in shown and "MXFP8 step     2" in shown
+
+
+def test_muon_vs_adamw(run: Here, tmp_path: Path) -> None:
+    """It draws what it says."""
+    picture = tmp_path / "curves.svg"
+    shown = run("examples/muon_vs_adamw.py", "--quick", "--device", "cpu", "--svg", str(picture))
+    assert shown.count("after 20 steps") >= 4
+    lines = ElementTree.parse(picture).findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [5, 5, 5, 5]
+
+
+def test_inspect_70b(run: Here, tmp_path: Path) -> None:
+    page = tmp_path / "schedule.html"
+    shown = run("examples/inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page))
+    assert "ZeRO-3 on 64 ranks" in shown
+    assert "simulated on 64 × h200, 2 of 80 layers" in shown
+    assert "layers.1.mlp.down.weight" in page.read_text()
 
 
 def test_every_example_is_run_and_says_what_to_look_at() -> None:
@@ -80,7 +137,7 @@ def test_every_example_is_run_and_says_what_to_look_at() -> None:
 
 
 def test_api_reference_is_what_the_docstrings_say() -> None:
-    shown = run("-c", "import sys; sys.path.insert(0, 'docs'); from make_api import page; print(page(), end='')")
+    shown = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["page"]()
     written = (ROOT / "docs" / "api.md").read_text()
     missing = [name for name in fxshard.__all__ if not name.startswith("_") and not re.search(rf"\b{name}\b", written)]
     assert not missing
@@ -94,15 +151,7 @@ def test_every_page_is_in_the_index() -> None:
     assert pages - linked == set()
 
 
-def test_inspect_70b(tmp_path: Path) -> None:
-    page = tmp_path / "schedule.html"
-    shown = run("examples/inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page))
-    assert "ZeRO-3 on 64 ranks" in shown
-    assert "simulated on 64 × h200, 2 of 80 layers" in shown
-    assert "layers.1.mlp.down.weight" in page.read_text()
-
-
-def test_show_passes() -> None:
+def test_show_passes(run: Here) -> None:
     """What docs/passes.md shows is still what the passes do."""
     shown = set(run("docs/show_passes.py").splitlines())
     text = (ROOT / "docs" / "passes.md").read_text()
@@ -111,9 +160,11 @@ def test_show_passes() -> None:
 
 
 def test_every_pass_and_rule_is_documented() -> None:
-    passes = {run.__name__ for runs in (BEFORE_AUTOGRAD, *INSERTING.values()) for run in runs}
-    headings = set(re.findall(r"^## (\w+)$", (ROOT / "docs" / "passes.md").read_text(), flags=re.MULTILINE))
-    assert passes - headings == set()
+    passes = {run.__name__ for runs in (BEFORE_AUTOGRAD, JOINT, *INSERTING.values()) for run in runs}
+    passes |= {"order_prefetch", "keep_resident", "plan_memory", "fill_arena", "split_segments"}
+    _, *sections = re.split(r"^## ", (ROOT / "docs" / "passes.md").read_text(), flags=re.MULTILINE)
+    shown = {section.split()[0] for section in sections if "```" in section}
+    assert passes - shown == set()
     rules = (ROOT / "docs" / "verification.md").read_text()
     assert [rule.__name__ for rule in RULES if f"| `{rule.__name__}` |" not in rules] == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,7 +147,10 @@ def test_log_and_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypa
         schedule = planned(fxshard.PASSES)
     assert "forward: insert_unshard: " in caplog.text and "+4 unshard, +4 wait" in caplog.text
     assert "backward: order_prefetch: " in caplog.text and "gathers ahead: the arena needs" in caplog.text
+    assert re.search(r"joint: recompute_param_views: .* nodes as before, something noted on \d+", caplog.text)
     (folder,) = tmp_path.glob("rank-0/capture-*")
+    watched = {file.name.split(".")[0].split("-")[2] for file in folder.glob("*-*.after.txt")}
+    assert watched >= {"insert_unshard", "keep_resident", "plan_memory", "order_prefetch", "fill_arena"}
     before, after = (
         next(folder.glob(f"*-forward-insert_reshard.{when}.txt")).read_text() for when in ("before", "after")
     )

@@ -229,6 +229,21 @@ def test_a_model_without_parameters() -> None:
         fxshard.plan(nn.ReLU(), (torch.ones(2),), world_size=2)
 
 
+def test_below_the_meta_device() -> None:
+    """Where people make the model. It would give an empty schedule."""
+    with torch.device("meta"), pytest.raises(fxshard.ConfigError, match="behind that block"):
+        fxshard.plan(nn.Linear(4, 4), (torch.empty(2, 4),), world_size=2)
+
+
+def test_a_model_that_is_sharded_already() -> None:
+    """Its parameters have no memory: looking at them would be the end of the process."""
+    plain = nn.Linear(4, 4)
+    sharded = fxshard.shard(plain)
+    for model in (sharded, plain):
+        with pytest.raises(fxshard.StateError, match="plan the plain module"):
+            fxshard.plan(model, (torch.ones(2, 4),), world_size=2)
+
+
 class Untraceable(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Save and load a model with its AdamW state: fxshard against FSDP2 with plain ``torch.distributed.checkpoint``.
 
+    fxshard bench checkpoint --layers 2 --rounds 3 --svg checkpoint.svg
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m fxshard.bench.checkpoint
 
 Contenders take turns in one run, each saving, loading and deleting its own checkpoint. Times are between barriers.
@@ -26,6 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fxshard
+from fxshard.inspect.progress import progress
 from fxshard.models import Llama, LlamaConfig
 
 SIZES = {
@@ -138,13 +140,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--contenders", default="fsdp2,fxshard,asynchronous", help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=int, help="another number of layers than the size has")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5, help="the first one is not timed")
     parser.add_argument("--one-at-a-time", action="store_true", help="of the contenders, where memory is short")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
+    names = arguments.contenders.split(",")
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown:
+        parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -155,11 +161,12 @@ def main() -> None:
     dist.broadcast_object_list(made)
     folder = Path(str(made[0]))
     torch.set_default_dtype(getattr(torch, arguments.dtype))
-    names = arguments.contenders.split(",")
     alive: dict[str, Fsdp2 | Ours] = {}
     found: dict[str, list[dict[str, float]]] = {CONTENDERS[name].name: [] for name in names}
-    for _ in range(arguments.rounds):
-        for name in names:
+    turns = [(number, name) for number in range(arguments.rounds) for name in names]
+    with progress(len(turns), shown=dist.get_rank() == 0) as begin:
+        for number, name in turns:
+            begin(f"round {number + 1} of {arguments.rounds}: {CONTENDERS[name].name}")
             if arguments.one_at_a_time and name not in alive:
                 alive.clear()
                 gc.collect()

@@ -1,6 +1,6 @@
 """``fxshard bench``: start a benchmark on ranks of its own, and make a picture of its figures.
 
-Nothing here imports torch: each benchmark is a module that runs by ``python -m`` (or torchrun) as well.
+Each benchmark is a module that runs by ``python -m`` (or torchrun) as well. Importing this one does not import torch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ class Bench:
     about: str
     ranks: bool = False
     """Whether it runs on several ranks."""
+    gpus: bool = False
+    """Whether its ranks run on GPUs where there are some, one on each."""
     tables: bool = False
     """Whether its figures are the tables that it prints; the others write theirs as JSON."""
 
 
 BENCHES = {
-    "train": Bench("fxshard.bench.train", "training steps beside FSDP2, DDP and torch.compile", ranks=True),
+    "train": Bench("fxshard.bench.train", "training steps beside FSDP2, DDP and torch.compile", ranks=True, gpus=True),
     "optimizer": Bench("fxshard.bench.optimizer", "a Muon step beside torch.optim.Muon and AdamW"),
     "quantize": Bench("fxshard.bench.quantize", "quantizing to MXFP8 beside a copy and Transformer Engine"),
     "moe": Bench("fxshard.bench.moe", "a mixture of experts beside eager torch and torch.compile"),
@@ -60,14 +62,18 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         + "\n".join(f"  {name:<14}{bench.about}" for name, bench in benches.items())
         + "\n\nOther options are the benchmark's own: fxshard bench train --options\n\nexamples:\n"
         "  fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp --svg train.svg\n"
-        "  fxshard bench train --device cuda --size 1b --peer fsdp2-compile\n"
+        "  fxshard bench train --device cpu --size toy --rounds 2\n"
         "  fxshard bench optimizer --json optimizer.json\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="BENCHMARK", choices=benches, help=", ".join(benches))
     parser.add_argument(
-        "--ranks", "--nproc-per-node", type=int, metavar="N", help="processes to start (default: 2 on a CPU, else 1)"
+        "--ranks",
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="processes to start (default: one per GPU, 2 on a CPU)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the figures as a picture of bars")
@@ -110,15 +116,22 @@ def launch(bench: Bench, ranks: int | None, rest: list[str]) -> list[str]:
     if not bench.ranks:
         return [sys.executable, "-m", bench.module, *rest]
     if ranks is None:
-        ranks = 1 if "cuda" in rest else 2
+        ranks = (_gpus() if bench.gpus and "cpu" not in rest else 0) or 2
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*start, "-m", bench.module, *rest]
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _keep_tables(start: list[str], figures: Path) -> int:
     """Show what a benchmark prints as it comes, and write its tables down."""
     lines = []
-    with subprocess.Popen(start, env=environment(), stdout=subprocess.PIPE, text=True) as running:
+    bare = {**environment(), "FXSHARD_PROGRESS": "0"}  # a bar would be drawn over the rows that are shown here
+    with subprocess.Popen(start, env=bare, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         for line in running.stdout:
             print(line, end="", flush=True)

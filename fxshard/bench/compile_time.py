@@ -82,9 +82,10 @@ def in_fresh_processes(layers: int, contender: str, arguments: argparse.Namespac
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--layers", default="8,32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dim", type=int, default=256)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--layers", default="8,32", metavar="N,...", help="depths to compare (default: 8,32)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help=f"(default here: {best})")
+    parser.add_argument("--dim", type=int, default=256, help="width of the model, a multiple of 64 (default: 256)")
     parser.add_argument("--peer", choices=("fsdp2-compile",), help="measure FSDP2 with each block compiled as well")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)

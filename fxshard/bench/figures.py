@@ -43,14 +43,14 @@ def of_moe(figures: dict[str, Any]) -> list[Chart]:
 
 
 def of_compile_time(rows: list[dict[str, Any]]) -> list[Chart]:
-    bars = tuple((f"fxshard, {row['layers']} layers", row["first_step_s"]) for row in rows)
+    bars = tuple((f"fxshard, layers: {row['layers']}", row["first_step_s"]) for row in rows)
     return [Chart("time to the first step", "s", bars, bars[0][0])]
 
 
 def of_planning(tables: list[dict[str, Any]]) -> list[Chart]:
     """What planning costs. Gains are tables of many columns: they stay tables."""
     return [
-        Chart(table["title"], "s", tuple((f"fxshard, {row[0]} layers", float(row[1])) for row in table["rows"]))
+        Chart(table["title"], "s", tuple((f"fxshard, layers: {row[0]}", float(row[1])) for row in table["rows"]))
         for table in tables
         if table["head"][:2] == ["layers", "seconds"]
     ]
@@ -65,7 +65,11 @@ def of_checkpoint(found: dict[str, list[dict[str, float]]]) -> list[Chart]:
         )
 
     base = next(iter(found))
-    return [Chart("saving", "s", medians("save_s"), base), Chart("loading", "s", medians("load_s"), base)]
+    return [
+        Chart("saving, until training goes on", "s", medians("save_s"), base),
+        Chart("saving, until it is written", "s", medians("written_after_s"), base),
+        Chart("loading", "s", medians("load_s"), base),
+    ]
 
 
 def _bars(results: list[dict[str, Any]], key: str) -> tuple[tuple[str, float], ...]:

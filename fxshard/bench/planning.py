@@ -1,9 +1,8 @@
 """What planning costs, and what it gains: the tables of docs/planning-figures.md.
 
-python -m fxshard.bench.planning            # all parts
-python -m fxshard.bench.planning --quick    # gains with 16 layers of each model
-python -m fxshard.bench.planning --parts layers
-python -m fxshard.bench.planning --parts muon
+fxshard bench planning                              # all parts, which takes an hour
+fxshard bench planning --quick                      # fewer layers
+fxshard bench planning --parts layers --layers 2,4 --svg cost.svg
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import fxshard
 from fxshard.bench.captured import Captured, capture
 from fxshard.events import Kind, Phase
 from fxshard.inspect.presets import PRESETS
+from fxshard.inspect.progress import progress
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.simulate import Simulation
 from fxshard.models import Llama, LlamaConfig
@@ -30,6 +30,7 @@ from fxshard.plan.hardware import hardware as known
 
 LAYERS = (8, 16, 32, 64, 80)
 QUICK_LAYERS = 16
+QUICK_DEPTHS = (8, 16)
 RANKS = (8, 64, 1024)
 HARDWARE = ("h100", "h200", "gb200")
 PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -146,12 +147,15 @@ def _turn(schedule: Schedule, run: Simulation) -> float:
 
 def print_cost() -> None:
     print("\n## Cost: llama-70b on 1024 ranks\n", flush=True)
-    _table(("layers", "seconds", "CPU seconds", "peak GiB", "events"), [_cost_row(80)])
+    _table(COST, (_cost_row(80) for _ in range(1)), 1)
 
 
-def print_layers() -> None:
+def print_layers(depths: Sequence[int]) -> None:
     print("\n## Cost by layers: llama-70b on 1024 ranks\n", flush=True)
-    _table(("layers", "seconds", "CPU seconds", "peak GiB", "events"), (_cost_row(layers) for layers in LAYERS))
+    _table(COST, (_cost_row(layers) for layers in depths), len(depths))
+
+
+COST = ("layers", "seconds", "CPU seconds", "peak GiB", "events")
 
 
 def _cost_row(layers: int) -> list[str]:
@@ -168,7 +172,7 @@ def print_gains(layers: int | None) -> None:
         for rule in OURS:
             head += [f"{rule}: communication", "step (exposed)", "step / bound", "seam", "turn", "arena GiB"]
         head += [f"{rule}: step (exposed)" for rule in RULES if rule not in OURS]
-        _table(head, (_gain_row(*row) for row in gains(preset, layers)))
+        _table(head, (_gain_row(*row) for row in gains(preset, layers)), len(RANKS) * len(HARDWARE))
 
 
 def _gain_row(hardware: str, ranks: int, found: dict[str, Step | None]) -> list[str]:
@@ -194,7 +198,7 @@ def print_muon() -> None:
     """A training step with each optimizer, and what its optimizer phase has to do."""
     print("\n### Muon against AdamW, simulated: 0.95 B Llama, 4 × 4096 tokens per rank, h200\n", flush=True)
     head = ("ranks", "ZeRO", "optimizer", "step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
-    _table(head, _muon_rows())
+    _table(head, _muon_rows(), 8)
 
 
 def _muon_rows() -> Iterator[list[str]]:
@@ -230,11 +234,13 @@ def _muon_figures(schedule: Schedule, run: Simulation, baseline: float) -> list[
     ]
 
 
-def _table(head: Sequence[str], rows: Any) -> None:
+def _table(head: Sequence[str], rows: Iterator[list[str]], total: int) -> None:
     print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(row) + " |", flush=True)
+    print("|" + "---|" * len(head), flush=True)
+    with progress(total) as begin:
+        for number in range(total):
+            begin(f"row {number + 1} of {total}")
+            print("| " + " | ".join(next(rows)) + " |", flush=True)
 
 
 PARTS = ("cost", "layers", "gains", "muon")
@@ -242,21 +248,25 @@ PARTS = ("cost", "layers", "gains", "muon")
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--quick", action="store_true", help=f"gains with {QUICK_LAYERS} layers of each model")
-    parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help="plan once, print its cost")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="(default: all of them; with --quick not cost)")
+    parser.add_argument("--layers", metavar="N,...", help="depths in the part of that name (default: 8 to 80)")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"depths of 8 and 16; gains with {QUICK_LAYERS} layers of each model"
+    )
+    parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
         preset, layers, ranks = args.one
         print(json.dumps(one(preset, int(layers), int(ranks))))
         return
+    depths = tuple(map(int, args.layers.split(","))) if args.layers else QUICK_DEPTHS if args.quick else LAYERS
     parts: dict[str, Callable[[], None]] = {
         "cost": print_cost,
-        "layers": print_layers,
+        "layers": lambda: print_layers(depths),
         "gains": lambda: print_gains(QUICK_LAYERS if args.quick else None),
         "muon": print_muon,
     }
-    for part in args.parts:
+    for part in args.parts or (PARTS[1:] if args.quick else PARTS):
         parts[part]()
 
 

@@ -1,8 +1,8 @@
 """Time training steps of fxshard and its peers on the same model, in turns, in one run.
 
 fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp
+fxshard bench train --device cuda --size 1b --peer fsdp2-compile
 torchrun --standalone --nproc-per-node 2 -m fxshard.bench.train --device cpu --size toy
-torchrun --standalone --nproc-per-node 1 -m fxshard.bench.train --device cuda --size 1b
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -193,12 +194,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--contenders", default="fsdp2,fsdp2-compile,fxshard", help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--peer", metavar="NAME,...", help="these beside fxshard, in place of --contenders")
-    parser.add_argument("--size", choices=SIZES, default="toy")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help=f"(default here: {best})")
+    parser.add_argument("--size", choices=SIZES, help="(default: 1b on CUDA, toy on a CPU)")
     parser.add_argument("--batch", type=int, help="sequences per rank")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--steps", type=int, default=5, help="steps per round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns")
+    parser.add_argument("--layers", type=int, help="another number of layers than the size has")
+    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns (default: 5)")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     names = [*arguments.peer.split(","), "fxshard"] if arguments.peer else arguments.contenders.split(",")
@@ -207,14 +209,16 @@ def main() -> None:
         parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
 
     cuda = arguments.device == "cuda"
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    # Ranks share a GPU where there are fewer of them.
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     if not cuda:
         torch.set_num_threads(1)
-    config, batch, length = SIZES[arguments.size]
+    config, batch, length = SIZES[arguments.size or ("1b" if cuda else "toy")]
     if arguments.layers:
         config = LlamaConfig(**{**asdict(config), "layers": arguments.layers})
     with progress(len(names) + arguments.rounds, shown=dist.get_rank() == 0) as begin:

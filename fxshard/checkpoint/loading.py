@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -22,6 +23,7 @@ from fxshard.checkpoint.reader import RowReader
 from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_save
 from fxshard.checkpoint.surroundings import restore_random_states
 from fxshard.errors import CheckpointError, FxshardError
+from fxshard.inspect.progress import long_work
 from fxshard.module import ShardedModule
 from fxshard.optim.sharded import ShardedOptimizer
 
@@ -70,8 +72,9 @@ def load(
     same_ranks = plan.manifest["ranks"] == ranks.size
     objects = [] if weights_only else [f"extra.{ranks.rank if same_ranks else 0}"]
     objects += [f"rng.{ranks.rank}"] if same_ranks and not weights_only else []
-    planner = LoadRows(plan.targets, objects, progress)
-    with torch.no_grad():
+    shown = contextlib.nullcontext(progress) if progress is not None else long_work(f"loading {path.name}")
+    with torch.no_grad(), shown as watch:
+        planner = LoadRows(plan.targets, objects, watch)
         _read(plan.reader, planner, ranks, path)
     plan.finish()
     if f"rng.{ranks.rank}" in planner.loaded:

@@ -24,6 +24,7 @@ from fxshard.checkpoint.planners import Progress, SaveRows, packed
 from fxshard.checkpoint.ranks import Ranks, ranks_of
 from fxshard.checkpoint.surroundings import random_states
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, StateError
+from fxshard.inspect.progress import long_work
 from fxshard.module import ShardedModule
 from fxshard.sharding import Sharding
 
@@ -104,13 +105,14 @@ def save(
     ranks.settle(problems, "nothing was saved")
     if asynchronous:
         held = _staging(model).copy(held)
-    planner = SaveRows(held, objects, progress)
     pending = Save(path)
     # Off the device torch copies ahead of what it writes, in one thread only.
     writers = 1 if device.type == "cuda" and not asynchronous else WRITERS
 
     def job() -> None:
-        _write(path, planner, ranks, record, keep, writers)
+        own = progress is not None or asynchronous  # beside training nothing is shown
+        with contextlib.nullcontext(progress) if own else long_work(f"saving {path.name}") as watch:
+            _write(path, SaveRows(held, objects, watch), ranks, record, keep, writers)
 
     if asynchronous:
         _PENDING[model._sharding] = pending

@@ -44,6 +44,9 @@ PLANNING = 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit code: 0, 1 where it failed, 2 where it was called wrongly."""
     parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_rest", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -98,8 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks that hold different shards; the others hold replicas of them (HSDP; default: all ranks)",
     )
     look.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default: 3)")
-    look.add_argument("--hardware", default="h200", help="device and network to plan for (default: h200)")
-    look.add_argument("--budget", metavar="SIZE", help='what a rank may hold, as "60GiB"')
+    look.add_argument(
+        "--hardware",
+        default="h200",
+        metavar="NAME",
+        help="device and network to plan for: a100, h100, h200, b200, gb200 or cpu (default: h200)",
+    )
+    look.add_argument("--budget", metavar="SIZE", help='what a rank may hold in shards and arena, as "60GiB"')
     look.add_argument(
         "--precision",
         choices=("bf16", "model"),

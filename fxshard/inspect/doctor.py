@@ -56,8 +56,8 @@ def examine() -> list[Finding]:
         ("compilers", "C++ compiler", _compiler),
         ("compilers", "Triton", _triton),
         ("extras", "Transformer Engine", _transformer_engine),
-        ("extras", "transformers", lambda: _extra("transformers", "for Hugging Face models: pip install fxshard[hf]")),
-        ("extras", "safetensors", lambda: _extra("safetensors", "for Hugging Face files: pip install fxshard[hf]")),
+        ("extras", "transformers", lambda: _extra("transformers", "for Hugging Face models: pip install -e '.[hf]'")),
+        ("extras", "safetensors", lambda: _extra("safetensors", "for Hugging Face files: pip install -e '.[hf]'")),
         ("chosen", "lowering", _lowering),
         ("chosen", "experts", _experts),
         ("chosen", "Newton–Schulz", _newton_schulz),
@@ -163,7 +163,7 @@ def _transformer_engine() -> tuple[State, str]:
     from fxshard.fused.by_te import engine_refusal
 
     if importlib.util.find_spec("transformer_engine") is None:
-        return State.MISSING, 'not installed; only experts="te" needs it: pip install fxshard[te]'
+        return State.MISSING, "not installed; only experts='te' needs it: pip install -e '.[te]'"
     reason = engine_refusal()
     if reason is not None:
         return State.MISSING, reason

@@ -11,8 +11,16 @@ from fxshard.events import event_of
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """Name, call, arguments; behind it what it gives, or for a runtime node why it is there."""
-    return "\n".join(_line(node) for node in module.graph.nodes) + "\n"
+    """Name, call, arguments; behind it what it gives and whether backward computes it again.
+
+    For a runtime node: why it is there, and where its buffer lies.
+    """
+    return "\n".join(graph_lines(module)) + "\n"
+
+
+def graph_lines(module: fx.GraphModule) -> list[str]:
+    """The same, line by line: one per node."""
+    return [_line(node) for node in module.graph.nodes]
 
 
 def _line(node: fx.Node) -> str:
@@ -30,8 +38,11 @@ def _line(node: fx.Node) -> str:
 def _remark(node: fx.Node) -> str:
     event = event_of(node)
     if event is not None:
-        return f"{event.kind} {event.bucket}: {event.why}"
-    return _described(node.meta.get("val", node.meta.get("example_value")))
+        place = f", at byte {event.slot.offset} of the arena" if event.slot is not None else ""
+        return f"{event.kind} {event.bucket}: {event.why}{place}"
+    mark = node.meta.get("recompute")
+    described = _described(node.meta.get("val", node.meta.get("example_value")))
+    return ", ".join(filter(None, (described, getattr(mark, "name", ""))))
 
 
 def _described(value: Any) -> str:

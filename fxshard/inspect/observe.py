@@ -19,7 +19,7 @@ from torch import fx
 
 from fxshard.errors import ConfigError
 from fxshard.events import events
-from fxshard.inspect.graph_text import graph_text
+from fxshard.inspect.graph_text import graph_lines, graph_text
 from fxshard.log import LOG, rank
 
 if TYPE_CHECKING:
@@ -85,20 +85,22 @@ class Observer:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a graph the log tells: its nodes in order, and how many runtime nodes of each kind are among them."""
+    """What of a graph the log tells: its nodes in order, how each reads, and how many runtime nodes of each kind."""
 
     nodes: tuple[str, ...]
+    lines: tuple[str, ...]
     kinds: Counter[str]
 
     @classmethod
     def of(cls, module: fx.GraphModule) -> Shape:
         kinds = Counter(str(event.kind) for _, event in events(module.graph))
-        return cls(tuple(node.name for node in module.graph.nodes), kinds)
+        return cls(tuple(node.name for node in module.graph.nodes), tuple(graph_lines(module)), kinds)
 
     def became(self, after: Shape) -> str:
         """``30 → 38 nodes, +4 unshard, +4 wait``"""
         if self.nodes == after.nodes:
-            return f"{len(self.nodes)} nodes as before"
+            noted = sum(one != other for one, other in zip(self.lines, after.lines, strict=True))
+            return f"{len(self.nodes)} nodes as before" + (f", something noted on {noted}" if noted else "")
         if len(self.nodes) == len(after.nodes) and self.kinds == after.kinds:
             moved = set(self.nodes) == set(after.nodes)
             return f"{len(self.nodes)} nodes, {'in another order' if moved else 'some replaced'}"

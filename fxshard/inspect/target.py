@@ -28,6 +28,10 @@ def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, 
 
     factory = PRESETS.get(target)
     if factory is None:
+        if target.endswith(".py"):
+            raise UsageError(
+                f"{target} needs the name of a function in it: {target}:build, which returns (module, inputs)"
+            )
         if ":" not in target:
             raise UsageError(f"unknown preset {target!r}; known are {', '.join(PRESETS)}. For your own: MODULE:FACTORY")
         factory = _factory(target)

@@ -18,6 +18,7 @@ from torch import fx
 
 from fxshard import _compat
 from fxshard.events import Event, Kind, Phase, event_of
+from fxshard.inspect.progress import Done, long_work
 from fxshard.lowering import BoxedCallable, SegmentCompiler
 from fxshard.profile import Key
 from fxshard.runtime.engine import Engine
@@ -57,7 +58,8 @@ class Program:
         self._engine = engine
         self._arena_bytes = arena_bytes
         self._carries = carries or {}
-        self._compile(graph, compiler)
+        with long_work(f"compiling {phase}") as report:
+            self._compile(graph, compiler, report)
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         with contextlib.ExitStack() as frame:
@@ -115,7 +117,7 @@ class Program:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _compile(self, module: fx.GraphModule, compiler: SegmentCompiler) -> None:
+    def _compile(self, module: fx.GraphModule, compiler: SegmentCompiler, report: Done) -> None:
         graph = module.graph
         register: dict[fx.Node, int] = {}
         inputs = graph.find_nodes(op="placeholder")
@@ -130,6 +132,7 @@ class Program:
         """The same inside ``no_sync``: gradients are kept where they would be reduced."""
         passed = 0  # events that are no gathers
         for call in calls:
+            report(len(self._instructions), len(calls))
             event = event_of(call)
             segment = compiler(_segment(module, call)) if event is None else None
             run = segment if segment is not None else self._bind(call, event)  # type: ignore[arg-type]

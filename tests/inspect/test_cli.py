@@ -16,6 +16,7 @@ from fxshard.errors import ConfigError
 from fxshard.inspect import cli
 from fxshard.inspect.files import from_json
 from fxshard.inspect.presets import PRESETS, Moe, MoeConfig
+from fxshard.plan.hardware import PRESETS as HARDWARE
 from tests.inspect.drawing import drawn
 
 
@@ -94,6 +95,7 @@ def test_a_factory_of_the_users(target: str, planned: Planned, models: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["mine.py"], "needs the name of a function in it: mine.py:build"),
         (["llama-9b"], "unknown preset 'llama-9b'; known are llama-8b, llama-70b, moe-16b"),
         (["llama-8b", "--hardware", "abacus"], "known are a100, h100, h200"),
         (["llama-8b", "--layers", "1", "--budget", "1KiB"], "the smallest feasible is 11.5 MiB"),
@@ -134,7 +136,7 @@ def test_demo(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ZeRO-3 on 8 ranks" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["inspect"], ["inspect", "llama-8b", "--zero", "4"], ["demo", "--loud"]])
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "llama-8b", "--zero", "4"], ["demo", "--loud"]])
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
@@ -194,3 +196,16 @@ def test_the_mixture_of_experts_is_one_graph_and_trains() -> None:
     tokens = torch.randint(50, (2, 16))
     torch.compile(model, backend="aot_eager", fullgraph=True)(tokens, tokens).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_help_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is written out there, because looking it up would import torch."""
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(name in shown for name in HARDWARE)
+
+
+def test_nothing_asked_for_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "inspect" in capsys.readouterr().out

@@ -1,0 +1,122 @@
+"""The Python in the README and in the pages for users runs as printed, and calls what there is.
+
+A page is one session: its blocks run in order, in one process, with a small model in place of the reader's. Nothing is
+compiled by Inductor here, which would not change what a page says.
+"""
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fxshard
+from fxshard.models import Llama, LlamaConfig
+from fxshard.passes.context import PassContext
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+PAGES.remove("docs/api.md")  # signatures, made from the code
+
+NOT_RUN = {
+    "docs/howto/expert-groups.md": "64 GPUs",
+    "docs/howto/hsdp.md": "64 GPUs",
+    "docs/howto/huggingface.md": "an outline; examples/huggingface.py is run",
+    "docs/howto/multi-node.md": "GPUs",
+}
+"""Pages whose code needs what is not here, and what that is. What it calls is looked up all the same."""
+
+
+def blocks(page: str) -> list[str]:
+    found = re.findall(r"^( *)```python\n(.*?)^ *```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(code) for _, code in found]
+
+
+WITH_CODE = [page for page in PAGES if blocks(page)]
+CONFIG = LlamaConfig(vocab=64, dim=32, layers=2, heads=2, hidden=64)
+
+
+class Transformer(nn.Module):
+    """A model whose modules all know how to initialise themselves."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(config.dim, config.dim) for _ in range(2))
+
+
+def my_pass(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    return module
+
+
+def what_readers_have() -> dict[str, Any]:
+    """Names that the pages use for the reader's own things."""
+    x, y = torch.randint(CONFIG.vocab, (2, 2, 8)).unbind()
+    plain = Llama(CONFIG)
+
+    def train(model: fxshard.ShardedModule, *batch: torch.Tensor) -> None:
+        model(*batch).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+    names = {
+        "torch": torch,
+        "nn": nn,
+        "fx": fx,
+        "fxshard": fxshard,
+        "PassContext": PassContext,
+        "Transformer": Transformer,
+    }
+    names |= {"MyModel": lambda: Llama(CONFIG), "config": CONFIG, "my_pass": my_pass, "plain": plain, "train": train}
+    names |= {"x": x, "y": y, "tokens": x, "targets": y, "inputs": (x, y), "step": 100}
+    return names | {"loader": [(x, y)] * 2, "batches": [(x, y)] * 3, "micro_batches": [(x, y)] * 2}
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in NOT_RUN])
+@pytest.mark.timeout(400)
+def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("compile", "shard"):
+        monkeypatch.setattr(fxshard, name, functools.partial(getattr(fxshard, name), lowering="eager"))
+    names = what_readers_have()
+    started = [Llama(CONFIG)]  # where a page goes on with a model, it is one that trains
+    if not re.search(r"\bmodel = ", blocks(page)[0]):
+        started = [fxshard.compile(started[0], optimizer=fxshard.AdamW())]
+    names["model"] = started[0]
+    if page == "docs/howto/checkpoints.md":
+        names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(names["model"].optimizer)
+        fxshard.checkpoint.save_safetensors(names["model"], "path/to/Qwen3-0.6B")
+    for number, code in enumerate(blocks(page)):
+        exec(compile(code, f"{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_what_is_called_is_there(page: str) -> None:
+    """Names of fxshard exist and take the arguments that they are given."""
+    for code in blocks(page):
+        for call in ast.walk(ast.parse(code)):
+            if isinstance(call, ast.Call) and (function := named(call.func)) is not None:
+                keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+                inspect.signature(function).bind_partial(*call.args, **keywords)
+
+
+def named(node: ast.expr) -> Callable[..., Any] | None:
+    """What ``fxshard.x`` or ``fxshard.x.y`` is; None for what does not begin with ``fxshard``."""
+    path: list[str] = []
+    while isinstance(node, ast.Attribute):
+        path.insert(0, node.attr)
+        node = node.value
+    if not (isinstance(node, ast.Name) and node.id == "fxshard" and path):
+        return None
+    return functools.reduce(getattr, path, fxshard)  # type: ignore[return-value]
+
+
+def test_the_list_of_passes_is_what_it_prints() -> None:
+    passes = fxshard.PASSES.after("insert_reshard", my_pass).without("defer_wgrad")
+    assert f"```\n{passes}\n```" in (ROOT / "docs" / "howto" / "own-pass.md").read_text()
