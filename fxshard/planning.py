@@ -194,9 +194,12 @@ class _ShortCapture(Capture):
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs["static_lifetime_input_indices"] = None
-        forward, _ = super().partition(self._short.expand(joint), inputs, **kwargs)
+        forward, _ = super().partition(joint, inputs, **kwargs)
         self.compile_forward(forward, inputs)
         raise _Planned
+
+    def whole(self, joint: fx.GraphModule) -> fx.GraphModule:
+        return self._short.expand(joint)
 
     def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise Unrepeatable

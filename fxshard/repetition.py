@@ -1,9 +1,9 @@
 """Planning a deep model without tracing every layer through autograd.
 
 What a step does to the layers of one ``ModuleList`` repeats. Dynamo captures the model whole; where its graph repeats,
-node by node, :func:`shorten` leaves four of the layers, only these go through AOTAutograd, and
-:meth:`Shortened.expand` puts the others back into the joint graph. Inductor's passes, the partitioner and fxshard's own
-passes then work on the whole graph. Wherever something does not repeat exactly the answer is None, and planning traces
+node by node, :func:`shorten` leaves four of the layers, only these go through AOTAutograd and Inductor's joint passes,
+and :meth:`Shortened.expand` puts the others back into the joint graph. The partitioner and fxshard's own passes then
+work on the whole graph. Wherever something does not repeat exactly the answer is None, and planning traces
 everything.
 
 A *period* is a stretch of nodes from the first use of one layer's parameters to the first use of the next one's. Where
@@ -357,12 +357,16 @@ class _Expansion:
                 grown = _numbered(self.line.nodes[high + offset].name)[1] - number
                 forward, backward = rates.get(stem, (0, 0))
                 rates[stem] = (grown, backward) if direction == 0 else (forward, grown)
+        if any(forward * backward < 0 for forward, backward in rates.values()):
+            raise Unrepeatable
         return rates
 
     def _name(self, name: str, layers: tuple[int, int]) -> str:
+        """Numbers count the nodes of one stem in the order in which they were made: those before this one, or those
+        behind it where a pass worked from the end of the graph to its beginning."""
         stem, number = _numbered(name)
-        forward, backward = self.rates.get(stem, (0, 0))
-        number += forward * layers[0] + backward * layers[1]
+        for grown, before in zip(self.rates.get(stem, (0, 0)), layers, strict=True):
+            number += grown * before if grown > 0 else -grown * (self.short.removed - before)
         return f"{stem}_{number}" if number else stem
 
 

@@ -35,6 +35,7 @@ INSPECT_EXAMPLES = """examples:
   fxshard inspect llama-70b --world-size 1024 --html schedule.html
   fxshard inspect my_model.py:build --world-size 8 --zero 2 --hardware h100 --budget 60GiB
   fxshard inspect llama-70b --world-size 1024 --shard-size 8
+  fxshard inspect llama-8b --world-size 64 --optimizer muon
   fxshard inspect moe-16b --world-size 64 --json > schedule.json
 """
 PLANNING = 4
@@ -105,6 +106,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("bf16", "model"),
         default="bf16",
         help="bf16 compute and fp32 reduction (default), or the dtypes the model has",
+    )
+    look.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        help="one of fxshard's own: the schedule then has its step and the gathers that start in it "
+        "(default, as in fxshard.compile: none of them, and an optimizer of torch.optim is taken for AdamW)",
     )
     look.add_argument("--layers", type=_positive, metavar="N", help="another number of layers than the model's own")
     look.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
@@ -179,8 +186,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace, report: Report) -> Schedule:
     import torch
 
-    from fxshard.config import Precision
+    from fxshard.config import AdamW, Muon, Precision
     from fxshard.planning import plan
+
+    optimizer = {"adamw": AdamW(), "muon": Muon()}.get(arguments.optimizer)
 
     precision = Precision(param=torch.bfloat16, reduce=torch.float32) if arguments.precision == "bf16" else None
     return _or_usage_error(
@@ -192,6 +201,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
             hardware=arguments.hardware,
             zero=arguments.zero,
             memory_budget=arguments.budget,
+            optimizer=optimizer,
             precision=precision,
             progress=lambda stage: report(f"planning: {stage}"),
         )
@@ -271,6 +281,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         report("planning for 8 ranks")
         arguments.world_size, arguments.zero, arguments.hardware = 8, 3, "h200"
         arguments.shard_size, arguments.budget, arguments.precision = None, None, "bf16"
+        arguments.optimizer = None
         schedule = _plan(model, (tokens, tokens), arguments, report)
         simulation = simulate(schedule, "h200")
     print("A Llama of six layers, planned for eight H200s from shapes alone: no GPU, no process group, no weights.\n")

@@ -65,11 +65,9 @@ def stream_order(streams: Iterable[str]) -> list[str]:
 
 
 def title(schedule: Schedule, event: Event) -> str:
-    """What to write on an event: its kind and bucket, or for compute the buckets it works on."""
-    if event.kind is not Kind.COMPUTE:
-        return f"{event.kind.value} {event.bucket}"
-    touched = [schedule.buckets[index].name for index in sorted({*event.reads, *event.writes}, reverse=True)]
-    return f"{event.phase.value} {' '.join(touched)}".strip()
+    """What to write on an event: its kind and bucket, or for one without a bucket those it works on."""
+    what = event.phase.value if event.kind is Kind.COMPUTE else event.kind.value
+    return f"{what} {event.bucket or schedule.touched(event) or event.why}"
 
 
 def details(schedule: Schedule, position: int) -> dict[str, Any]:
