@@ -62,6 +62,26 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
 
 
+@contextlib.contextmanager
+def lazy_graph_modules() -> Iterator[None]:
+    """Modules around graphs, those of :func:`graph_module` too, write their Python code when they are called, not each
+    time their graph changes. torch 2.11, 2.13.
+
+    A quarter of what is left of planning, where no graph is ever called.
+    """
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        yield
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module around a graph, a lazy one inside :func:`lazy_graph_modules`. torch 2.11, 2.13."""
+    from torch.fx._lazy_graph_module import _make_graph_module
+
+    return _make_graph_module(root, graph)
+
+
 def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
     """The torch operator that a node calls, if it calls one. torch 2.11, 2.13."""
     return node.target if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) else None

@@ -17,7 +17,6 @@ from fxshard.inspect.observe import Observer, observer
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
-from fxshard.passes.order_prefetch import leading
 from fxshard.passes.pipeline import before_autograd, before_partition, chosen, schedule
 from fxshard.passes.run import blaming
 from fxshard.passes.split_segments import split_segments
@@ -232,7 +231,7 @@ class Capture:
             ranks=sharding.ranks,
             zero=sharding.zero,
             budget=sharding.options.memory_budget,
-            carry=leading(sharding.options) if sharding.own_optimizer and self._backend.one_graph else 0,
+            carry=memory.leading if sharding.own_optimizer and self._backend.one_graph else 0,
         )
         made = {name: emitted}
         if Phase.BACKWARD in modules and sharding.ranks > 1:
@@ -272,8 +271,7 @@ def graph_inputs(graph: fx.GraphModule) -> list[Any]:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = copy.deepcopy(module.graph)
-    return fx.GraphModule(module, graph)
+    return _compat.graph_module(module, copy.deepcopy(module.graph))
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

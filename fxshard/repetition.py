@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard import _compat
 from fxshard.passes.aliases import readers
 
 KEPT = 4
@@ -59,7 +60,7 @@ def shorten(module: fx.GraphModule, names: Sequence[str | None]) -> Shortened | 
             copies[ref] = env[left]
         env[node] = graph.node_copy(node, copies.__getitem__)
     kept = tuple(i for i, node in enumerate(inputs) if node not in dropped)
-    return Shortened(fx.GraphModule(module, graph), kept, tuple(members), layers - KEPT)
+    return Shortened(_compat.graph_module(module, graph), kept, tuple(members), layers - KEPT)
 
 
 def _left_for(ref: fx.Node, line: _Line, first: list[int]) -> fx.Node | None:
@@ -234,7 +235,7 @@ class _Expansion:
         self._emit(range(g[1], end), 0, (removed, removed))
         self._output(line.nodes[end])
         self.graph.lint()
-        return fx.GraphModule(self.joint, self.graph)
+        return _compat.graph_module(self.joint, self.graph)
 
     def _placeholders(self) -> None:
         like = {member: node for node, member in self.line.member.items() if member is not None}

@@ -50,7 +50,7 @@ class Schedule:
                 yield i, event
 
     def touched(self, event: Event) -> str:
-        """The buckets that an event without one works on, in the order of the model; of many, the first and the last."""
+        """The buckets that an event without one works on, in the order of the model; of many, first and last."""
         names = [self.buckets[index].name for index in sorted({*event.reads, *event.writes}, reverse=True)]
         return ", ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
 

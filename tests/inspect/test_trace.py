@@ -38,7 +38,9 @@ def test_one_named_track_per_stream_and_a_slice_per_span(events: list[dict[str, 
     assert tracks == {0: "compute", 1: "gather", 2: "reduce"}
     slices = of(events, "X")
     assert [tracks[e["tid"]] for e in slices] == [span.stream for span in SIMULATION.spans]
-    assert sum(e["dur"] for e in slices) == pytest.approx(1e6 * sum(s.stop - s.start for s in SIMULATION.spans))
+    assert sum(e["dur"] for e in slices) == pytest.approx(
+        1e6 * sum(s.stop - s.start for s in SIMULATION.spans), abs=0.25 * len(slices)
+    )
 
 
 def test_slices_of_a_track_do_not_overlap(events: list[dict[str, Any]]) -> None:
@@ -47,7 +49,7 @@ def test_slices_of_a_track_do_not_overlap(events: list[dict[str, Any]]) -> None:
         by_track[e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
     for slices in by_track.values():
         for (_, stop), (start, _) in pairwise(sorted(slices)):
-            assert stop <= start + 1e-6
+            assert stop <= start
 
 
 def test_slices_say_what_and_why(events: list[dict[str, Any]]) -> None:
@@ -57,7 +59,18 @@ def test_slices_say_what_and_why(events: list[dict[str, Any]]) -> None:
     assert {"bucket", "bytes", "group", "slot"} <= gather["args"].keys()
 
 
+@pytest.mark.shows("P7")
+def test_times_are_whole_nanoseconds(events: list[dict[str, Any]]) -> None:
+    """Perfetto drops a slice that overlaps the one before by a nanosecond, however small the error of a float."""
+    for event in events:
+        for key in {"ts", "dur"} & event.keys():
+            assert (event[key] * 1000).is_integer()
+
+
+@pytest.mark.shows("P7")
 def test_arrows_come_in_pairs_between_tracks(events: list[dict[str, Any]]) -> None:
+    assert all(isinstance(e["id"], int) for e in [*of(events, "s"), *of(events, "f")])  # Perfetto ignores others
+    assert len(of(events, "s")) == len({e["id"] for e in of(events, "s")})
     starts = {e["id"]: e for e in of(events, "s")}
     ends = {e["id"]: e for e in of(events, "f")}
     assert starts and starts.keys() == ends.keys()
