@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -94,9 +95,13 @@ def test_every_page_is_in_the_index() -> None:
     assert pages - linked == set()
 
 
-def test_inspect_70b(tmp_path: Path) -> None:
+def test_inspect_70b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, which has imported torch already."""
     page = tmp_path / "schedule.html"
-    shown = run("examples/inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page))
+    command = ["inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page)]
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path(str(ROOT / "examples" / "inspect_70b.py"), run_name="__main__")
+    shown = capsys.readouterr().out
     assert "ZeRO-3 on 64 ranks" in shown
     assert "simulated on 64 × h200, 2 of 80 layers" in shown
     assert "layers.1.mlp.down.weight" in page.read_text()

@@ -2,12 +2,15 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from fxshard.inspect.trace import to_chrome_trace
+from fxshard.events import Kind
+from fxshard.inspect.table import render
+from fxshard.inspect.trace import title, to_chrome_trace
 from tests.inspect.drawing import drawn, timed
 
 SCHEDULE = drawn(layers=12)
@@ -79,3 +82,14 @@ def test_arrows_come_in_pairs_between_tracks(events: list[dict[str, Any]]) -> No
 
 def test_memory_is_a_counter(events: list[dict[str, Any]]) -> None:
     assert max(e["args"]["bytes"] for e in of(events, "C")) == SIMULATION.peak_bytes
+
+
+def test_an_exchange_is_named_after_its_buckets() -> None:
+    schedule = drawn(layers=6)
+    _, gather = next(schedule.of(Kind.UNSHARD))
+    names = {bucket.name: bucket.index for bucket in schedule.buckets}
+    exchange = replace(gather, kind=Kind.EXCHANGE, bucket="", bucket_index=-1)
+    few, many = (tuple(names[f"layers.{i}"] for i in range(count)) for count in (2, 6))
+    assert title(schedule, replace(exchange, reads=few)) == "exchange layers.0, layers.1"
+    assert title(schedule, replace(exchange, reads=many)) == "exchange layers.0 … layers.5"
+    assert "layers.0 … layers.5" in render(replace(schedule, events=(replace(exchange, reads=many),)))

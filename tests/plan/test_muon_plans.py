@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fxshard.events import Kind
+from fxshard.inspect.updates import updates
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.choice import crosses
+from fxshard.plan.domain import Domain, data_parallel
 from fxshard.plan.exchange import plan_exchange
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, plan_step
@@ -120,3 +123,22 @@ def test_a_step_updates_every_bucket_once_and_lands_what_it_sends(ranks: int, ze
     for i, op in enumerate(program):
         if isinstance(op, Land):
             assert all(ready[index] > i for index in op.batch.buckets)
+
+
+def test_an_exchange_runs_in_the_group_of_its_buckets() -> None:
+    """Of a model whose second layer belongs to other ranks, wherever the first gather runs."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    own, others = data_parallel(8, 1, "mean", "cuda"), Domain(4, device="cuda", name="1.*")
+    names = [name for name, _ in model.named_parameters()]
+    plans = plan_buckets(
+        model,
+        find_units(model, ["0", "1"]),
+        zero=3,
+        ranks=8,
+        layout="rows",
+        matrices=names,
+        domain_of=lambda name: others if name.startswith("1") else own,
+    )
+    exchanges = [event for event in updates({}, plans, {}, "cuda×8") if event.kind is Kind.EXCHANGE]
+    groups = {(plans[event.reads[0]].unit, event.group) for event in exchanges}
+    assert groups == {("0", "cuda×8"), ("1", "1.* cuda×4")}
