@@ -131,9 +131,12 @@ def leading(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memor
     return max(count, 1 if context.arena_budget is not None else PLAINLY_LEADING)
 
 
-def lead_forward(modules: Mapping[Phase, fx.GraphModule]) -> int:
-    """How many gathers forward does start with."""
-    return _first_other(list(events(modules[Phase.FORWARD].graph)))
+def leads(modules: Mapping[Phase, fx.GraphModule], count: int) -> bool:
+    """Whether the first gathers of forward stand at its head."""
+    if Phase.FORWARD not in modules:
+        return True
+    timeline = list(events(modules[Phase.FORWARD].graph))
+    return _first_other(timeline) >= min(count, len(_gathers(timeline)))
 
 
 def leading_bytes(modules: Mapping[Phase, fx.GraphModule], count: int) -> int:

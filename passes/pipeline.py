@@ -13,7 +13,7 @@ from fxshard.errors import BudgetError
 from fxshard.events import META, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
-from fxshard.passes.fill_arena import fill_arena, lead_forward, leading, leading_bytes
+from fxshard.passes.fill_arena import fill_arena, leading, leading_bytes, leads
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
@@ -179,7 +179,7 @@ def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassCon
         _say(context, say, ahead, memory.bytes, _verdict(fits, context))
         if fits:
             filled = fill_arena(modules, context, memory)
-            if Phase.FORWARD not in modules or lead_forward(modules) >= context.leading:
+            if leads(modules, context.leading):
                 return filled
     for node, before, event in fitting:  # back to where keep_resident found that they fit
         if node.prev is not before:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fxshard
 from fxshard.bench.captured import Captured, capture
+from fxshard.events import Kind, Phase
 from fxshard.inspect.schedule import Schedule
 from fxshard.plan.hardware import PRESETS, Hardware
 from tests.pool import Pool
@@ -176,6 +177,18 @@ def test_never_worse_on_any_machine(
         inter_bandwidth=base.inter_bandwidth * 10**outside,
     )
     no_worse(name, ranks, machine)
+
+
+@pytest.mark.parametrize("budget", [None, ROOMY])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_step_carries_does_not_depend_on_durations(name: str, budget: int | None) -> None:
+    """Ranks whose batches differ have other durations, and must gather the same."""
+    carried = set()
+    for machine in MACHINES:
+        plan = under(name, budget, ranks=64, machine=machine, optimizer=fxshard.AdamW())
+        carried.add(tuple(event.bucket for _, event in plan.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)))
+    (buckets,) = carried
+    assert len(buckets) >= 2
 
 
 # -- no option changes a result ----------------------------------------------------------------------------------------
