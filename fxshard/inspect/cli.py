@@ -189,7 +189,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
     from fxshard.config import AdamW, Muon, Precision
     from fxshard.planning import plan
 
-    optimizer = {"adamw": AdamW(), "muon": Muon()}.get(arguments.optimizer)
+    optimizers: dict[str, AdamW | Muon] = {"adamw": AdamW(), "muon": Muon()}
 
     precision = Precision(param=torch.bfloat16, reduce=torch.float32) if arguments.precision == "bf16" else None
     return _or_usage_error(
@@ -201,7 +201,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
             hardware=arguments.hardware,
             zero=arguments.zero,
             memory_budget=arguments.budget,
-            optimizer=optimizer,
+            optimizer=optimizers.get(arguments.optimizer),
             precision=precision,
             progress=lambda stage: report(f"planning: {stage}"),
         )
