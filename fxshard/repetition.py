@@ -179,8 +179,7 @@ class Shortened:
         member: dict[fx.Node, Member | None] = {}
         for node, i in zip(inputs, self.kept, strict=False):
             own = self.members[i]
-            late = own is not None and own[0] >= 2
-            member[node] = (own[0] - self.removed, own[1]) if own is not None and late else own
+            member[node] = (own[0] - self.removed, own[1]) if own is not None and own[0] >= 2 else own
         line = _Line(joint.graph, member)
         line.boundary = min(line.at[user] for node in tangents for user in node.users)
         return _Expansion(self, joint, line, inputs, tangents).build()
@@ -220,8 +219,7 @@ class _Expansion:
     def build(self) -> fx.GraphModule:
         line, removed, f, g = self.line, self.short.removed, self.f, self.g
         self._placeholders()
-        start = len(self.inputs)
-        end = len(line.nodes) - 1
+        start, end = len(self.inputs), len(line.nodes) - 1
         self._emit(range(start, f[1]), 0, (0, 0))
         self._emit(range(f[1], f[2]), 0, (0, 0), pair=line.fw_period)
         for copy in range(1, removed + 1):
