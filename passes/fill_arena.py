@@ -93,7 +93,10 @@ def fill_arena(modules: Mapping[Phase, fx.GraphModule], context: PassContext, me
     late = {node for at, module in modules.items() for node in late_gathers(module, replace(context, phase=at))}
     timeline = [entry for module in modules.values() for entry in events(module.graph)]
     buffers = {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
-    candidates = {i for i in buffers if timeline[i][0] in late} | set(_gathers(timeline)[: context.leading])
+    leads_forward = _gathers(timeline)[: context.leading]
+    candidates = {i for i in buffers if timeline[i][0] in late or i in leads_forward}
+    if not candidates:
+        return memory
     arena = _Arena.of(list(buffers.values()), memory, _room(memory, timeline, late, context))
     moves = _moves(timeline, buffers, arena, candidates)
     if not moves:
@@ -116,7 +119,10 @@ def leading(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memor
         return max(1, context.options.prefetch or 0)
     timeline = [entry for module in modules.values() for entry in events(module.graph)]
     buffers = {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
+    least = 1 if context.arena_budget is not None else PLAINLY_LEADING
     first = [i for i in _gathers(timeline)[:LEADING] if i in buffers]
+    if not first:
+        return least
     arena = _Arena.of(list(buffers.values()), memory, 0)
     moved = {node for node, _ in _moves(timeline, buffers, arena, set(first))}
     head = _first_other(timeline)
@@ -128,7 +134,7 @@ def leading(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memor
         if not at_head or too_much:
             break
         count += 1
-    return max(count, 1 if context.arena_budget is not None else PLAINLY_LEADING)
+    return max(count, least)
 
 
 def leads(modules: Mapping[Phase, fx.GraphModule], count: int) -> bool:
@@ -170,7 +176,7 @@ def _moves(
         if event.phase is not phase:
             phase, before = event.phase, None
             start = first = _first_of(phase, timeline) - 1
-        found = arena.earliest(buffers[i], start) if i in candidates and i in buffers else None
+        found = arena.earliest(buffers[i], start) if i in candidates else None
         if found is None or found.behind > reduces:
             start = i
         else:
