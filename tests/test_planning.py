@@ -111,8 +111,8 @@ def test_all_ranks_have_one_digest(ran: Ran) -> None:
 
 
 def depth_by_rank() -> None:
-    model = fxshard.compile(wide(), lowering="eager", prefetch=1 + dist.get_rank())
-    model(*wide_batch(0, dist.get_rank())).backward()
+    model = fxshard.compile(llama(), lowering="eager", prefetch=1 + dist.get_rank())
+    model(*this_ranks_batch(0)).backward()
 
 
 @pytest.mark.shows("P5")
