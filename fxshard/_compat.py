@@ -19,20 +19,12 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
     The graph modules it makes write their Python code when they are first run or read, as with Inductor.
     """
     from torch._dynamo.backends.common import aot_autograd as wrapped
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     def compile(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        with _use_lazy_graph_module(True):
+        with lazy_graph_modules():
             return wrapped(**kwargs)(graph, example_inputs)
 
     return compile
-
-
-def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A module for a graph on its way. It writes its code when first run or read: most never are. torch 2.11, 2.13."""
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-
-    return _LazyGraphModule(root, graph)
 
 
 def min_cut_partition(
@@ -75,6 +67,26 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
 
     with tracing(TracingContext(detect_fake_mode(list(example_inputs)))):
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
+
+
+@contextlib.contextmanager
+def lazy_graph_modules() -> Iterator[None]:
+    """Modules around graphs write their Python code when they are called, not each time their graph changes: those that
+    torch makes, too. torch 2.11, 2.13.
+
+    A quarter of what is left of planning, where no graph is ever called.
+    """
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        yield
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module for a graph on its way. It writes its code when first run or read: most never are. torch 2.11, 2.13."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
 
 
 def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:

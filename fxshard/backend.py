@@ -18,7 +18,6 @@ from fxshard.inspect.observe import Observer, observer
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
-from fxshard.passes.order_prefetch import leading
 from fxshard.passes.pipeline import before_autograd, before_partition, chosen, schedule
 from fxshard.passes.run import blaming
 from fxshard.passes.split_segments import split_segments
@@ -181,6 +180,7 @@ class Capture:
             joint = self._abridged.adopt(joint, kwargs["num_fwd_outputs"])
         if self._inductor:
             joint = _compat.inductor_joint_passes(joint)
+        joint = self.whole(joint)
         self._tie(joint)
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
         joint = before_partition(joint, self.context(Phase.FORWARD))
@@ -189,6 +189,10 @@ class Capture:
         self._backward = _copy(backward)
         self._backward.graph.output_node().meta[GRADS] = tuple(self.refs)
         return forward, backward
+
+    def whole(self, joint: fx.GraphModule) -> fx.GraphModule:
+        """The joint graph of the whole model; planning puts back the layers that it left out."""
+        return joint
 
     def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self._backward is not None
@@ -255,7 +259,7 @@ class Capture:
             ranks=sharding.ranks,
             zero=sharding.zero,
             budget=sharding.options.memory_budget,
-            carry=leading(sharding.options) if sharding.own_optimizer and self._backend.one_graph else 0,
+            carry=memory.leading if sharding.own_optimizer and self._backend.one_graph else 0,
         )
         made = {name: emitted}
         if Phase.BACKWARD in modules and sharding.ranks > 1:
@@ -299,8 +303,7 @@ def graph_inputs(graph: fx.GraphModule) -> list[Any]:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = copy.deepcopy(module.graph)
-    return _compat.graph_module(module, graph)
+    return _compat.graph_module(module, copy.deepcopy(module.graph))
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

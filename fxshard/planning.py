@@ -11,31 +11,28 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
+from fxshard import _compat
 from fxshard.backend import Backend, Capture, graph_inputs
 from fxshard.capture import FAILURES, capture, cast_floats, explained, no_garbage_collection
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
 from fxshard.groups import check_patterns, domain_by_name, planned_domains
 from fxshard.inspect.schedule import Schedule
-from fxshard.lowering import SegmentCompiler
 from fxshard.module import ShardedModule
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.context import ParamRef
 from fxshard.passes.pass_list import PassList
 from fxshard.plan.buckets import plan_buckets
-from fxshard.plan.choice import LAYOUTS, LayoutKind
+from fxshard.plan.choice import LayoutKind
 from fxshard.plan.domain import Reduction, data_parallel
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
-from fxshard.plan.placement import ZERO
 from fxshard.plan.units import UnitPatterns, find_units
 from fxshard.precision.policy import check_precision
 from fxshard.profile import Profile
 from fxshard.repetition import Shortened, Unrepeatable, shorten
-from fxshard.runtime.agreement import Agreement
-from fxshard.runtime.engine import Engine
 from fxshard.runtime.hollow import hollow_like
-from fxshard.sharding import Sharding, register, sharding_of
+from fxshard.sharding import Sharding, check_placement, register, sharding_of, unsharded
 
 STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
 """What planning does, in order. Each takes a good part of the time."""
@@ -91,15 +88,8 @@ def plan(
             'fxshard.plan was called below `with torch.device("meta")`, which reaches into the capture: make model and '
             "inputs there, and plan behind that block"
         )
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
-    shards = world_size if shard_size is None else shard_size
-    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1 or world_size % shards:
-        raise ConfigError(f"shard_size={shard_size!r}: expected a number of ranks that divides world_size={world_size}")
-    if zero not in ZERO or isinstance(zero, bool):
-        raise ConfigError(f"zero={zero!r}: expected 0, 1, 2 or 3")
-    if layout not in LAYOUTS:
-        raise ConfigError(f"layout={layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
+    shards = _shards(world_size, shard_size)
+    check_placement(zero, layout)
     check_precision(precision)
     machine = known(hardware)
     options = Options(
@@ -113,13 +103,12 @@ def plan(
         experts=experts,
         passes=passes,
     )
+    if experts != "off":  # the plan is for another machine; which kernel computes is no part of it
+        options = replace(options, experts="torch")
     domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
     domains = planned_domains(groups, domain)
     domain_of = domain_by_name(domains, domain)
     check_patterns(domains, [name for name, _ in model.named_parameters()], domain_of)
-    if options.experts != "off":  # the plan is for another machine; which kernel computes is no part of it
-        options = replace(options, experts="torch")
-    twin = _hollow_twin(model, precision)
     plans = plan_buckets(
         model,
         find_units(model, units),
@@ -130,33 +119,45 @@ def plan(
         domain_of=domain_of,
         matrices=matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
     )
-    device = torch.device("cpu")
-    sharding = Sharding(
-        plans,
-        [],
-        Engine([], device, options),
-        Agreement(None),
-        SegmentCompiler("eager"),
-        options,
-        precision,
-        None,
-        zero,
+    sharding = replace(
+        unsharded(options, torch.device("cpu")),
+        plans=plans,
+        precision=precision,
+        zero=zero,
         group_name=domain.group(world_size) if domain.device else "none",
         ranks=world_size,
         own_optimizer=optimizer is not None,
         hardware=machine,
         profile=profile,
     )
+    return _schedule(model, example_inputs, sharding, trace_once, progress or (lambda stage: None))
+
+
+def _shards(world_size: int, shard_size: int | None) -> int:
+    """Over how many ranks parameters are sharded."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
+    shards = world_size if shard_size is None else shard_size
+    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1 or world_size % shards:
+        raise ConfigError(f"shard_size={shard_size!r}: expected a number of ranks that divides world_size={world_size}")
+    return shards
+
+
+def _schedule(
+    model: nn.Module, inputs: Any, sharding: Sharding, trace_once: bool, report: Callable[[str], None]
+) -> Schedule:
+    """Capture a hollow copy of the model with a backend that runs nothing."""
+    precision = sharding.precision
+    twin = _hollow_twin(model, precision)
     parameters = dict(twin.named_parameters())
-    for bucket in plans:
+    for bucket in sharding.plans:
         for position, name in enumerate(bucket.params):
             register(parameters[name], sharding, ParamRef(bucket.index, position))
-    report = progress or (lambda stage: None)
     names = {id(tensor): name for name, tensor in [*parameters.items(), *twin.named_buffers()]}
     try:
-        return _capture(twin, example_inputs, _Planner(sharding, names if trace_once else {}, report), precision)
+        return _capture(twin, inputs, _Planner(sharding, names if trace_once else {}, report), precision)
     except Unrepeatable:
-        return _capture(twin, example_inputs, _Planner(sharding, {}, report), precision)
+        return _capture(twin, inputs, _Planner(sharding, {}, report), precision)
 
 
 class _Planned(BaseException):
@@ -204,9 +205,12 @@ class _ShortCapture(Capture):
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs["static_lifetime_input_indices"] = None
-        forward, _ = super().partition(self._short.expand(joint), inputs, **kwargs)
+        forward, _ = super().partition(joint, inputs, **kwargs)
         self.compile_forward(forward, inputs)
         raise _Planned
+
+    def whole(self, joint: fx.GraphModule) -> fx.GraphModule:
+        return self._short.expand(joint)
 
     def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise Unrepeatable
@@ -219,7 +223,7 @@ def _capture(twin: nn.Module, inputs: Any, backend: Backend, precision: Precisio
     args, kwargs = ((), dict(values)) if isinstance(values, Mapping) else (tuple(values), {})
     backend.report("capturing")
     try:
-        with no_garbage_collection():
+        with no_garbage_collection(), _compat.lazy_graph_modules():
             capture(twin, backend, dynamic=False)(*args, **kwargs)
     except _Planned:
         pass

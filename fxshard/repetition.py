@@ -1,9 +1,9 @@
 """Planning a deep model without tracing every layer through autograd.
 
 What a step does to the layers of one ``ModuleList`` repeats. Dynamo captures the model whole; where its graph repeats,
-node by node, :func:`shorten` leaves four of the layers, only these go through AOTAutograd, and
-:meth:`Shortened.expand` puts the others back into the joint graph. Inductor's passes, the partitioner and fxshard's own
-passes then work on the whole graph. Wherever something does not repeat exactly the answer is None, and planning traces
+node by node, :func:`shorten` leaves four of the layers, only these go through AOTAutograd and Inductor's joint passes,
+and :meth:`Shortened.expand` puts the others back into the joint graph. The partitioner and fxshard's own passes then
+work on the whole graph. Wherever something does not repeat exactly the answer is None, and planning traces
 everything.
 
 A *period* is a stretch of nodes from the first use of one layer's parameters to the first use of the next one's. Where
@@ -60,7 +60,8 @@ def shorten(module: fx.GraphModule, names: Sequence[str | None]) -> Shortened | 
             copies[ref] = env[left]
         env[node] = graph.node_copy(node, copies.__getitem__)
     kept = tuple(i for i, node in enumerate(inputs) if node not in dropped)
-    return Shortened(fx.GraphModule(module, graph), kept, tuple(members), layers - KEPT, range(first[0], first[-1]))
+    short = _compat.graph_module(module, graph)
+    return Shortened(short, kept, tuple(members), layers - KEPT, range(first[0], first[-1]))
 
 
 def _left_for(ref: fx.Node, line: _Line, first: list[int]) -> fx.Node | None:
@@ -181,8 +182,7 @@ class Shortened:
         member: dict[fx.Node, Member | None] = {}
         for node, i in zip(inputs, self.kept, strict=False):
             own = self.members[i]
-            late = own is not None and own[0] >= 2
-            member[node] = (own[0] - self.removed, own[1]) if own is not None and late else own
+            member[node] = (own[0] - self.removed, own[1]) if own is not None and own[0] >= 2 else own
         line = _Line(joint.graph, member)
         line.boundary = min(line.at[user] for node in tangents for user in node.users)
         return _Expansion(self, joint, line, inputs, tangents).build()
@@ -222,8 +222,7 @@ class _Expansion:
     def build(self) -> fx.GraphModule:
         line, removed, f, g = self.line, self.short.removed, self.f, self.g
         self._placeholders()
-        start = len(self.inputs)
-        end = len(line.nodes) - 1
+        start, end = len(self.inputs), len(line.nodes) - 1
         self._emit(range(start, f[1]), 0, (0, 0))
         self._emit(range(f[1], f[2]), 0, (0, 0), pair=line.fw_period)
         for copy in range(1, removed + 1):
@@ -360,12 +359,16 @@ class _Expansion:
                 grown = _numbered(self.line.nodes[high + offset].name)[1] - number
                 forward, backward = rates.get(stem, (0, 0))
                 rates[stem] = (grown, backward) if direction == 0 else (forward, grown)
+        if any(forward * backward < 0 for forward, backward in rates.values()):
+            raise Unrepeatable
         return rates
 
     def _name(self, name: str, layers: tuple[int, int]) -> str:
+        """Numbers count the nodes of one stem in the order in which they were made: those before this one, or those
+        behind it where a pass worked from the end of the graph to its beginning."""
         stem, number = _numbered(name)
-        forward, backward = self.rates.get(stem, (0, 0))
-        number += forward * layers[0] + backward * layers[1]
+        for grown, before in zip(self.rates.get(stem, (0, 0)), layers, strict=True):
+            number += grown * before if grown > 0 else -grown * (self.short.removed - before)
         return f"{stem}_{number}" if number else stem
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -109,7 +109,8 @@ def take_apart(
     agreement = Agreement(domain_ranks(mesh))
     try:
         check_precision(precision)
-        device = _check(model, zero=zero, mesh=mesh, layout=layout)
+        check_placement(zero, layout)
+        device = _check(model, mesh=mesh)
         check_initialisable(model, init)
         domain = _domain(mesh, reduction)
         others = meshes_of(groups, mesh, domain)
@@ -135,24 +136,13 @@ def take_apart(
         chosen: connect(chosen, where, [plan for plan in plans if plan.domain == chosen])
         for chosen, where in [(domain, mesh), *others.values()]
     }
-    originals = dict(model.named_parameters())
-    if is_meta(model):
-        buckets = [Bucket(plan, channels[plan.domain], device) for plan in plans]
-        originals = _make_real(model, buckets, device, init)
-    else:
-        buckets = []
-        for plan in plans:
-            bucket = Bucket(plan, channels[plan.domain], device)
-            _move_in(bucket, originals)
-            buckets.append(bucket)
-    sharding_refs = {name: ParamRef(plan.index, i) for plan in plans for i, name in enumerate(plan.params)}
+    buckets, hollow = _fill(model, plans, channels, device, init)
     for name, buffer in model.named_buffers():
         channels[domain_of(name)].broadcast(buffer)
-    engine = Engine(buckets, device, options)
     sharding = Sharding(
         plans,
         buckets,
-        engine,
+        Engine(buckets, device, options),
         agreement,
         SegmentCompiler(options.lowering),
         options,
@@ -160,15 +150,35 @@ def take_apart(
         mesh,
         zero,
         group_name=domain.group(domain.ranks) if domain.device else "none",
-        hollow=originals,
+        hollow=hollow,
         channels=channels[domain],
         ranks=domain.ranks,
         own_optimizer=own_optimizer,
         hardware=machine(options, device),
     )
-    for name, ref in sharding_refs.items():
-        register(originals[name], sharding, ref)
+    for (bucket, position), parameter in sharding.hollow_places().items():
+        register(parameter, sharding, ParamRef(bucket, position))
     return sharding
+
+
+def _fill(
+    model: nn.Module,
+    plans: tuple[BucketPlan, ...],
+    channels: Mapping[Domain, Channels],
+    device: torch.device,
+    init: Init | None,
+) -> tuple[list[Bucket], dict[str, nn.Parameter]]:
+    """Move the model's parameters into buckets; returns these and what is left of the parameters."""
+    if is_meta(model):
+        buckets = [Bucket(plan, channels[plan.domain], device) for plan in plans]
+        return buckets, _make_real(model, buckets, device, init)
+    originals = dict(model.named_parameters())
+    buckets = []
+    for plan in plans:
+        bucket = Bucket(plan, channels[plan.domain], device)
+        _move_in(bucket, originals)
+        buckets.append(bucket)
+    return buckets, originals
 
 
 def _domain(mesh: DeviceMesh | None, reduction: Reduction) -> Domain:
@@ -254,12 +264,16 @@ def _default_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _check(model: nn.Module, *, zero: int, mesh: DeviceMesh | None, layout: str) -> torch.device:
-    """Refuse what cannot work, before anything is changed. Returns the device of the model."""
+def check_placement(zero: int, layout: str) -> None:
+    """Refuse a ZeRO stage or a layout that does not exist."""
     if zero not in ZERO or isinstance(zero, bool):
         raise ConfigError(f"zero={zero!r}: expected 0, 1, 2 or 3")
     if layout not in LAYOUTS:
         raise ConfigError(f"layout={layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
+
+
+def _check(model: nn.Module, *, mesh: DeviceMesh | None) -> torch.device:
+    """Refuse what cannot work, before anything is changed. Returns the device of the model."""
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")

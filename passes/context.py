@@ -46,6 +46,8 @@ class PassContext:
     """How many gathers may run ahead of the one in use."""
     by_deadline: bool = False
     """Whether gathers start as late as durations allow, instead of as early as ``ahead`` does."""
+    leading: int = 1
+    """How many gathers forward starts with, whatever durations say."""
     arena_budget: int | None = None
     """Bytes the arena may have; None means as few as the step needs."""
     experts: ExpertsReport = field(default_factory=ExpertsReport)

@@ -18,10 +18,13 @@ from torch import fx
 
 from fxshard.events import META, Event, Kind, Phase, events
 from fxshard.passes.context import PassContext
-from fxshard.passes.order_prefetch import late_gathers, put_behind
+from fxshard.passes.order_prefetch import PLAINLY_LEADING, late_gathers, put_behind
 from fxshard.passes.plan_memory import assign, lifetimes
 from fxshard.plan.layout import aligned
 from fxshard.plan.memory import GRANULE, Buffer, MemoryPlan, SlotRange
+
+LEADING = 8
+"""Gathers that forward starts with at most, if there is room for them."""
 
 MORE, MORE_IN_BUDGET = 1, 8
 """Gathers for which room may be added where most are late, without and with a budget."""
@@ -86,16 +89,84 @@ class _Arena:
 
 
 def fill_arena(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memory: MemoryPlan) -> MemoryPlan:
-    """Move what comes late; returns the plan with its places."""
+    """Move what comes late, and what leads forward; returns the plan with its places."""
     late = {node for at, module in modules.items() for node in late_gathers(module, replace(context, phase=at))}
     timeline = [entry for module in modules.values() for entry in events(module.graph)]
     buffers = {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
-    candidates = {i for i in buffers if timeline[i][0] in late}
+    leads_forward = _gathers(timeline)[: context.leading]
+    candidates = {i for i in buffers if timeline[i][0] in late or i in leads_forward}
     if not candidates:
         return memory
     arena = _Arena.of(list(buffers.values()), memory, _room(memory, timeline, late, context))
+    moves = _moves(timeline, buffers, arena, candidates)
+    if not moves:
+        return memory
+    for node, behind in moves:
+        put_behind(node, behind)
+        why = "late: as early as there is room" if node in late else "leads: there is room for it between two steps"
+        node.meta[META] = replace(node.meta[META], why=why)
+    return _plan(modules, context, arena)
 
+
+def leading(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memory: MemoryPlan) -> int:
+    """How many gathers forward can start with, in places that the arena has anyway.
+
+    An optimizer step gathers these for the next forward. Ranks whose batches differ have other durations, but must
+    gather the same: so this is settled on the plain order. If another program comes between, it moves them out of the
+    arena: under a budget there must be room for them twice, but for the first, which always stands there.
+    """
+    if context.options.prefetch is not None or Phase.FORWARD not in modules:
+        return max(1, context.options.prefetch or 0)
+    timeline = [entry for module in modules.values() for entry in events(module.graph)]
+    buffers = {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
+    least = 1 if context.arena_budget is not None else PLAINLY_LEADING
+    first = [i for i in _gathers(timeline)[:LEADING] if i in buffers]
+    if not first:
+        return least
+    arena = _Arena.of(list(buffers.values()), memory, 0)
+    moved = {node for node, _ in _moves(timeline, buffers, arena, set(first))}
+    head = _first_other(timeline)
+    count, held = 0, 0
+    for i in first:
+        at_head = i < head or (timeline[i][0] in moved and arena.placed[buffers[i].key][0].start < head)
+        held += timeline[i][1].bytes if count else 0
+        too_much = context.arena_budget is not None and count and memory.bytes + held > context.arena_budget
+        if not at_head or too_much:
+            break
+        count += 1
+    return max(count, least)
+
+
+def leads(modules: Mapping[Phase, fx.GraphModule], count: int) -> bool:
+    """Whether the first gathers of forward stand at its head."""
+    if Phase.FORWARD not in modules:
+        return True
+    timeline = list(events(modules[Phase.FORWARD].graph))
+    return _first_other(timeline) >= min(count, len(_gathers(timeline)))
+
+
+def leading_bytes(modules: Mapping[Phase, fx.GraphModule], count: int) -> int:
+    """What the first gathers of forward bring, but for the very first."""
+    timeline = list(events(modules[Phase.FORWARD].graph))
+    return sum(timeline[i][1].bytes for i in _gathers(timeline)[1:count])
+
+
+def _gathers(timeline: list[tuple[fx.Node, Event]]) -> list[int]:
+    """Positions of the gathers of forward."""
+    return [i for i, (_, event) in enumerate(timeline) if event.kind is Kind.UNSHARD and event.phase is Phase.FORWARD]
+
+
+def _first_other(timeline: list[tuple[fx.Node, Event]]) -> int:
+    """The first position that is no gather."""
+    return next((i for i, (_, event) in enumerate(timeline) if event.kind is not Kind.UNSHARD), len(timeline))
+
+
+def _moves(
+    timeline: list[tuple[fx.Node, Event]], buffers: Mapping[int, Buffer], arena: _Arena, candidates: set[int]
+) -> list[tuple[fx.Node, fx.Node | None]]:
+    """Gathers that can start earlier, and the node behind which each does; their places in the arena are taken."""
     reduces = next((i for i, (_, event) in enumerate(timeline) if event.kind is Kind.REDUCE), len(timeline))
+    moves: list[tuple[fx.Node, fx.Node | None]] = []
     phase: Phase | None = None
     before: fx.Node | None = None
     start = first = -1
@@ -106,18 +177,15 @@ def fill_arena(modules: Mapping[Phase, fx.GraphModule], context: PassContext, me
             phase, before = event.phase, None
             start = first = _first_of(phase, timeline) - 1
         found = arena.earliest(buffers[i], start) if i in candidates else None
-        if found is not None and found.behind > reduces:
-            found = None
-        if found is None:
+        if found is None or found.behind > reduces:
             start = i
         else:
             behind = before if found.behind == start else timeline[found.behind][0] if found.behind > first else None
-            put_behind(node, behind)
-            node.meta[META] = replace(node.meta[META], why="late: as early as there is room")
+            moves.append((node, behind))
             arena.move(buffers[i], found)
             start = found.behind
         before = node
-    return _plan(modules, context, arena)
+    return moves
 
 
 def _first_of(phase: Phase, timeline: list[tuple[fx.Node, Event]]) -> int:

@@ -17,26 +17,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxshard.config import Options
 from fxshard.events import META, Kind, Phase, event_of, events
 from fxshard.passes.context import PassContext
 from fxshard.plan.cost import node_flops, node_traffic
 from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
 from fxshard.profile import Profile
 
-LEADING = 2
-
-
-def leading(options: Options) -> int:
-    """How many gathers forward starts with, whatever durations say.
-
-    An optimizer step gathers these for the next forward. Ranks whose batches differ have other durations, but must
-    gather the same: so only the options decide. Under a budget it is the first alone, which always stands there.
-    """
-    if options.prefetch is not None:
-        return max(1, options.prefetch)
-    return LEADING if options.memory_budget is None else 1
-
+PLAINLY_LEADING = 2
+"""Gathers that start with forward whatever room there is; ``fill_arena`` finds places for others among them."""
 
 MARGIN = 1.25
 """Estimates of durations are stretched by this: a gather that starts a little early costs little, a late one stalls."""
@@ -96,7 +84,7 @@ def order_prefetch(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
             hidden = latest[index] >= earliest[index]
             why[index] = "latest start that hides it" if hidden else f"as early as {depth} ahead allows"
         if context.phase is Phase.FORWARD:
-            starts |= dict.fromkeys(sequence[: leading(context.options)], 0)
+            starts |= dict.fromkeys(sequence[: min(context.leading, PLAINLY_LEADING)], 0)
     _move(places.launches, sequence, starts, places.anchors, why)
     return module
 

@@ -13,7 +13,7 @@ from fxshard.errors import BudgetError
 from fxshard.events import META, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
-from fxshard.passes.fill_arena import fill_arena
+from fxshard.passes.fill_arena import fill_arena, leading, leading_bytes, leads
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
@@ -129,15 +129,13 @@ def order(
     )
     with _watched("plan_memory", scheduled, context):
         memory = plan_memory(scheduled, context)
+    context = _leading(scheduled, context, memory)
     if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
-        with _watched("order_prefetch by deadlines", scheduled, context):
-            memory = _move_to_deadlines(scheduled, context)
-        with _watched("fill_arena", scheduled, context):
-            memory = fill_arena(scheduled, context, memory)
+        memory = _move_to_deadlines(scheduled, context)
     for module in scheduled.values():
         module.graph.lint()
         module.recompile()
-    return scheduled, memory
+    return scheduled, replace(memory, leading=context.leading)
 
 
 def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident_bytes: int) -> PassContext:
@@ -158,26 +156,39 @@ def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, 
     raise BudgetError(context.options.memory_budget, resident_bytes + min(least))
 
 
+def _leading(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memory: MemoryPlan) -> PassContext:
+    """How many gathers forward starts with; under a budget, room is left for moving them out of the arena."""
+    count = leading(modules, context, memory)
+    _say(context, "forward starts with %d gathers, which an optimizer step may start", count)
+    context = replace(context, leading=count)
+    if context.arena_budget is None or count == 1:
+        return context
+    return replace(context, arena_budget=context.arena_budget - leading_bytes(modules, count))
+
+
 def _move_to_deadlines(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> MemoryPlan:
     """Start each gather as late as it can be hidden."""
     launches = [found for module in modules.values() for found in events(module.graph) if found[1].kind is Kind.UNSHARD]
     fitting = [(node, node.prev, event) for node, event in launches]
     for ahead in range(FARTHEST, context.ahead - 1, -1):
         attempt = replace(context, ahead=ahead, by_deadline=True)
-        _order(modules, attempt)
+        with _watched("order_prefetch by deadlines", modules, context):
+            _order(modules, attempt)
         memory = plan_memory(modules, attempt)
         fits = _fits(memory.bytes, context)
         say = "gathers at their deadlines, up to %d ahead: the arena needs %d bytes%s"
         _say(context, say, ahead, memory.bytes, _verdict(fits, context))
         if fits:
-            break
-    else:
-        for node, before, event in fitting:  # back to where keep_resident found that they fit
-            if node.prev is not before:
-                before.append(node)
-            node.meta[META] = event
-        memory = plan_memory(modules, context)
-    return memory
+            with _watched("fill_arena", modules, context):
+                filled = fill_arena(modules, context, memory)
+            if leads(modules, context.leading):
+                return filled
+    for node, before, event in fitting:  # back to where keep_resident found that they fit
+        if node.prev is not before:
+            before.append(node)
+        node.meta[META] = event
+    with _watched("fill_arena", modules, context):
+        return fill_arena(modules, context, plan_memory(modules, context))
 
 
 def _order(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> None:

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.toy import Mlp
+
 
 class Stack(nn.Module):
     """Three equal layers and a head of odd sizes: little to compile."""
@@ -24,3 +26,14 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What one rank gets; the global batch is that of all ranks."""
     generator = torch.Generator().manual_seed(8 * step + rank)
     return torch.randn(6, 7, generator=generator), torch.randn(6, 5, generator=generator)
+
+
+def wide() -> Mlp:
+    """As few nodes, and parameters so large that padding vanishes beside them."""
+    torch.manual_seed(0)
+    return Mlp(64, 256, 256, 64)
+
+
+def wide_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(8 * step + rank)
+    return torch.randn(4, 64, generator=generator), torch.randn(4, 64, generator=generator)

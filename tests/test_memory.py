@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fxshard
 from fxshard import _compat
 from fxshard.events import Kind, Phase
+from fxshard.plan.buckets import plan_buckets
+from fxshard.plan.units import find_units
 from tests.measuring import NewBytes
 from tests.pool import Pool
+from tests.stack import wide, wide_batch
 from tests.training import llama, this_ranks_batch
 
 
@@ -19,38 +24,43 @@ def bytes_by_stage() -> dict[int, dict[str, int]]:
     found = {}
     for zero in range(4):
         new = NewBytes()
-        model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(), lowering="eager")
-        model(*this_ranks_batch(0)).backward()
+        model = fxshard.compile(wide(), zero=zero, optimizer=fxshard.AdamW(), lowering="eager")
+        model(*wide_batch(0, dist.get_rank())).backward()
         model.optimizer.step()
         found[zero] = {"total": new.count() - model._sharding.engine.arena.bytes, **model.bytes_at_rest()}
         del model
     return found
 
 
-def arena_addresses() -> tuple[list[int], int, int]:
-    model = fxshard.compile(llama(), zero=3, optimizer=fxshard.AdamW(), lowering="eager")
-    allocations = []
-    for step in range(3):
-        model(*this_ranks_batch(step)).backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        allocations.append(model._sharding.engine.arena.allocations)
-    engine = model._sharding.engine
-    return allocations, engine.arena.bytes, model.schedule.arena_bytes
+@dataclass
+class Watched:
+    """What one model did in three steps under ZeRO-3."""
 
-
-def gather_buffers() -> list[tuple[bool, bool]]:
+    allocations: list[int]
+    """Of the arena, behind each step."""
+    arena: tuple[int, int]
+    """Bytes held and planned."""
+    gathers: list[tuple[bool, bool]]
     """For every gather: is each parameter a view of the gathered buffer, and is the buffer in the arena?"""
-    model = fxshard.compile(llama(), zero=3, lowering="eager")
-    engine = model._sharding.engine
-    seen: list[tuple[bool, bool]] = []
-    wait = engine.wait
+    gradients: tuple[int, int]
+    """Gradient buckets alive at most, and at the end."""
+    reduced: list[str]
+    gathered: list[str]
 
-    def watched(*args: Any) -> Any:
+
+def watched() -> Watched:
+    model = fxshard.compile(llama(), zero=3, optimizer=fxshard.AdamW(), lowering="eager")
+    engine = model._sharding.engine
+    allocations: list[int] = []
+    gathers: list[tuple[bool, bool]] = []
+    most = 0
+    wait, grad = engine.wait, engine.gradients.grad
+
+    def waited(*args: Any) -> Any:
         views = wait(*args)
         ((flat, _),) = engine._gathered[args[0]].transfer.moves
         arena = engine.arena._memory.untyped_storage().data_ptr()
-        seen.append(
+        gathers.append(
             (
                 all(view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for view in views),
                 flat.untyped_storage().data_ptr() == arena,
@@ -58,9 +68,28 @@ def gather_buffers() -> list[tuple[bool, bool]]:
         )
         return views
 
-    engine.wait = watched  # type: ignore[method-assign]
-    model(*this_ranks_batch(0)).backward()
-    return seen
+    def taken(*args: Any) -> Any:
+        nonlocal most
+        views = grad(*args)
+        most = max(most, engine.gradients.alive)
+        return views
+
+    engine.wait = waited  # type: ignore[method-assign]
+    engine.gradients.grad = taken  # type: ignore[method-assign]
+    for step in range(3):
+        model(*this_ranks_batch(step)).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        allocations.append(engine.arena.allocations)
+    reduced = [e.bucket for e in model.schedule.events if e.kind is Kind.REDUCE]
+    used = [e.bucket for e in model.schedule.events if e.kind is Kind.WAIT and e.phase is Phase.FORWARD]
+    arena = (engine.arena.bytes, model.schedule.arena_bytes)
+    return Watched(allocations, arena, gathers, (most, engine.gradients.alive), reduced, used)
+
+
+@pytest.fixture(scope="module")
+def seen(ranks: Pool) -> list[Watched]:
+    return ranks(2, watched)
 
 
 def reductions() -> list[bool]:
@@ -68,17 +97,17 @@ def reductions() -> list[bool]:
     overlaps = []
     original = _compat.reduce_scatter
 
-    def watched(output: torch.Tensor, full: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def observed(output: torch.Tensor, full: torch.Tensor, *args: object, **kwargs: object) -> object:
         begin, end = full.data_ptr(), full.data_ptr() + full.nbytes
         overlaps.append(output.data_ptr() < end and begin < output.data_ptr() + output.nbytes)
         return original(output, full, *args, **kwargs)  # type: ignore[arg-type]
 
-    _compat.reduce_scatter = watched  # type: ignore[assignment]
+    _compat.reduce_scatter = observed  # type: ignore[assignment]
     try:
         for zero in (1, 2, 3):
-            model = fxshard.compile(llama(), zero=zero, lowering="eager")
-            model(*this_ranks_batch(0)).backward()
-            model(*this_ranks_batch(1)).backward()  # and again with gradients to add to
+            model = fxshard.compile(wide(), zero=zero, lowering="eager")
+            model(*wide_batch(0, dist.get_rank())).backward()
+            model(*wide_batch(0, dist.get_rank())).backward()  # and again with gradients to add to
     finally:
         _compat.reduce_scatter = original
     return overlaps
@@ -98,7 +127,7 @@ def freed() -> tuple[int, int, int]:
 @pytest.mark.shows("S1")
 def test_bytes_at_rest_match_the_table_of_the_stage(ranks: Pool) -> None:
     """N parameters of four bytes over two ranks: full is 4N, a shard 2N; padding stays under two per cent."""
-    full = sum(p.numel() * 4 for p in llama().parameters())
+    full = sum(p.numel() * 4 for p in wide().parameters())
     table = {
         0: {"param": full, "grad": full, "state": 2 * full},
         1: {"param": full, "grad": full + full // 2, "state": full},
@@ -113,22 +142,23 @@ def test_bytes_at_rest_match_the_table_of_the_stage(ranks: Pool) -> None:
             assert total <= found[zero]["total"] <= total * 1.04, f"ZeRO-{zero}: something else is held"
 
 
-def test_steps_allocate_the_arena_once(ranks: Pool) -> None:
-    for allocations, held, planned in ranks(2, arena_addresses):
-        assert allocations == [1, 1, 1]
-        assert held == planned > 0
+def test_steps_allocate_the_arena_once(seen: list[Watched]) -> None:
+    for found in seen:
+        assert found.allocations == [1, 1, 1]
+        assert found.arena[0] == found.arena[1] > 0
 
 
 @pytest.mark.shows("L11")
-def test_parameters_are_views_of_the_gathered_buffer(ranks: Pool) -> None:
-    for seen in ranks(2, gather_buffers):
-        assert seen and all(views and in_arena for views, in_arena in seen)
+def test_parameters_are_views_of_the_gathered_buffer(seen: list[Watched]) -> None:
+    for found in seen:
+        assert found.gathers and all(views and in_arena for views, in_arena in found.gathers)
 
 
 @pytest.mark.shows("S6")
 def test_reduce_scatter_never_writes_where_it_reads(ranks: Pool) -> None:
+    buckets = len(plan_buckets(wide(), find_units(wide()), zero=3, ranks=2))
     for overlaps in ranks(2, reductions):
-        assert len(overlaps) == 3 * 2 * 5
+        assert len(overlaps) == 3 * 2 * buckets
         assert not any(overlaps)
 
 
@@ -139,27 +169,8 @@ def test_the_original_storage_is_freed(ranks: Pool) -> None:
         assert held <= size * 0.52
 
 
-def gradient_buckets_alive() -> tuple[int, int, list[str], list[str]]:
-    model = fxshard.compile(llama(), zero=3, lowering="eager")
-    engine = model._sharding.engine
-    most = 0
-    grad = engine.gradients.grad
-
-    def watched(*args: Any) -> Any:
-        nonlocal most
-        views = grad(*args)
-        most = max(most, engine.gradients.alive)
-        return views
-
-    engine.gradients.grad = watched  # type: ignore[method-assign]
-    model(*this_ranks_batch(0)).backward()
-    reduced = [e.bucket for e in model.schedule.events if e.kind is Kind.REDUCE]
-    gathered = [e.bucket for e in model.schedule.events if e.kind is Kind.UNSHARD and e.phase is Phase.FORWARD]
-    return most, engine.gradients.alive, reduced, gathered
-
-
 @pytest.mark.shows("S5", "L6")
-def test_at_most_two_gradient_buckets_live_and_none_at_the_end(ranks: Pool) -> None:
-    for most, left, reduced, gathered in ranks(2, gradient_buckets_alive):
-        assert most == 2 and left == 0
-        assert reduced == gathered[::-1]  # backward finishes what forward used last, first
+def test_at_most_two_gradient_buckets_live_and_none_at_the_end(seen: list[Watched]) -> None:
+    for found in seen:
+        assert found.gradients == (2, 0)
+        assert found.reduced == found.gathered[::-1]  # backward finishes what forward used last, first

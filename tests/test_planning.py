@@ -17,7 +17,8 @@ from fxshard.inspect.presets import LENGTH, PRESETS
 from fxshard.inspect.schedule import Schedule
 from tests.measuring import NewBytes
 from tests.pool import Pool, RankError
-from tests.toy import Llama, batch
+from tests.stack import wide, wide_batch
+from tests.toy import Llama, Mlp, batch
 from tests.training import VOCAB, llama, this_ranks_batch
 
 
@@ -26,8 +27,14 @@ def meta_llama() -> nn.Module:
         return Llama(vocab=VOCAB, dim=32, layers=3, heads=4, hidden=88)
 
 
+def meta_wide() -> nn.Module:
+    with torch.device("meta"):
+        return wide()
+
+
 def planned(model: nn.Module, device: str = "cpu", **options: Any) -> Schedule:
-    inputs = tuple(value.to(device) for value in batch(0, 2, 0, VOCAB))
+    values = wide_batch(0, 0) if isinstance(model, Mlp) else batch(0, 2, 0, VOCAB)
+    inputs = tuple(value.to(device) for value in values)
     settings = {"world_size": 2, "hardware": "cpu", "lowering": "eager", "optimizer": fxshard.AdamW(), **options}
     return fxshard.plan(model, inputs, **settings)
 
@@ -41,36 +48,42 @@ def smallest_budget() -> int:
 # -- P2, P3, P5: what a run does ---------------------------------------------------------------------------------------
 
 
-def trained(settings: list[dict[str, Any]]) -> list[tuple[Schedule, int]]:
+def trained(settings: list[Setting]) -> list[tuple[Schedule, int]]:
     """The schedule of each setting, and what this rank holds at the end of a backward behind an optimizer step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     found = []
-    for options in settings:
+    for is_llama, options in settings:
         new = NewBytes()
-        model = fxshard.compile(llama(), lowering="eager", mesh=mesh, optimizer=fxshard.AdamW(), **options)
-        model(*this_ranks_batch(0)).backward()
+        plain = llama() if is_llama else wide()
+        batches = [this_ranks_batch(step) if is_llama else wide_batch(step, dist.get_rank()) for step in range(2)]
+        model = fxshard.compile(plain, lowering="eager", mesh=mesh, optimizer=fxshard.AdamW(), **options)
+        model(*batches[0]).backward()
         model.optimizer.step()  # its state exists from here on
         model.optimizer.zero_grad()
-        model(*this_ranks_batch(1)).backward()
+        model(*batches[1]).backward()
+        del batches
         found.append((model.schedule, new.count()))
         del model
     return found
 
 
-Ran = list[tuple[dict[str, Any], list[tuple[Schedule, int]]]]
+Setting = tuple[bool, dict[str, Any]]
+"""Whether it is the Llama (or linear layers, which compile in no time), and the options."""
+Ran = list[tuple[Setting, list[tuple[Schedule, int]]]]
 
 
 @pytest.fixture(scope="module")
 def ran(ranks: Pool) -> Ran:
-    """[(options, what each of two ranks found)]"""
-    settings = [*({"zero": zero} for zero in range(4)), {"zero": 3, "memory_budget": smallest_budget() + 100_000}]
+    """[(setting, what each of two ranks found)]"""
+    settings: list[Setting] = [(False, {"zero": zero}) for zero in range(3)]
+    settings += [(True, {"zero": 3}), (True, {"zero": 3, "memory_budget": smallest_budget() + 100_000})]
     return list(zip(settings, zip(*ranks(2, trained, settings), strict=True), strict=True))
 
 
 @pytest.mark.shows("P2")
 def test_plan_gives_the_events_of_the_run(ran: Ran) -> None:
-    for options, found in ran:
-        plan = planned(meta_llama(), "meta", **options)
+    for (is_llama, options), found in ran:
+        plan = planned(meta_llama() if is_llama else meta_wide(), "meta", **options)
         for schedule, _ in found:
             assert plan.events == schedule.events, options
             assert plan.digest == schedule.digest
@@ -79,8 +92,8 @@ def test_plan_gives_the_events_of_the_run(ran: Ran) -> None:
 
 @pytest.mark.shows("P2")
 def test_plan_of_a_model_with_weights(ran: Ran) -> None:
-    options, found = ran[3]
-    assert planned(llama(), **options) == found[0][0]
+    (is_llama, options), found = ran[3]
+    assert is_llama and planned(llama(), **options) == found[0][0]
 
 
 @pytest.mark.shows("P3")
@@ -161,7 +174,7 @@ def test_verifying_is_a_small_part_of_planning() -> None:
 def test_a_model_on_meta_needs_no_memory() -> None:
     model, inputs = PRESETS["llama-8b"](2)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    planned(meta_llama(), "meta")  # what torch loads on first use is not the plan's
+    planned(meta_wide(), "meta")  # what torch loads on first use is not the plan's
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     model.eval().train()
     schedule = fxshard.plan(model, inputs, world_size=1024)
@@ -174,7 +187,7 @@ def test_a_model_on_meta_needs_no_memory() -> None:
 
 
 def test_planning_changes_nothing_of_the_model() -> None:
-    model = llama().eval()
+    model = wide().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     schedule = planned(model)
@@ -186,9 +199,9 @@ def test_planning_changes_nothing_of_the_model() -> None:
 
 
 def test_inputs_by_name() -> None:
-    x, y = batch(0, 2, 0, VOCAB)
-    by_name = fxshard.plan(meta_llama(), {"x": x, "y": y}, world_size=2, hardware="cpu", lowering="eager")
-    assert by_name == planned(meta_llama(), optimizer=None)
+    x, y = wide_batch(0, 0)
+    by_name = fxshard.plan(meta_wide(), {"x": x, "y": y}, world_size=2, hardware="cpu", lowering="eager")
+    assert by_name == planned(meta_wide(), optimizer=None)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -201,7 +214,7 @@ def test_unknown_hardware_lists_the_known() -> None:
 
 def test_an_infeasible_budget_states_the_smallest() -> None:
     with pytest.raises(fxshard.BudgetError, match="at least") as caught:
-        planned(meta_llama(), memory_budget="1KiB")
+        planned(meta_wide(), memory_budget="1KiB")
     assert caught.value.budget == 1024
     assert str(caught.value.smallest) in str(caught.value)
 

@@ -22,7 +22,7 @@ from fxshard.inspect.schedule import Schedule
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes import pipeline
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
-from fxshard.passes.order_prefetch import leading, order_prefetch
+from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.plan import cost
 from fxshard.plan.buckets import BucketPlan, plan_buckets
@@ -72,7 +72,7 @@ class Captured:
             ranks=ranks,
             zero=stage,
             budget=given.memory_budget,
-            carry=leading(given) if optimizer is not None else 0,
+            carry=memory.leading if optimizer is not None else 0,
         )
 
     def _insert(

@@ -35,6 +35,7 @@ INSPECT_EXAMPLES = """examples:
   fxshard inspect llama-70b --world-size 1024 --html schedule.html
   fxshard inspect my_model.py:build --world-size 8 --zero 2 --hardware h100 --budget 60GiB
   fxshard inspect llama-70b --world-size 1024 --shard-size 8
+  fxshard inspect llama-8b --world-size 64 --optimizer muon
   fxshard inspect moe-16b --world-size 64 --json > schedule.json
 """
 PLANNING = 4
@@ -114,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         default="bf16",
         help="bf16 compute and fp32 reduction (default), or the dtypes the model has",
     )
+    look.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        help="one of fxshard's own: the schedule then has its step and the gathers that start in it "
+        "(default, as in fxshard.compile: none of them, and an optimizer of torch.optim is taken for AdamW)",
+    )
     look.add_argument("--layers", type=_positive, metavar="N", help="another number of layers than the model's own")
     look.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
     look.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
@@ -187,8 +194,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace, report: Report) -> Schedule:
     import torch
 
-    from fxshard.config import Precision
+    from fxshard.config import AdamW, Muon, Precision
     from fxshard.planning import plan
+
+    optimizers: dict[str, AdamW | Muon] = {"adamw": AdamW(), "muon": Muon()}
 
     precision = Precision(param=torch.bfloat16, reduce=torch.float32) if arguments.precision == "bf16" else None
     return _or_usage_error(
@@ -200,6 +209,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
             hardware=arguments.hardware,
             zero=arguments.zero,
             memory_budget=arguments.budget,
+            optimizer=optimizers.get(arguments.optimizer),
             precision=precision,
             progress=lambda stage: report(f"planning: {stage}"),
         )
@@ -279,6 +289,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         report("planning for 8 ranks")
         arguments.world_size, arguments.zero, arguments.hardware = 8, 3, "h200"
         arguments.shard_size, arguments.budget, arguments.precision = None, None, "bf16"
+        arguments.optimizer = None
         schedule = _plan(model, (tokens, tokens), arguments, report)
         simulation = simulate(schedule, "h200")
     print("A Llama of six layers, planned for eight H200s from shapes alone: no GPU, no process group, no weights.\n")

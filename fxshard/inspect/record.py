@@ -183,7 +183,8 @@ def _carried(
 
 
 def _group(events: list[Event]) -> str:
-    return next((event.group for event in events if event.kind is Kind.UNSHARD), "none")
+    """The model's own process group, as a graph's collectives name it."""
+    return next((event.group for event in events if event.kind in (Kind.UNSHARD, Kind.REDUCE)), "none")
 
 
 def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:

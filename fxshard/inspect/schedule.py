@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE)
 
+MOST_NAMES = 3
+"""Buckets that a title names one by one."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -45,6 +48,11 @@ class Schedule:
         for i, event in enumerate(self.events):
             if event.kind in kinds and (phase is None or event.phase == phase):
                 yield i, event
+
+    def touched(self, event: Event) -> str:
+        """The buckets that an event without one works on, in the order of the model; of many, first and last."""
+        names = [self.buckets[index].name for index in sorted({*event.reads, *event.writes}, reverse=True)]
+        return ", ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
 
     @property
     def comm_bytes(self) -> int:

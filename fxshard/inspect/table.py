@@ -157,19 +157,17 @@ def _repeats(rows: Sequence[Row], at: int, period: int) -> int:
 
 
 def _rows(schedule: Schedule) -> list[Row]:
-    names = [bucket.name for bucket in schedule.buckets]
     rows: list[Row] = []
     for i, event in enumerate(schedule.events):
         if event.kind is Kind.COMPUTE:
             if not event.flops and not event.traffic:
                 continue
-            touched = sorted({*event.reads, *event.writes}, reverse=True)
-            label = ", ".join(names[bucket] for bucket in touched)
+            label = schedule.touched(event)
             amount = flop(event.flops) if event.flops else f"{size(event.traffic)} r/w"
             key: tuple[object, ...] = (event.phase, event.kind, amount, _pattern(label))
             dtype = ""
         else:
-            label = event.bucket
+            label = event.bucket or schedule.touched(event)
             amount = size(event.bytes) if event.kind in (*COMMUNICATES, Kind.ACCUMULATE, Kind.UPDATE) else ""
             dtype = str(event.dtype).removeprefix("torch.") if amount else ""
             key = (event.phase, event.kind, event.bytes, event.dtype, _pattern(label), _pattern(event.why))

@@ -22,17 +22,17 @@ def updates(
     reduced: Mapping[int, Event], buckets: Sequence[BucketPlan], carried: Mapping[int, Event], group: str
 ) -> list[Event]:
     """What ``fxshard``'s optimizers do: ``reduced`` are the reductions of this step, ``carried`` the gathers that the
-    next forward starts with, each by bucket."""
+    next forward starts with, each by bucket. ``group``: that of buckets that do not say which theirs is."""
     program = plan_step(buckets)
     work = _work_alone(buckets, [step.batch for step in program if isinstance(step, Orthogonalize)])
     events: list[Event] = []
     for instruction in program:
         match instruction:
             case Exchange(batch):
-                events.append(_exchange(batch, group, torch.float32, "to their owners"))
+                events.append(_exchange(batch, _group(batch, buckets, group), torch.float32, "to their owners"))
             case Orthogonalize(batch):
                 events.append(_orthogonalize(batch))
-                back = _exchange(batch, group, torch.bfloat16, "back from their owners")
+                back = _exchange(batch, _group(batch, buckets, group), torch.bfloat16, "back from their owners")
                 events.append(replace(back, writes=batch.buckets))
             case Done(indices):
                 for index in (index for index in indices if index in reduced):
@@ -83,6 +83,11 @@ def _work_alone(buckets: Sequence[BucketPlan], batches: Sequence[Batch]) -> dict
 
 def _names(batch: Batch) -> tuple[str, ...]:
     return tuple(travel.name for travel in batch.travels)
+
+
+def _group(batch: Batch, buckets: Sequence[BucketPlan], default: str) -> str:
+    """The process group of an exchange: buckets whose matrices travel together have the same."""
+    return buckets[batch.buckets[0]].group(default)
 
 
 def _exchange(batch: Batch, group: str, dtype: torch.dtype, where: str) -> Event:

@@ -181,64 +181,93 @@ def plan_buckets(
     """
     own = Domain(ranks, divisor=ranks)
     parameters = dict(model.named_parameters())
-    stage = ZERO[zero]
+    rules = _Rules(
+        ZERO[zero],
+        precision.mode(zero) if isinstance(precision, MXFP8) else Gather.PLAIN,
+        precision,
+        layout,
+        frozenset(matrices),
+    )
     quantized = choose_linears(model, precision).weights
-    mode = precision.mode(zero) if isinstance(precision, MXFP8) else Gather.PLAIN
-    plans: list[BucketPlan] = []
     units = list(units)
-    if matrices and layout != "rows" and stage.state and not stage.param:
+    if matrices and layout != "rows" and rules.stage.state and not rules.stage.param:
         longest = max(1, len(units) // LARGEST_SHARE)
         units = span_units(units, lambda unit: _specs(unit, parameters), ranks, matrices, longest=longest)
+    plans: list[BucketPlan] = []
     work: dict[Domain, list[float]] = {}
     for unit in reversed(units):
-        kinds: dict[Kind, list[TensorSpec]] = {}
-        for name in unit.params:
-            parameter = parameters[name]
-            domain = domain_of(name) if domain_of is not None else own
-            kind = Kind(parameter.dtype, parameter.requires_grad, parameter.ndim == 0, name in quantized, domain)
-            # Columnwise blocks run down 32 rows: a boundary between them lets every owner quantize alone. A stack of
-            # experts' weights is cut between its matrices.
-            cut = BLOCK if kind.quantized and parameter.ndim == 2 else 1
-            kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape), cut))
+        kinds = _kinds(unit, parameters, quantized, domain_of or (lambda name: own))
         for kind, specs in kinds.items():
-            dtype, trainable, scalar, domain = kind.dtype, kind.trainable, kind.scalar, kind.domain
-            placement = ZERO[0] if scalar else stage if trainable else Placement(stage.param, False, stage.param)
-            sharded = placement.state
-            param_dtype, master_dtype, reduce_dtype = _dtypes(dtype, precision)
-            suffix = _kind_suffix(kind, among=kinds)
-            gathers = 2 if placement.param else 1
-            of_ranks = work.setdefault(domain, [0.0] * domain.shards)
-            chosen = choose_layout(
-                specs,
-                domain.shards if sharded else 1,
-                layout,
-                matrices=matrices if trainable else (),
-                work=of_ranks,
-                bytes_moved=gathers * param_dtype.itemsize + reduce_dtype.itemsize,
-            )
-            for spec in specs:
-                if chosen.layout.whole and spec.name in matrices:
-                    of_ranks[chosen.layout.owner(spec.name)] += matrix_cost(spec.shape)
-            plans.append(
-                BucketPlan(
-                    index=len(plans),
-                    name=unit.name + suffix,
-                    unit=unit.name,
-                    layout=chosen.layout,
-                    placement=placement,
-                    param_dtype=param_dtype,
-                    master_dtype=master_dtype if trainable else param_dtype,
-                    reduce_dtype=reduce_dtype,
-                    trainable=trainable,
-                    gather=_gather(mode, chosen.layout.ranks) if kind.quantized else Gather.PLAIN,
-                    domain=domain,
-                    matrices=tuple(spec.name for spec in specs if trainable and spec.name in matrices),
-                    why=chosen.why,
-                )
-            )
+            of_ranks = work.setdefault(kind.domain, [0.0] * kind.domain.shards)
+            name = unit.name + _kind_suffix(kind, among=kinds)
+            plans.append(_bucket(len(plans), name, unit.name, kind, specs, rules, of_ranks))
     if not plans:
         raise ConfigError("the model has no parameters: there is nothing to shard")
     return tuple(plans)
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What all buckets of a model have in common."""
+
+    stage: Placement
+    mode: Gather
+    precision: Precision | None
+    layout: LayoutKind
+    matrices: frozenset[str]
+
+
+def _kinds(
+    unit: Unit, parameters: Mapping[str, nn.Parameter], quantized: Collection[str], domain_of: DomainOf
+) -> dict[Kind, list[TensorSpec]]:
+    """The parameters of a unit by what keeps them apart."""
+    kinds: dict[Kind, list[TensorSpec]] = {}
+    for name in unit.params:
+        parameter = parameters[name]
+        scalar = parameter.ndim == 0
+        kind = Kind(parameter.dtype, parameter.requires_grad, scalar, name in quantized, domain_of(name))
+        # Columnwise blocks run down 32 rows: a boundary between them lets every owner quantize alone. A stack of
+        # experts' weights is cut between its matrices.
+        cut = BLOCK if kind.quantized and parameter.ndim == 2 else 1
+        kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape), cut))
+    return kinds
+
+
+def _bucket(
+    index: int, name: str, unit: str, kind: Kind, specs: list[TensorSpec], rules: _Rules, work: list[float]
+) -> BucketPlan:
+    """The plan of one bucket. ``work``: what Muon has to do on each rank, to which this bucket adds."""
+    stage, trainable = rules.stage, kind.trainable
+    placement = ZERO[0] if kind.scalar else stage if trainable else Placement(stage.param, False, stage.param)
+    param_dtype, master_dtype, reduce_dtype = _dtypes(kind.dtype, rules.precision)
+    gathers = 2 if placement.param else 1
+    owned = tuple(spec.name for spec in specs if trainable and spec.name in rules.matrices)
+    chosen = choose_layout(
+        specs,
+        kind.domain.shards if placement.state else 1,
+        rules.layout,
+        matrices=owned,
+        work=work,
+        bytes_moved=gathers * param_dtype.itemsize + reduce_dtype.itemsize,
+    )
+    for spec in specs:
+        if chosen.layout.whole and spec.name in owned:
+            work[chosen.layout.owner(spec.name)] += matrix_cost(spec.shape)
+    return BucketPlan(
+        index=index,
+        name=name,
+        unit=unit,
+        layout=chosen.layout,
+        placement=placement,
+        param_dtype=param_dtype,
+        master_dtype=master_dtype if trainable else param_dtype,
+        reduce_dtype=reduce_dtype,
+        trainable=trainable,
+        gather=_gather(rules.mode, chosen.layout.ranks) if kind.quantized else Gather.PLAIN,
+        domain=kind.domain,
+        matrices=owned,
+        why=chosen.why,
+    )
 
 
 def _specs(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:

@@ -47,6 +47,8 @@ class MemoryPlan:
 
     slots: dict[tuple[str, int, int], SlotRange]
     bytes: int
+    leading: int = 0
+    """How many of the gathers at the head of forward an optimizer step may start."""
 
 
 def plan_slots(buffers: Sequence[Buffer]) -> MemoryPlan:

@@ -66,8 +66,14 @@ def test_inspect_prints_table_and_figures(planned: Planned, capsys: pytest.Captu
     assert "ZeRO-3 on 1024 ranks" in out and "simulated on h200: step" in out and "\x1b[" not in out
     (call,) = planned
     assert (call["world_size"], call["zero"], call["memory_budget"], call["hardware"]) == (1024, 2, "60GiB", "h200")
-    assert call["precision"].param is torch.bfloat16
+    assert call["precision"].param is torch.bfloat16 and call["optimizer"] is None
     assert all(p.is_meta for p in call["model"].parameters()) and len(call["model"].layers) == 2
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", fxshard.AdamW), ("muon", fxshard.Muon)])
+def test_inspect_with_an_optimizer(name: str, kind: type, planned: Planned) -> None:
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", "--optimizer", name]) == 0
+    assert isinstance(planned[0]["optimizer"], kind)
 
 
 def test_inspect_writes_files(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

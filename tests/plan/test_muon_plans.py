@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxshard
-from fxshard.events import Phase
+from fxshard.events import Kind, Phase
+from fxshard.inspect.updates import updates
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.choice import crosses
+from fxshard.plan.domain import Domain, data_parallel
 from fxshard.plan.exchange import plan_exchange
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, plan_step
@@ -134,3 +136,22 @@ def test_the_schedule_counts_the_work_of_the_busiest_rank_once(zero: int) -> Non
     flops = sum(event.flops for event in schedule.events if event.phase is Phase.OPTIMIZER)
     work = owners_work(planned(model, zero, 8), 8, lambda shape: 15 * cost(shape) + 5 * min(shape) ** 3)
     assert max(work) <= flops <= 1.05 * max(work)
+
+
+def test_an_exchange_runs_in_the_group_of_its_buckets() -> None:
+    """Of a model whose second layer belongs to other ranks, wherever the first gather runs."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    own, others = data_parallel(8, 1, "mean", "cuda"), Domain(4, device="cuda", name="1.*")
+    names = [name for name, _ in model.named_parameters()]
+    plans = plan_buckets(
+        model,
+        find_units(model, ["0", "1"]),
+        zero=3,
+        ranks=8,
+        layout="rows",
+        matrices=names,
+        domain_of=lambda name: others if name.startswith("1") else own,
+    )
+    exchanges = [event for event in updates({}, plans, {}, "cuda×8") if event.kind is Kind.EXCHANGE]
+    groups = {(plans[event.reads[0]].unit, event.group) for event in exchanges}
+    assert groups == {("0", "cuda×8"), ("1", "1.* cuda×4")}

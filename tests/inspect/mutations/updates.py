@@ -1,0 +1,116 @@
+"""Mutations of the optimizer phase."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fxshard.events import Kind
+from fxshard.inspect.schedule import Schedule
+from tests.inspect.mutations.editing import BACKWARD, OPTIMIZER, Broken, added, moved, without
+from tests.inspect.schedules import change, place, relinked, zero3
+
+
+def exchanging() -> Schedule:
+    """A step whose bucket 1 has a matrix that travels: there, computed, back, then the update."""
+    schedule = zero3()
+    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
+    update = schedule.events[at]
+    index = update.bucket_index
+    about = {"bucket": "", "bucket_index": -1, "params": ("w",), "phase": OPTIMIZER, "slot": None, "traffic": 0}
+    last_reduce = max(i for i, event in enumerate(schedule.events) if event.kind is Kind.REDUCE)
+    there = replace(update, kind=Kind.EXCHANGE, reads=(index,), stream="gather", waits_for=(last_reduce,), **about)
+    compute = replace(update, kind=Kind.COMPUTE, reads=(), waits_for=(at,), **about)
+    back = replace(there, writes=(index,), waits_for=(at + 1,))
+    behind = [replace(e, waits_for=tuple(n + 3 if n >= at else n for n in e.waits_for)) for e in schedule.events[at:]]
+    behind[0] = replace(behind[0], waits_for=(*behind[0].waits_for, at + 2))
+    return replace(schedule, events=(*schedule.events[:at], there, compute, back, *behind))
+
+
+def _exchange_place(schedule: Schedule, which: int) -> int:
+    return [i for i, event in enumerate(schedule.events) if event.params == ("w",)][which]
+
+
+def no_update() -> Broken:
+    schedule = zero3()
+    return without(schedule, place(schedule, Kind.UPDATE, 1, OPTIMIZER)), place(schedule, Kind.REDUCE, 1, BACKWARD)
+
+
+def updated_twice() -> Broken:
+    schedule = zero3()
+    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
+    return added(schedule, at, schedule.events[at]), at + 1
+
+
+def updated_before_reduced() -> Broken:
+    schedule = zero3()
+    update, reduce = place(schedule, Kind.UPDATE, 0, OPTIMIZER), place(schedule, Kind.REDUCE, 0, BACKWARD)
+    return relinked(schedule, moved(schedule, update, reduce)), reduce
+
+
+def updated_though_only_kept() -> Broken:
+    schedule = zero3().accumulating()
+    update = replace(zero3().events[-1], waits_for=())
+    return replace(schedule, events=(*schedule.events, update)), len(schedule.events)
+
+
+def gathered_before_the_update() -> Broken:
+    schedule = zero3(carry=1)
+    unshard, update = place(schedule, Kind.UNSHARD, 0, OPTIMIZER), place(schedule, Kind.UPDATE, 0, OPTIMIZER)
+    return relinked(schedule, moved(schedule, unshard, update)), update
+
+
+def gathered_without_waiting_for_the_update() -> Broken:
+    schedule = zero3(carry=1)
+    at = place(schedule, Kind.UNSHARD, 0, OPTIMIZER)
+    return change(schedule, at, waits_for=()), at
+
+
+def sent_before_reduced() -> Broken:
+    schedule = exchanging()
+    at = _exchange_place(schedule, 0)
+    return change(schedule, at, waits_for=()), at
+
+
+def computed_before_it_arrived() -> Broken:
+    schedule = exchanging()
+    at = _exchange_place(schedule, 1)
+    return change(schedule, at, waits_for=()), at
+
+
+def sent_back_uncomputed() -> Broken:
+    schedule = exchanging()
+    at = _exchange_place(schedule, 2)
+    return change(schedule, at, waits_for=schedule.events[at - 1].waits_for), at
+
+
+def updated_before_it_came_back() -> Broken:
+    schedule = exchanging()
+    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
+    back = _exchange_place(schedule, 2)
+    return change(schedule, at, waits_for=tuple(n for n in schedule.events[at].waits_for if n != back)), at
+
+
+def never_sent_back() -> Broken:
+    schedule = exchanging()
+    at = _exchange_place(schedule, 2)
+    return change(schedule, at, writes=()), at
+
+
+MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
+    "every_reduced_bucket_is_updated_once": (
+        no_update,
+        updated_twice,
+        updated_before_reduced,
+        updated_though_only_kept,
+    ),
+    "gather_after_update": (
+        gathered_before_the_update,
+        gathered_without_waiting_for_the_update,
+    ),
+    "exchanges_go_there_and_back": (
+        sent_before_reduced,
+        computed_before_it_arrived,
+        sent_back_uncomputed,
+        updated_before_it_came_back,
+        never_sent_back,
+    ),
+}
