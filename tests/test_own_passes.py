@@ -118,7 +118,10 @@ def test_a_broken_pass_is_named(broken: Pass, message: str) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda p: p.after("insert_reshards", nothing), "the passes are group_experts, fuse_grouped_swiglu, open_experts, quantize"),
+        (
+            lambda p: p.after("insert_reshards", nothing),
+            "the passes are group_experts, fuse_grouped_swiglu, open_experts, quantize",
+        ),
         (lambda p: p.without("insert_reshard"), "keep_resident and plan_memory need to know where a bucket may go"),
         (lambda p: p.without("plan_memory"), "has a fixed place at the end"),
         (lambda p: p.before("insert_reshard", nothing).after("insert_reshard", nothing), "are called 'nothing'"),
