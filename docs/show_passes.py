@@ -1,10 +1,11 @@
 """Print the graphs in passes.md: small models, sharded over two ranks by ZeRO-3, pass by pass.
 
 python docs/show_passes.py                # all of them
-python docs/show_passes.py --only mxfp8   # experts, mxfp8, schedule, deferred, replicas or filled
+python docs/show_passes.py --only mxfp8   # experts, opened, mxfp8, schedule, deferred, replicas or filled
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ import fxshard
 from fxshard import _compat
 from fxshard.config import Options, Precision
 from fxshard.events import Phase, event_of
+from fxshard.fused.op import grouped_swiglu
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.fill_arena import fill_arena
@@ -26,6 +28,7 @@ from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.open_experts import open_experts
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.pipeline import FARTHEST, INSERTING
 from fxshard.passes.plan_memory import plan_memory
@@ -93,6 +96,21 @@ class Experts(nn.Module):
         return torch.cat([expert(part) for expert, part in zip(self.experts, x.chunk(2), strict=True)])
 
 
+class Stacked(nn.Module):
+    """Two experts in one tensor per product, as the passes before autograd leave them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Parameter(torch.randn(2, 32, 32)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor([16, 32], dtype=torch.int32)
+        nothing = (None,) * 4
+        return grouped_swiglu(
+            x, offsets, self.gate, self.up, self.down, *nothing, 1.0, math.inf, 0.0, 0, False, "torch"
+        )[0]
+
+
 # -- capturing -------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +148,9 @@ def captured(
         for node, ref in zip(joint.graph.find_nodes(op="placeholder"), found["refs"], strict=False):
             node.meta[PARAM] = ref
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *found["refs"])
-        for run in (quantize_linears, recompute_param_views):
+        if shows:
+            show("joint graph, as traced", joint)
+        for run in (open_experts, quantize_linears, recompute_param_views):
             joint = run(joint, context)
             if shows:
                 show(f"joint graph, {run.__name__}", joint, lambda node: node.meta.get("recompute"))
@@ -222,6 +242,11 @@ def mxfp8() -> None:
             show(f"{phase} in MXFP8, {run.__name__}", model.phases[phase])
 
 
+def opened() -> None:
+    """Fused experts in MXFP8: products and activation again, and then each product."""
+    captured(Stacked(), torch.randn(32, 32, dtype=torch.bfloat16), precision=fxshard.MXFP8(), shows=True)
+
+
 def experts() -> None:
     """A loop over two expert modules."""
     model = captured(Experts(), torch.randn(8, 8))
@@ -257,7 +282,7 @@ def show(
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (experts, mxfp8, schedule, filled, deferred, replicas)
+PARTS = (experts, opened, mxfp8, schedule, filled, deferred, replicas)
 
 
 def main() -> None:
