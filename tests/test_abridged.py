@@ -139,6 +139,7 @@ def test_a_llama() -> None:
     assert same(lambda: Llama(layers=7), tokens, lowering="eager") == [True]
 
 
+@pytest.mark.thorough
 def test_a_llama_through_inductor() -> None:
     assert same(lambda: Llama(layers=6), tokens, lowering="inductor") == [True]
 

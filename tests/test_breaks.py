@@ -10,6 +10,7 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import EPS, full_gradients
 
 
@@ -117,7 +118,7 @@ def broken_steps(zero: int) -> dict[str, object]:
 
 
 @pytest.mark.shows("S17")
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [thorough(1), 3])
 def test_several_graphs_and_code_between_them(ranks: Pool, zero: int) -> None:
     for found in ranks(2, broken_steps, zero):
         assert found["losses"] == [pytest.approx(pair[::-1], rel=1e-5) for pair in found["losses"]]

@@ -15,6 +15,7 @@ import fxshard
 from fxshard.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack
+from tests.thorough import thorough
 from tests.toy import Llama
 from tests.training import deliver, full_gradients, llama, my_data_for, random_gradients
 
@@ -69,7 +70,7 @@ def stages_and_layouts() -> dict[str, list[str]]:
 
 
 @pytest.mark.shows("O1", "L10")
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, thorough(4)])
 def test_equals_the_plain_step_on_the_full_gradient_bitwise(ranks: Pool, world: int) -> None:
     for found in ranks(world, stages_and_layouts):
         assert found == {name: [] for name in found}

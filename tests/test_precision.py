@@ -11,6 +11,7 @@ import torch.distributed as dist
 import fxshard
 from fxshard.events import Kind
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.toy import Llama, batch
 from tests.training import Run, mean_over_ranks
 
@@ -67,7 +68,7 @@ def against_fsdp2(reduce: torch.dtype) -> list[tuple[Run, Run, set[torch.dtype],
     return [(peer, *ours(zero, reduce)) for zero in (0, 1, 3)]
 
 
-@pytest.mark.parametrize("reduce", [torch.float32, BF16])
+@pytest.mark.parametrize("reduce", [torch.float32, thorough(BF16)])
 def test_equals_fsdp2_with_the_same_policy(ranks: Pool, reduce: torch.dtype) -> None:
     for stages in ranks(2, against_fsdp2, reduce):
         for peer, run, masters, moved in stages:

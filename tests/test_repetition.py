@@ -81,9 +81,9 @@ def traced(example: Example, lowering: str, *, once: bool) -> tuple[fxshard.Sche
     ("make", "layers", "lowering", "removed"),
     [
         (llama, 7, "eager", 3),
-        (experts, 6, "inductor", 2),
+        (experts, 6, "eager", 2),
         thorough(llama, 6, "inductor", 2),
-        thorough(experts, 6, "eager", 2),
+        thorough(experts, 6, "inductor", 2),
     ],
 )
 def test_the_plan_is_that_of_the_whole_trace(

@@ -13,6 +13,7 @@ from torch import nn
 import fxshard
 from tests.pool import Pool
 from tests.stack import Stack
+from tests.thorough import thorough
 from tests.training import EPS, VOCAB, full_gradients, llama
 
 
@@ -90,7 +91,7 @@ def dynamic(lowering: str) -> tuple[list[float], list[float], list[int]]:
     return mine, theirs, captures
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
 def test_symbolic_sizes(ranks: Pool, lowering: str) -> None:
     for mine, plain, captures in ranks(2, dynamic, lowering, timeout=170):
         assert mine == pytest.approx(plain, rel=1e-5)

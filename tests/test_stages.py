@@ -10,6 +10,7 @@ from torch import nn
 import fxshard
 from tests.pool import Pool
 from tests.stack import Stack
+from tests.thorough import thorough
 from tests.toy import batch
 from tests.training import EPS, VOCAB, Make, Run, fsdp2_run, llama, plain_run, sharded_run
 
@@ -54,7 +55,7 @@ def tied_stages() -> dict[int, Run]:
 
 
 @pytest.mark.shows("S2")
-@pytest.mark.parametrize(("world", "make"), [(2, short), (3, Stack), (4, Stack)], ids=["2", "3", "4"])
+@pytest.mark.parametrize(("world", "make"), [(2, short), (3, Stack), thorough(4, Stack)], ids=["2", "3", "4"])
 def test_stages_equal_one_process_on_the_global_batch(ranks: Pool, world: int, make: Make) -> None:
     """With two ranks a sum has one order, so all-reduce and reduce-scatter must give the same bits there."""
     reference = plain_run(world, make)

@@ -12,6 +12,7 @@ from fxshard.passes.context import ParamRef
 from fxshard.passes.defer_wgrad import defer_wgrad
 from tests.passes.graphs import Draft, aten, bucket, context, listing
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.toy import Llama, batch
 from tests.training import Run, sharded_run
 
@@ -145,7 +146,7 @@ def on_and_off(lowering: str, layers: int) -> tuple[Run, Run]:
 
 
 @pytest.mark.shows("S3")
-@pytest.mark.parametrize(("lowering", "layers"), [("eager", 2), ("inductor", 1)])
+@pytest.mark.parametrize(("lowering", "layers"), [("eager", 2), thorough("inductor", 1)])
 def test_moving_products_changes_no_bit(ranks: Pool, lowering: str, layers: int) -> None:
     for on, off in ranks(2, on_and_off, lowering, layers, timeout=300):
         assert on.same(off)

@@ -27,6 +27,7 @@ from tests.pool import Pool
 from tests.precision.nets import VOCAB
 from tests.precision.test_gathers import run
 from tests.precision.test_products import Reference, scaled_mm
+from tests.thorough import thorough
 from tests.training import Run
 
 BF16 = torch.bfloat16
@@ -243,7 +244,7 @@ def sharded(zero: int) -> tuple[Run, Run]:
 
 
 @pytest.mark.shows("Q4")
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [thorough(2), 3])
 def test_gathering_quantized_experts_changes_nothing(ranks: Pool, zero: int) -> None:
     for off, on in ranks(2, sharded, zero):
         assert on.same(off)

@@ -14,6 +14,7 @@ from fxshard.events import Kind, Phase
 from fxshard.precision.modes import Gather
 from tests.pool import Pool
 from tests.precision.nets import net, this_ranks_tokens
+from tests.thorough import thorough
 from tests.training import EPS, Run, full_gradients, mean_over_ranks
 
 BF16 = torch.bfloat16
@@ -69,7 +70,7 @@ def disturbed(zero: int) -> tuple[Run, Run]:
 
 
 @pytest.mark.shows("Q4")
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [thorough(1), 2, 3])
 def test_gathering_quantized_parameters_changes_nothing(ranks: Pool, zero: int) -> None:
     for runs in ranks(2, on_and_off, zero):
         for name, one in runs.items():
@@ -118,7 +119,7 @@ def test_staging_leaves_gradients_that_no_sync_kept_alone(ranks: Pool) -> None:
 
 
 @pytest.mark.shows("Q6")
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [thorough(1), thorough(2), 3])
 def test_evaluation_zero_grad_and_loading_in_between(ranks: Pool, zero: int) -> None:
     for off, on in ranks(2, disturbed, zero):
         assert on.same(off)

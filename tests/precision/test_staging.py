@@ -15,6 +15,7 @@ from fxshard.precision.gathered import Transfer
 from fxshard.runtime.bucket import Bucket
 from tests.pool import Pool
 from tests.precision.test_gathers import compiled, run, trained
+from tests.thorough import thorough
 from tests.training import Run
 
 Around = Callable[[Bucket, Transfer], Transfer]
@@ -98,7 +99,7 @@ def watched(zero: int) -> tuple[Run, Run, list[str], list[str], int]:
 
 
 @pytest.mark.shows("Q7", "Q5")
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [thorough(1), 2])
 def test_only_owned_bytes_are_staged_and_only_the_bucket_is_cleared(ranks: Pool, zero: int) -> None:
     for off, on, problems, order, times in ranks(2, watched, zero):
         assert problems == []
@@ -129,7 +130,7 @@ def poisoned(zero: int) -> tuple[Run, Run, bool]:
 
 
 @pytest.mark.shows("Q5")
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [1, thorough(2)])
 def test_staged_bytes_never_appear_in_a_gradient(ranks: Pool, zero: int) -> None:
     for off, on, seen in ranks(2, poisoned, zero):
         assert seen
