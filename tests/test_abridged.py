@@ -135,6 +135,7 @@ def same(make: Any, inputs: Any, **options: Any) -> list[bool]:
 
 
 @pytest.mark.shows("P2", "S2")
+@pytest.mark.thorough
 def test_a_llama() -> None:
     assert same(lambda: Llama(layers=7), tokens, lowering="eager") == [True]
 

@@ -109,6 +109,6 @@ def interleaved(zero: int) -> bool:
     return both_ways(zero)[3:] == straight(zero)
 
 
-@pytest.mark.parametrize("zero", [thorough(2), 3])
+@pytest.mark.parametrize("zero", [thorough(2), thorough(3)])
 def test_evaluation_between_steps_disturbs_nothing(ranks: Pool, zero: int) -> None:
     assert ranks(2, interleaved, zero) == [True, True]

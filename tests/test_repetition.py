@@ -81,7 +81,7 @@ def traced(example: Example, lowering: str, *, once: bool) -> tuple[fxshard.Sche
     ("make", "layers", "lowering", "removed"),
     [
         (llama, 7, "eager", 3),
-        (experts, 6, "eager", 2),
+        thorough(experts, 6, "eager", 2),
         thorough(llama, 6, "inductor", 2),
         thorough(experts, 6, "inductor", 2),
     ],
