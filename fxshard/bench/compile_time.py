@@ -42,8 +42,7 @@ def measure(layers: int, device: str, dim: int, contender: str) -> dict[str, Any
         wrapped, optimizer = fsdp2(model, None, compiled=True)
         _step(wrapped, optimizer, tokens)
     else:
-        options = {"trace_once": True} if contender == TRACE_ONCE else {}
-        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), **options)
+        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), trace_once=contender == TRACE_ONCE)
         _step(sharded, sharded.optimizer, tokens)
     found["first_step_s"] = time.perf_counter() - start
     found["cpu_s"] = _cpu_seconds() - cpu
