@@ -205,8 +205,9 @@ class Contender:
             self.first_step_s,
             self.peak / 2**30,
             float(self.loss),
-            *(statistics.median(times) * 1e3 for times in zip(*self.host, strict=True)),
-            trace=self.traced,
+            statistics.median(wall for wall, _ in self.host) * 1e3,
+            statistics.median(cpu for _, cpu in self.host) * 1e3,
+            self.traced,
         )
 
     def _timed(self, steps: int) -> float:
