@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxshard.fused.by_torch import TorchExperts, per_row
+from fxshard.fused.by_torch import TorchExperts, bias_dot, bias_rows
 from fxshard.fused.glu import Glu
 from fxshard.ops import define
 
@@ -38,13 +38,12 @@ def _fake_differentiate(
 
 def _add_bias(a: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor, weights: Maybe) -> torch.Tensor:
     """``a`` plus the bias of each row's expert, times the row's routing weight where there is one."""
-    rows = per_row(bias, offsets, a.shape[0])
-    return a + (rows if weights is None else rows * weights.to(rows.dtype).unsqueeze(-1))
+    return a + bias_rows(bias, offsets, a, weights)
 
 
 def _bias_dot(a: torch.Tensor, grad: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """What a bias behind the second product adds to the gradients ``a`` of the routing weights."""
-    return a + (grad.float() * per_row(bias, offsets, grad.shape[0]).float()).sum(-1).to(a.dtype)
+    return a + bias_dot(bias, offsets, grad).to(a.dtype)
 
 
 def _like_first(a: torch.Tensor, *_: object) -> torch.Tensor:
