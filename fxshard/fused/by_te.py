@@ -23,8 +23,6 @@ OLDEST = (2, 17)
 class TransformerEngineExperts(TorchExperts):
     """The implementation ``te``."""
 
-    name = "te"
-
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         counts = _counts(offsets)
         turned = weight.stride(-1) != 1

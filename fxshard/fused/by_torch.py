@@ -44,7 +44,6 @@ class Call:
 class TorchExperts:
     """The implementation ``torch``; the others replace some of its steps."""
 
-    name = "torch"
     alignment = 1
     """What the number of tokens of each expert must be a multiple of. Where it is not, the pass that puts the operator
     into a graph pads (``padding``)."""
