@@ -81,13 +81,18 @@ def same_dtype(a: fx.Node, b: fx.Node) -> bool:
 
 def past_casts(node: Any) -> Any:
     """What a node computes before it was cast between floating-point types."""
-    while call(node) == "cast" and value(node) is not None and value(node.args[0]) is not None:
-        before, after = value(node.args[0]), value(node)
-        assert before is not None and after is not None
-        if not (before.is_floating_point() and after.is_floating_point() and before.device == after.device):
-            break
-        node = node.args[0]
+    while (source := cast_from(node)) is not None:
+        node = source
     return node
+
+
+def cast_from(node: Any) -> fx.Node | None:
+    """What a node casts from one floating-point type to another, or to the same."""
+    source: Any = node.args[0] if call(node) == "cast" else None
+    before, after = value(source), value(node)
+    if before is None or after is None or before.device != after.device:
+        return None
+    return source if before.is_floating_point() and after.is_floating_point() else None
 
 
 def writes(node: fx.Node) -> fx.Node | None:

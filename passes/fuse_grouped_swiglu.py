@@ -20,10 +20,10 @@ from fxshard.fused.padding import pad_groups, take_rows
 from fxshard.fused.report import Fused, Left
 from fxshard.passes.calls import (
     call,
+    cast_from,
     changed_between,
     grouped_product,
     grouped_products,
-    past_casts,
     place,
     rewrite_nested,
     same_dtype,
@@ -114,7 +114,11 @@ def _check_unchanged(mlp: GatedMlp, tail: _Tail) -> None:
     for node in inputs:
         if node in mlp.inside:
             raise Miss(f"{node.name} depends on what lies between the products")
-    changed = changed_between(inputs, min(mlp.inside), _end(mlp, tail))
+    begin = min(mlp.inside)
+    changed = changed_between(inputs, begin, _end(mlp, tail))
+    if changed is None and mlp.routing is not None:  # which may be read before it is cast
+        casts = [user for user in mlp.routing.users if cast_from(user) is not None]
+        changed = changed_between([mlp.routing], min([begin, *casts]), begin)
     if changed is not None:
         raise Miss(f"{changed.name} is changed in place before the experts are done")
 
@@ -131,13 +135,12 @@ def _inputs(mlp: GatedMlp, tail: _Tail) -> list[fx.Node]:
 def _replace(graph: fx.Graph, mlp: GatedMlp, tail: _Tail, context: PassContext) -> Fused:
     name = choose(context.options.experts, _case(mlp, tail))
     routing = mlp.routing or tail.routing
-    x = past_casts(mlp.x) if same_dtype(past_casts(mlp.x), mlp.x) else mlp.x
     glu = mlp.glu
     mark = _end(mlp, tail)
     with graph.inserting_before(mark.next):
         weights = graph.call_method("reshape", (routing, -1)) if routing is not None else None
-        padding = _Padding(graph, x, mlp.down.offsets, implementation(name).alignment)
-        inputs = (padding.on(x), padding.offsets, mlp.gate.weight, mlp.up_weight, mlp.down.weight)
+        padding = _Padding(graph, mlp.x, mlp.down.offsets, implementation(name).alignment)
+        inputs = (padding.on(mlp.x), padding.offsets, mlp.gate.weight, mlp.up_weight, mlp.down.weight)
         biases = (mlp.gate_bias, mlp.up_bias, tail.bias)
         options = (glu.alpha, glu.limit, glu.offset, glu.interleave, tail.routing is not None, name)
         experts = graph.call_function(grouped_swiglu, (*inputs, *biases, padding.on(weights), *options))

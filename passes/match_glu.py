@@ -15,7 +15,18 @@ from torch import fx
 
 from fxshard import _compat
 from fxshard.fused.glu import Glu
-from fxshard.passes.calls import Product, argument, call, past_casts, same_dtype, shape, value, writes
+from fxshard.passes.calls import (
+    Product,
+    argument,
+    call,
+    cast_from,
+    changed_between,
+    past_casts,
+    same_dtype,
+    shape,
+    value,
+    writes,
+)
 from fxshard.passes.expert_bias import Bias, added_bias
 
 
@@ -171,10 +182,17 @@ def _sources(gate: Any, up: Any, product: FindProduct) -> tuple[_Source, _Source
 
 
 def _same_value(a: fx.Node, b: fx.Node) -> bool:
-    """One node, or the same cast of one."""
+    """One node, or the same casts of one that nothing changes between them."""
     if a is b:
         return True
-    return same_dtype(a, b) and past_casts(a) is past_casts(b)
+    for node, other in ((a, b), (b, a)):
+        source = cast_from(node)
+        if source is not None and same_dtype(source, node):  # which casts nothing
+            return _same_value(source, other)
+    x, y = cast_from(a), cast_from(b)
+    if x is None or y is None or not same_dtype(a, b):
+        return False
+    return _same_value(x, y) and changed_between([x, y], *sorted((a, b))) is None
 
 
 def _source(node: Any, product: FindProduct) -> _Source | None:

@@ -187,6 +187,61 @@ def test_an_input_that_changes_in_between() -> None:
     assert "changed in place before the experts are done" in left.reason
 
 
+class Rounded(Titan):
+    """The experts get their input rounded."""
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x.bfloat16().float(), offsets, weights)
+
+
+class RoundedForGate(Titan):
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        gate = product(x.bfloat16().float(), self.w1.mT, offsets)
+        return product(F.silu(gate) * product(x, self.w3.mT, offsets), self.w2.mT, offsets)
+
+
+class CopiedAndChanged(Titan):
+    """What the experts read is a copy, made by casts, of something that changes afterwards."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__(*SIZES)
+        self.which = which
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        x, scale = x * 1, weights[:, None] * 1
+        for_gate, by = x.to(torch.float64).to(torch.float32), scale.to(torch.float64).to(torch.float32)
+        for_up = for_gate
+        if self.which == "x":
+            x.zero_()
+        if self.which == "between":
+            x.zero_()
+            for_up = x.to(torch.float64).to(torch.float32)
+        if self.which == "weights":
+            scale.zero_()
+        gate, up = product(for_gate, self.w1.mT, offsets), product(for_up, self.w3.mT, offsets)
+        return product(F.silu(gate) * up * by, self.w2.mT, offsets)
+
+
+@pytest.mark.shows("G2")
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        pytest.param(lambda: Rounded(*SIZES), True, id="rounded"),
+        pytest.param(lambda: RoundedForGate(*SIZES), False, id="rounded for gate"),
+        pytest.param(lambda: CopiedAndChanged("nothing"), True, id="copied"),
+        pytest.param(lambda: CopiedAndChanged("x"), True, id="x changed behind its copy"),
+        pytest.param(lambda: CopiedAndChanged("between"), False, id="x changed between two copies"),
+        pytest.param(lambda: CopiedAndChanged("weights"), False, id="weights changed behind their copy"),
+    ],
+)
+def test_a_cast_is_read_as_what_it_was_when_it_was_made(make: Callable[[], Titan], fused: bool) -> None:
+    model, args = make(), inputs(OFFSETS)
+    captured, report, _ = rewritten(model)
+    with torch.no_grad():
+        assert torch.allclose(captured(*args), model(*args), rtol=1e-5, atol=1e-6)
+    assert bool(report.fused) == fused, report
+
+
 @pytest.mark.shows("G2")
 def test_a_routing_weight_that_widens_the_result_stays_outside() -> None:
     class Wide(Titan):
