@@ -76,13 +76,13 @@ class Bucket:
 
     def make_params(self, originals: Mapping[str, nn.Parameter]) -> None:
         """The parameters users see: sharded over the mesh, plain tensors where there is none."""
+        watch_optimizers()
         for fragment in self.fragments:
             original = originals[fragment.name]
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
             guard(parameter, self)
-            watch_optimizers()
             watch(parameter, self.master, always=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
