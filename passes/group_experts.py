@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard.fused.glu import SWIGLU
 from fxshard.fused.op import grouped_product as grouped_product_op
 from fxshard.fused.report import Left
 from fxshard.passes.calls import (
@@ -94,6 +95,8 @@ def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
             raise Miss("they differ in shape or activation")
     if any(_extras(first)):
         raise Miss("they have biases or routing weights inside")
+    if first.glu != SWIGLU:
+        raise Miss("their activation is not plain SwiGLU")
     source = _parts([mlp.x for mlp in mlps])
     weights = [w for mlp in mlps for w in (mlp.gate.weight, mlp.up_weight, mlp.down.weight) if w is not None]
     changed = changed_between([source, *weights], min(min(mlp.inside) for mlp in mlps), together)
@@ -111,7 +114,7 @@ def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
     assert like is not None
     with graph.inserting_before(together):
         x = made(graph.call_method("reshape", (source, -1, hidden)), like.new_empty(experts * rows, hidden))
-        ends = list(range(rows, experts * rows + 1, rows))
+        ends = [rows * (expert + 1) for expert in range(experts)]
         offsets = made(
             graph.call_function(torch.tensor, (ends,), {"device": like.device, "dtype": torch.int32}),
             like.new_empty(experts, dtype=torch.int32),
@@ -138,8 +141,6 @@ def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
 
 def _activation(graph: fx.Graph, first: GatedMlp, mlps: list[GatedMlp], x: fx.Node, product: Any, made: Any) -> fx.Node:
     """First products and the activation, written the way ``fuse_grouped_swiglu`` takes apart again."""
-    if first.glu.name != "SwiGLU" or first.glu.interleave:
-        raise Miss("their activation is not plain SwiGLU")
     gate = product(x, [mlp.gate.weight for mlp in mlps])
     if first.up is None:
         halves = graph.call_method("chunk", (gate, 2, -1))

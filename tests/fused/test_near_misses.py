@@ -111,6 +111,18 @@ class Unlike(Loop):
         self.experts[1] = Mlp(DIM, 2 * INNER)
 
 
+class Clamped(Loop):
+    """Every expert clamps its gate and up."""
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        def expert(mlp: Any, part: Tensor) -> Tensor:
+            gate, up = mlp.gate(part).clamp(max=7.0), mlp.up(part).clamp(-7.0, 7.0)
+            return mlp.down(F.silu(gate) * up)
+
+        parts = x.chunk(len(self.experts), dim=0)
+        return torch.cat([expert(mlp, part) for mlp, part in zip(self.experts, parts, strict=True)])
+
+
 class Disordered(Loop):
     def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
         parts = x.chunk(len(self.experts), dim=0)[::-1]
@@ -156,6 +168,7 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "put together twice": (lambda: Beside(*SIZES), "dense gated MLP"),
     "autocast": (lambda: Narrow(*SIZES), "differ in type"),
     "experts of two sizes": (lambda: Unlike(*SIZES), "differ in shape or activation"),
+    "clamped experts": (lambda: Clamped(*SIZES), "not plain SwiGLU"),
     "experts in another order": (lambda: Disordered(*SIZES), "not consecutive parts"),
 }
 
