@@ -225,12 +225,12 @@ class CopiedAndChanged(Titan):
         for_gate, by = x.to(torch.float64).to(torch.float32), scale.to(torch.float64).to(torch.float32)
         for_up = for_gate
         if self.which == "x":
-            x.zero_()
+            x.mul_(2)
         if self.which == "between":
-            x.zero_()
+            x.mul_(2)
             for_up = x.to(torch.float64).to(torch.float32)
         if self.which == "weights":
-            scale.zero_()
+            scale.mul_(2)
         gate, up = product(for_gate, self.w1.mT, offsets), product(for_up, self.w3.mT, offsets)
         return product(F.silu(gate) * up * by, self.w2.mT, offsets)
 
