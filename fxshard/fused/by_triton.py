@@ -25,8 +25,6 @@ ROWS, COLUMNS, DEPTH = 128, 128, 64
 class TritonExperts(TorchExperts):
     """The implementation ``triton``."""
 
-    name = "triton"
-
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         if _few_rows(x, offsets) and weight.shape[1] % product_kernels.DEPTH == 0:
             return product_kernels.product(x, weight, offsets)
