@@ -131,6 +131,13 @@ if HAS_GLUON:
         return diagonal + b * buffer.load(layout).to(gl.float32) + c * product
 
     @gluon.jit
+    def _scaled(product, scale, TIMES: gl.constexpr):
+        """The product times ``scale``, once or twice; nothing where that is zero, whatever the product came to."""
+        for _ in gl.static_range(TIMES):
+            product = product * scale
+        return gl.where(gl.full_like(product, scale) == 0.0, 0.0, product)
+
+    @gluon.jit
     def _step(total, turn, a_bufs, b_bufs, full, ADD: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr):
         """Queue the product of the next stage, once it is filled."""
         STAGES: gl.constexpr = a_bufs.type.shape[0]
@@ -177,8 +184,9 @@ if HAS_GLUON:
 
     @gluon.jit
     def _multiply(
-        d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, total, height, across, rows, depth, a, b, c,
-        SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, BAND: gl.constexpr,
+        d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, scales, total, height, across, rows, depth,
+        a, b, c, SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+        SCALED: gl.constexpr, BAND: gl.constexpr,
     ):  # fmt: skip
         """The warps that multiply. A tile is stored while the first products of the next one are under way."""
         STAGES: gl.constexpr = a_bufs.type.shape[0]
@@ -211,6 +219,8 @@ if HAS_GLUON:
                 mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256], given, epilogue.index(0))
                 tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256 + 128], given, epilogue.index(1))
+            if SCALED:
+                scale = gl.load(scales + matrix)
             turn += 4
             # Where the next tile lies is found out while products are under way, not between two tiles.
             new_matrix, new_row, new_column = _tile(index + gl.num_programs(0), height, across, SYMMETRIC, BAND)
@@ -226,6 +236,9 @@ if HAS_GLUON:
                 parity ^= 1
                 new_left = _polynomial(new_left, epilogue.index(0), row, column * 256, a, b, c, half)
                 new_right = _polynomial(new_right, epilogue.index(1), row, column * 256 + 128, a, b, c, half)
+            if SCALED:
+                new_left = _scaled(new_left, scale, SCALED)
+                new_right = _scaled(new_right, scale, SCALED)
             left = _rounded(new_left)
             right = _rounded(new_right)
             old_top, old_row, old_column = top, row, column
@@ -238,9 +251,9 @@ if HAS_GLUON:
 
     @gluon.jit
     def _kernel(
-        a_desc, b_desc, d_desc, out_desc, batch, rows, columns, a_rows, b_rows, depth, a, b, c,
+        a_desc, b_desc, d_desc, out_desc, scales, batch, rows, columns, a_rows, b_rows, depth, a, b, c,
         SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
-        STAGES: gl.constexpr, BAND: gl.constexpr,
+        SCALED: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
     ):  # fmt: skip
         dtype: gl.constexpr = a_desc.dtype
         a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
@@ -262,8 +275,8 @@ if HAS_GLUON:
             total = batch * height * across
         gl.warp_specialize(
             [
-                (_multiply, (d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, total, height, across,
-                             rows, depth, a, b, c, SYMMETRIC, POLYNOMIAL, A_T, B_T, BAND)),
+                (_multiply, (d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, scales, total, height,
+                             across, rows, depth, a, b, c, SYMMETRIC, POLYNOMIAL, A_T, B_T, SCALED, BAND)),
                 (_load, (a_desc, b_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows, depth,
                          SYMMETRIC, A_T, B_T, BAND)),
             ],
@@ -272,12 +285,16 @@ if HAS_GLUON:
         )  # fmt: skip
 
 
-def symmetric_product(left: torch.Tensor, right: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
+def symmetric_product(
+    left: torch.Tensor, right: torch.Tensor, *, tall: bool = False, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """left·rightᵀ (of ``tall`` matrices: leftᵀ·right), which the caller knows to be symmetric: half of it is computed.
 
-    Both are [batch, side, depth], or [batch, depth, side] where tall.
+    Both are [batch, side, depth], or [batch, depth, side] where tall. With ``scale``, one fp32 number for each matrix
+    of the batch, it is the product of both times that number, in fp32.
     """
-    return _launch(left, right, left.shape[-1] if tall else left.shape[-2], symmetric=True, a_t=tall, b_t=not tall)
+    side = left.shape[-1] if tall else left.shape[-2]
+    return _launch(left, right, side, symmetric=True, a_t=tall, b_t=not tall, scale=scale, factors=2)
 
 
 def polynomial(matrix: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
@@ -285,11 +302,13 @@ def polynomial(matrix: torch.Tensor, a: float, b: float, c: float) -> torch.Tens
     return _launch(matrix, matrix, matrix.shape[-1], symmetric=True, b_t=True, triple=(a, b, c))
 
 
-def product(factor: torch.Tensor, matrix: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
-    """factor·matrix (of ``tall`` matrices: matrix·factor), with a symmetric ``factor``."""
+def product(
+    factor: torch.Tensor, matrix: torch.Tensor, *, tall: bool = False, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """factor·matrix (of ``tall`` matrices: matrix·factor), with a symmetric ``factor``; times ``scale``, in fp32."""
     if tall:
-        return _launch(matrix, factor, matrix.shape[-1], b_t=True)
-    return _launch(factor, matrix, matrix.shape[-1])
+        return _launch(matrix, factor, matrix.shape[-1], b_t=True, scale=scale)
+    return _launch(factor, matrix, matrix.shape[-1], scale=scale)
 
 
 def _launch(
@@ -301,6 +320,8 @@ def _launch(
     a_t: bool = False,
     b_t: bool = False,
     triple: tuple[float, float, float] | None = None,
+    scale: torch.Tensor | None = None,
+    factors: int = 1,
 ) -> torch.Tensor:
     batch = a.shape[0]
     depth, rows = (a.shape[1], a.shape[2]) if a_t else (a.shape[2], a.shape[1])
@@ -314,6 +335,7 @@ def _launch(
         _descriptor(b, [256, 64] if b_t else [64, 256]),
         _descriptor(given, [128, 128]),
         _descriptor(out, [128, 128]),
+        out if scale is None else scale,  # not looked at unless SCALED
         batch,
         rows,
         columns,
@@ -325,6 +347,7 @@ def _launch(
         POLYNOMIAL=triple is not None,
         A_T=a_t,
         B_T=b_t,
+        SCALED=0 if scale is None else factors,
         STAGES=4 if triple is None else 3,  # as many as fit beside the buffers for results
         BAND=16,
         num_warps=8,
