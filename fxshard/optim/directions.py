@@ -63,5 +63,7 @@ def orthogonal_pieces(
 
 def _cut_in_place(tensor: torch.Tensor, split: Split | None) -> bool:
     """Whether the matrices of a split are views: only then does writing to them write to the tensor."""
+    if split is None:
+        return True
     storage = tensor.untyped_storage().data_ptr()
     return all(part.untyped_storage().data_ptr() == storage for part in rule.split_matrices(tensor, split))

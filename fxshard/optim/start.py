@@ -38,17 +38,14 @@ class Momentum:
 
 def normalized(tensors: Sequence[torch.Tensor], momentum: Momentum | None = None) -> torch.Tensor:
     """One bf16 batch of all matrices, each divided by its Frobenius norm (zero stays zero) in fp32, before rounding."""
-    stacks = _made(tensors, momentum)
-    batch = _empty(stacks)
-    singles = _singles(stacks)
+    singles = _singles(_made(tensors, momentum))
+    batch = _empty(tensors[0], len(singles))
     if len({single.dtype for single in singles}) == 1 and elementwise.fits(singles):
         elementwise.normalize(singles, batch, EPS)
         return batch
-    wide = [stack.float() for stack in stacks]
-    start = 0
-    for stack, norm in zip(wide, _norms(wide), strict=True):
-        torch.div(stack, norm.view(-1, 1, 1), out=batch[start : start + len(stack)])
-        start += len(stack)
+    wide = [single.float() for single in singles]
+    for one, matrix, norm in zip(batch, wide, _norms(wide, batch.device), strict=True):
+        torch.div(matrix, norm, out=one)
     return batch
 
 
@@ -60,66 +57,61 @@ def unscaled(
     Sides are padded with zeros to multiples of ``multiple``: they stay zeros in every product. ``kernels`` says that
     this is a GPU for which ``rounding`` has kernels; they give the same bits with momentum and after it.
     """
-    if kernels and momentum is not None and _can_move(tensors, momentum.grads):
-        batch = _empty(_stacks(tensors))
-        grads, buffers = _singles(_stacks(momentum.grads)), _singles(_stacks(tensors))
-        scale = rounding.moved(grads, buffers, momentum.keep, momentum.nesterov, batch, EPS)
-        return _padded(batch, multiple), scale
-    stacks = _made(tensors, momentum)
-    batch = _empty(stacks)
+    if kernels and momentum is not None:
+        buffers, grads = _singles(tensors), _singles(momentum.grads)
+        if _can_move(buffers, grads):
+            batch = _empty(tensors[0], len(buffers))
+            scale = rounding.moved(grads, buffers, momentum.keep, momentum.nesterov, batch, EPS)
+            return _padded(batch, multiple), scale
+    singles = _singles(_made(tensors, momentum))
+    batch = _empty(tensors[0], len(singles))
     if kernels:
         # A copy, where the kernel could not read the matrix in place, does not change its sum of squares.
-        readable = [one if elementwise.fits([one]) else _copied(one) for one in _singles(stacks)]
+        readable = [one if elementwise.fits([one]) else _copied(one) for one in singles]
         if len({one.dtype for one in readable}) > 1:
             readable = [one.float() for one in readable]
         scale = rounding.rounded(readable, batch, EPS)
-        return _padded(batch, multiple), scale
-    wide = [stack.float() for stack in stacks]
-    batch.copy_(torch.cat(wide))
-    return _padded(batch, multiple), 1 / torch.cat(_norms(wide))
+    else:
+        wide = [single.float() for single in singles]
+        for one, matrix in zip(batch, wide, strict=True):
+            one.copy_(matrix)
+        scale = 1 / _norms(wide, batch.device)
+    return _padded(batch, multiple), scale
 
 
 def _copied(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def _made(tensors: Sequence[torch.Tensor], momentum: Momentum | None) -> list[torch.Tensor]:
+def _made(tensors: Sequence[torch.Tensor], momentum: Momentum | None) -> Sequence[torch.Tensor]:
     if momentum is None:
-        return _stacks(tensors)
-    return _stacks(momentum_(momentum.grads, tensors, momentum.keep, momentum.nesterov))
+        return tensors
+    return momentum_(momentum.grads, tensors, momentum.keep, momentum.nesterov)
 
 
 def _can_move(buffers: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> bool:
     """Whether the kernel takes these. Of buffers in bf16, ``momentum_`` returns rounded sums: others than these."""
-    singles = _singles(_stacks(buffers)), _singles(_stacks(grads))
     return (
         all(buffer.dtype == torch.float32 for buffer in buffers)
         and len({grad.dtype for grad in grads}) == 1
-        and elementwise.fits(*singles)
+        and elementwise.fits(buffers, grads)
     )
 
 
-def _stacks(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor if tensor.ndim == 3 else tensor.unsqueeze(0) for tensor in tensors]
+def _singles(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Before the first launch of a step the device waits for the host: no views where none are needed.
+    return [one for tensor in tensors for one in (tensor if tensor.ndim == 3 else (tensor,))]
 
 
-def _singles(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [matrix for stack in stacks for matrix in stack]
+def _empty(like: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.empty((count, *like.shape[-2:]), dtype=torch.bfloat16, device=like.device)
 
 
-def _empty(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-    count = sum(len(stack) for stack in stacks)
-    return torch.empty((count, *stacks[0].shape[1:]), dtype=torch.bfloat16, device=stacks[0].device)
-
-
-def _norms(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of every matrix of every stack, ``EPS`` at least. One by one: a matrix does not see its neighbours."""
-    singles = _singles(stacks)
-    norms = iter(_compat.foreach_norm(singles, 2.0) if singles else [])
-    return [
-        torch.stack([next(norms) for _ in stack]).clamp_(min=EPS) if len(stack) else stack.new_empty(0)
-        for stack in stacks
-    ]
+def _norms(matrices: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Of every matrix, ``EPS`` at least."""
+    if not matrices:
+        return torch.empty(0, device=device)
+    return torch.stack(_compat.foreach_norm(list(matrices), 2.0)).clamp_(min=EPS)
 
 
 def _padded(batch: torch.Tensor, multiple: int) -> torch.Tensor:
