@@ -47,6 +47,7 @@ class ShardedModule(nn.Module):
         object.__setattr__(self, "_compiled", None)
         self._sharding = sharding
         self._backend = backend
+        backend.compiled.live_as_long_as(self)
         self._optimizer: torch.optim.Optimizer | None = None
         self._reads: EagerReads | None = None
         by_name = {name: parameter for _, name, parameter in state.places(sharding.buckets)}
@@ -167,6 +168,7 @@ class ShardedModule(nn.Module):
         if profile is not None and not profile.seconds:
             raise ConfigError("the profile is empty: run at least one training step inside model.profile()")
         self._sharding.profile = profile
+        self._backend.compiled.empty()
         object.__setattr__(self, "_compiled", self._compile())
 
     # -- looking -----------------------------------------------------------------------------------------------------
