@@ -51,7 +51,7 @@ def compile(
     dynamic: bool | None = None,
     init: Init | None = None,
     passes: PassList | None = None,
-    trace_once: bool = False,
+    trace_once: bool = True,
 ) -> ShardedModule:
     """Shard a model over the data-parallel ranks and compile its training step.
 
@@ -105,7 +105,7 @@ def shard(
     experts: str = "auto",
     init: Init | None = None,
     passes: PassList | None = None,
-    trace_once: bool = False,
+    trace_once: bool = True,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 

@@ -210,8 +210,7 @@ class Options:
     ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
     machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written. ``passes``: a
     list derived from ``fxshard.PASSES``, with passes of one's own. ``trace_once``: layers that repeat go through
-    autograd once when a model is compiled, not one by one: the first call takes less time, the graphs are the same. Off
-    by default, because it has been tried on CPUs with torch 2.13 only.
+    autograd once when a model is compiled, not one by one: the first call takes less time, the graphs are the same.
     """
 
     lowering: str = "inductor"
@@ -225,7 +224,7 @@ class Options:
     verify: bool = True
     experts: str = "auto"
     passes: PassList | None = None
-    trace_once: bool = False
+    trace_once: bool = True
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:

@@ -120,11 +120,11 @@ def test_time_to_the_first_step_beside_a_peer() -> None:
             "warm_cpu_s": 1.0,
         }
 
-    rows = [row("fxshard", 6.0, 9.0), row("fxshard-trace-once", 3.0, 4.0), row("fsdp2-compile", 4.0, 8.0)]
+    rows = [row("fxshard", 6.0, 9.0), row("fxshard-trace-all", 3.0, 4.0), row("fsdp2-compile", 4.0, 8.0)]
     lines = table(rows).splitlines()
     assert "1.50 (1.12)" in lines[1] and "0.75 (0.50)" in lines[2] and lines[2].endswith("0.67")
     (chart,) = CHARTS["compile-time"](rows)
-    assert chart.base == "fsdp2-compile" and ("fxshard-trace-once, again", 2.0) in chart.bars
+    assert chart.base == "fsdp2-compile" and ("fxshard-trace-all, again", 2.0) in chart.bars
 
 
 def test_under_torchrun(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Time to the first step and number of compilations by depth, each in a fresh process with an empty compiler cache.
 
-python -m fxshard.bench.compile_time --device cuda --layers 8,32 --peer fsdp2-compile --trace-once
+python -m fxshard.bench.compile_time --device cuda --layers 8,32 --peer fsdp2-compile --trace-all
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxshard.bench.train import fsdp2
 from fxshard.inspect.progress import progress
 from fxshard.models import Llama, LlamaConfig
 
-TRACE_ONCE = "fxshard-trace-once"
+TRACE_ALL = "fxshard-trace-all"
 
 
 def measure(layers: int, device: str, dim: int, contender: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def measure(layers: int, device: str, dim: int, contender: str) -> dict[str, Any
         wrapped, optimizer = fsdp2(model, None, compiled=True)
         _step(wrapped, optimizer, tokens)
     else:
-        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), trace_once=contender == TRACE_ONCE)
+        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), trace_once=contender != TRACE_ALL)
         _step(sharded, sharded.optimizer, tokens)
     found["first_step_s"] = time.perf_counter() - start
     found["cpu_s"] = _cpu_seconds() - cpu
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
     parser.add_argument("--dim", type=int, default=256, help="width of the model, a multiple of 64 (default: 256)")
     parser.add_argument("--peer", choices=names.COMPILE_TIME_PEERS, help="FSDP2 with each block compiled as well")
-    parser.add_argument("--trace-once", action="store_true", help="fxshard.compile(trace_once=True) as well")
+    parser.add_argument("--trace-all", action="store_true", help="fxshard.compile(trace_once=False) as well")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--contender", default="fxshard", help=argparse.SUPPRESS)
@@ -100,7 +100,7 @@ def main() -> None:
         return
     contenders = [
         "fxshard",
-        *([TRACE_ONCE] if arguments.trace_once else []),
+        *([TRACE_ALL] if arguments.trace_all else []),
         *([arguments.peer] if arguments.peer else []),
     ]
     cases = [(int(layers), contender) for layers in arguments.layers.split(",") for contender in contenders]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -55,6 +56,26 @@ def test_scheduling_options_change_nothing(options: dict[str, object]) -> None:
             model.optimizer.zero_grad()
         results.append(model.full_state_dict())
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_layers_that_are_traced_once_compute_the_same(lowering: str) -> None:
+    left = []
+    for once in (True, False):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            plain = Llama(dataclasses.replace(SMALL, layers=7))
+        model = fxshard.compile(
+            plain, precision=BF16, optimizer=fxshard.AdamW(lr=1e-3), lowering=lowering, trace_once=once
+        )
+        losses = []
+        for step in range(2):
+            losses.append(model(tokens(step), tokens(step)))
+            losses[-1].backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+        left.append([*losses, *model.full_state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
 
 
 def test_accumulation_adds_up() -> None:
