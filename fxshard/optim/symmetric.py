@@ -20,8 +20,6 @@ if HAS_GLUON:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 TILE = 128
-# Whether tiles of which half lies above the diagonal are computed by half.
-NARROW_ENDS = False
 
 
 @cache
@@ -78,7 +76,6 @@ def _launch(
     tiles.kernel[(min(batch * count, _processors(a.device)),)](
         _descriptor(a, [64, 128] if a_t else [128, 64]),
         _descriptor(b, [256, 64] if b_t else [64, 256]),
-        _descriptor(b, [128, 64] if b_t else [64, 128]),
         _descriptor(given, [128, 128]),
         _descriptor(out, [128, 128]),
         out if scale is None else scale,  # not looked at unless SCALED
@@ -93,7 +90,6 @@ def _launch(
         POLYNOMIAL=triple is not None,
         A_T=a_t,
         B_T=b_t,
-        NARROW=symmetric and NARROW_ENDS,
         SCALED=0 if scale is None else factors,
         STAGES=4 if triple is None else 3,  # as many as fit beside the buffers for results
         BAND=16,

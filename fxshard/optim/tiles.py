@@ -28,27 +28,9 @@ except ImportError:  # torch for the CPU comes without Triton: ``available`` say
 if HAS_GLUON:
 
     @gluon.jit
-    def _tile(index, total, height, across, SYMMETRIC: gl.constexpr, NARROW: gl.constexpr, BAND: gl.constexpr):
+    def _tile(index, height, across, SYMMETRIC: gl.constexpr, BAND: gl.constexpr):
         """(matrix, row of tiles, column of tiles); rows are 128 high, columns 256 wide."""
-        if NARROW:
-            # Of row 2p the last tile has its right half above the diagonal: half as wide, it comes after all others.
-            # Without it rows 2p and 2p + 1 have p and p + 1 tiles, and p² tiles come before them.
-            pairs = height // 2
-            ends = pairs + height % 2
-            wide = pairs * ends
-            matrix = index // wide
-            tile = index % wide
-            pair = gl.sqrt(tile.to(gl.float32)).to(gl.int32)
-            pair = gl.where(pair * pair > tile, pair - 1, pair)
-            pair = gl.where((pair + 1) * (pair + 1) <= tile, pair + 1, pair)
-            rest = tile - pair * pair
-            row = gl.where(rest < pair, 2 * pair, 2 * pair + 1)
-            column = gl.where(rest < pair, rest, rest - pair)
-            end = index - total // (wide + ends) * wide
-            matrix = gl.where(end >= 0, end // ends, matrix)
-            row = gl.where(end >= 0, 2 * (end % ends), row)
-            column = gl.where(end >= 0, end % ends, column)
-        elif SYMMETRIC:
+        if SYMMETRIC:
             # Rows 2p and 2p + 1 have p + 1 tiles each that touch the lower triangle; p(p + 1) tiles come before them.
             pairs = height // 2
             tiles = pairs * (pairs + 1) + (height % 2) * (pairs + 1)
@@ -75,47 +57,30 @@ if HAS_GLUON:
 
     @gluon.jit
     def _load(
-        a_desc, b_desc, n_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows, depth,
-        SYMMETRIC: gl.constexpr, NARROW: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, BAND: gl.constexpr,
+        a_desc, b_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows, depth,
+        SYMMETRIC: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, BAND: gl.constexpr,
     ):  # fmt: skip
         """The warp that copies: fills one stage after the other as they become free."""
+        STAGES: gl.constexpr = a_bufs.type.shape[0]
         turn = 0
         for index in range(gl.program_id(0), total, gl.num_programs(0)):
-            matrix, row, column = _tile(index, total, height, across, SYMMETRIC, NARROW, BAND)
+            matrix, row, column = _tile(index, height, across, SYMMETRIC, BAND)
             a_top = matrix * a_rows
             b_top = matrix * b_rows
-            if NARROW:
-                if row == 2 * column:
-                    _fill(a_desc, n_desc, a_bufs, b_bufs, full, empty, turn, a_top, b_top, row, column, depth, A_T, B_T)
+            for step in range(0, depth, 64):
+                stage = turn % STAGES
+                mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+                if A_T:
+                    tma.async_copy_global_to_shared(a_desc, [a_top + step, row * 128], bar, a_bufs.index(stage))
                 else:
-                    _fill(a_desc, b_desc, a_bufs, b_bufs, full, empty, turn, a_top, b_top, row, column, depth, A_T, B_T)
-            else:
-                _fill(a_desc, b_desc, a_bufs, b_bufs, full, empty, turn, a_top, b_top, row, column, depth, A_T, B_T)
-            turn += depth // 64
-
-    @gluon.jit
-    def _fill(
-        a_desc, b_desc, a_bufs, b_bufs, full, empty, turn, a_top, b_top, row, column, depth,
-        A_T: gl.constexpr, B_T: gl.constexpr,
-    ):  # fmt: skip
-        """Copy what one tile is made of; ``b_desc`` says whether it is a wide or a narrow one."""
-        STAGES: gl.constexpr = a_bufs.type.shape[0]
-        for step in range(0, depth, 64):
-            stage = turn % STAGES
-            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            if A_T:
-                tma.async_copy_global_to_shared(a_desc, [a_top + step, row * 128], bar, a_bufs.index(stage))
-            else:
-                tma.async_copy_global_to_shared(a_desc, [a_top + row * 128, step], bar, a_bufs.index(stage))
-            if B_T:
-                b_buf = b_bufs.index(stage).slice(0, b_desc.block_type.shape[0], dim=0)
-                tma.async_copy_global_to_shared(b_desc, [b_top + column * 256, step], bar, b_buf)
-            else:
-                b_buf = b_bufs.index(stage).slice(0, b_desc.block_type.shape[1], dim=1)
-                tma.async_copy_global_to_shared(b_desc, [b_top + step, column * 256], bar, b_buf)
-            turn += 1
+                    tma.async_copy_global_to_shared(a_desc, [a_top + row * 128, step], bar, a_bufs.index(stage))
+                if B_T:
+                    tma.async_copy_global_to_shared(b_desc, [b_top + column * 256, step], bar, b_bufs.index(stage))
+                else:
+                    tma.async_copy_global_to_shared(b_desc, [b_top + step, column * 256], bar, b_bufs.index(stage))
+                turn += 1
 
     @gluon.jit
     def _halves(x, layout: gl.constexpr):
@@ -149,16 +114,13 @@ if HAS_GLUON:
         return gl.where(gl.full_like(product, scale) == 0.0, 0.0, product)
 
     @gluon.jit
-    def _step(
-        total, turn, a_bufs, b_bufs, full,
-        WIDTH: gl.constexpr, ADD: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
-    ):  # fmt: skip
+    def _step(total, turn, a_bufs, b_bufs, full, ADD: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr):
         """Queue the product of the next stage, once it is filled."""
         STAGES: gl.constexpr = a_bufs.type.shape[0]
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         a_buf = a_bufs.index(stage)
-        b_buf = b_bufs.index(stage).slice(0, WIDTH, dim=0 if B_T else 1)
+        b_buf = b_bufs.index(stage)
         if A_T:
             a_buf = a_buf.permute((1, 0))
         if B_T:
@@ -197,71 +159,14 @@ if HAS_GLUON:
             tma.async_copy_shared_to_global(out_desc, [across, row * 128], buffer)
 
     @gluon.jit
-    def _one(
-        d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, scales, left, right, old_top, old_row,
-        old_column, nowhere, index, total, height, across, rows, depth, a, b, c, matrix, row, column, turn, parity,
-        WIDTH: gl.constexpr, SYMMETRIC: gl.constexpr, NARROW: gl.constexpr, POLYNOMIAL: gl.constexpr,
-        A_T: gl.constexpr, B_T: gl.constexpr, SCALED: gl.constexpr, BAND: gl.constexpr,
-    ):  # fmt: skip
-        """Multiply one tile, and store the halves of the one before while the first products are under way."""
-        STAGES: gl.constexpr = a_bufs.type.shape[0]
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH, 16])
-        half: gl.constexpr = left.type.layout
-        top = matrix * rows
-        sum = gl.zeros([128, WIDTH], gl.float32, layout)
-        sum = _step(sum, turn, a_bufs, b_bufs, full, WIDTH, False, A_T, B_T)
-        _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 0, SYMMETRIC)
-        sum = _step(sum, turn + 1, a_bufs, b_bufs, full, WIDTH, True, A_T, B_T)
-        _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 1, SYMMETRIC)
-        sum = _release(sum, turn + 1, empty, STAGES)
-        sum = _step(sum, turn + 2, a_bufs, b_bufs, full, WIDTH, True, A_T, B_T)
-        _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 2, SYMMETRIC)
-        sum = _release(sum, turn + 2, empty, STAGES)
-        sum = _step(sum, turn + 3, a_bufs, b_bufs, full, WIDTH, True, A_T, B_T)
-        _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 3, SYMMETRIC)
-        sum = _release(sum, turn + 3, empty, STAGES)
-        if POLYNOMIAL:
-            tma.store_wait(0)
-            mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256], given, epilogue.index(0))
-            tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256 + 128], given, epilogue.index(1))
-        if SCALED:
-            scale = gl.load(scales + matrix)
-        turn += 4
-        # Where the next tile lies is found out while products are under way, not between two tiles.
-        new = _tile(index + gl.num_programs(0), total, height, across, SYMMETRIC, NARROW, BAND)
-        for _ in range(256, depth, 64):
-            sum = _step(sum, turn, a_bufs, b_bufs, full, WIDTH, True, A_T, B_T)
-            sum = _release(sum, turn, empty, STAGES)
-            turn += 1
-        sum = warpgroup_mma_wait(0, (sum,))
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-        if WIDTH == 256:
-            new_left, new_right = _halves(sum, half)
-        else:
-            new_left = gl.convert_layout(sum, half)
-        if POLYNOMIAL:
-            mbarrier.wait(given, parity)
-            new_left = _polynomial(new_left, epilogue.index(0), row, column * 256, a, b, c, half)
-            if WIDTH == 256:
-                new_right = _polynomial(new_right, epilogue.index(1), row, column * 256 + 128, a, b, c, half)
-        if SCALED:
-            new_left = _scaled(new_left, scale, SCALED)
-            if WIDTH == 256:
-                new_right = _scaled(new_right, scale, SCALED)
-        left = _rounded(new_left)
-        if WIDTH == 256:
-            right = _rounded(new_right)
-        # Of a narrow tile the right half is above the diagonal, and stored nowhere.
-        return left, right, new[0], new[1], new[2]
-
-    @gluon.jit
     def _multiply(
         d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, scales, total, height, across, rows, depth,
-        a, b, c, SYMMETRIC: gl.constexpr, NARROW: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr,
-        B_T: gl.constexpr, SCALED: gl.constexpr, BAND: gl.constexpr,
+        a, b, c, SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+        SCALED: gl.constexpr, BAND: gl.constexpr,
     ):  # fmt: skip
         """The warps that multiply. A tile is stored while the first products of the next one are under way."""
+        STAGES: gl.constexpr = a_bufs.type.shape[0]
+        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16])
         half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[8, 1], instr_shape=[16, 128, 16])
         turn = 0
         parity = 0
@@ -270,30 +175,49 @@ if HAS_GLUON:
         right = gl.zeros([128, 128], out_desc.dtype, half)
         # Before the first tile there is nothing to store.
         old_top, old_row, old_column = nowhere, 0, 0
-        matrix, row, column = _tile(gl.program_id(0), total, height, across, SYMMETRIC, NARROW, BAND)
+        matrix, row, column = _tile(gl.program_id(0), height, across, SYMMETRIC, BAND)
         for index in range(gl.program_id(0), total, gl.num_programs(0)):
-            if NARROW:
-                if row == 2 * column:
-                    left, right, new_matrix, new_row, new_column = _one(
-                        d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, scales, left, right, old_top,
-                        old_row, old_column, nowhere, index, total, height, across, rows, depth, a, b, c, matrix, row,
-                        column, turn, parity, 128, SYMMETRIC, NARROW, POLYNOMIAL, A_T, B_T, SCALED, BAND,
-                    )  # fmt: skip
-                else:
-                    left, right, new_matrix, new_row, new_column = _one(
-                        d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, scales, left, right, old_top,
-                        old_row, old_column, nowhere, index, total, height, across, rows, depth, a, b, c, matrix, row,
-                        column, turn, parity, 256, SYMMETRIC, NARROW, POLYNOMIAL, A_T, B_T, SCALED, BAND,
-                    )  # fmt: skip
-            else:
-                left, right, new_matrix, new_row, new_column = _one(
-                    d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, scales, left, right, old_top,
-                    old_row, old_column, nowhere, index, total, height, across, rows, depth, a, b, c, matrix, row,
-                    column, turn, parity, 256, SYMMETRIC, NARROW, POLYNOMIAL, A_T, B_T, SCALED, BAND,
-                )  # fmt: skip
-            turn += depth // 64
-            parity ^= 1
-            old_top, old_row, old_column = matrix * rows, row, column
+            top = matrix * rows
+            sum = gl.zeros([128, 256], gl.float32, whole)
+            sum = _step(sum, turn, a_bufs, b_bufs, full, False, A_T, B_T)
+            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 0, SYMMETRIC)
+            sum = _step(sum, turn + 1, a_bufs, b_bufs, full, True, A_T, B_T)
+            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 1, SYMMETRIC)
+            sum = _release(sum, turn + 1, empty, STAGES)
+            sum = _step(sum, turn + 2, a_bufs, b_bufs, full, True, A_T, B_T)
+            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 2, SYMMETRIC)
+            sum = _release(sum, turn + 2, empty, STAGES)
+            sum = _step(sum, turn + 3, a_bufs, b_bufs, full, True, A_T, B_T)
+            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 3, SYMMETRIC)
+            sum = _release(sum, turn + 3, empty, STAGES)
+            if POLYNOMIAL:
+                tma.store_wait(0)
+                mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256], given, epilogue.index(0))
+                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256 + 128], given, epilogue.index(1))
+            if SCALED:
+                scale = gl.load(scales + matrix)
+            turn += 4
+            # Where the next tile lies is found out while products are under way, not between two tiles.
+            new_matrix, new_row, new_column = _tile(index + gl.num_programs(0), height, across, SYMMETRIC, BAND)
+            for _ in range(256, depth, 64):
+                sum = _step(sum, turn, a_bufs, b_bufs, full, True, A_T, B_T)
+                sum = _release(sum, turn, empty, STAGES)
+                turn += 1
+            sum = warpgroup_mma_wait(0, (sum,))
+            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
+            new_left, new_right = _halves(sum, half)
+            if POLYNOMIAL:
+                mbarrier.wait(given, parity)
+                parity ^= 1
+                new_left = _polynomial(new_left, epilogue.index(0), row, column * 256, a, b, c, half)
+                new_right = _polynomial(new_right, epilogue.index(1), row, column * 256 + 128, a, b, c, half)
+            if SCALED:
+                new_left = _scaled(new_left, scale, SCALED)
+                new_right = _scaled(new_right, scale, SCALED)
+            left = _rounded(new_left)
+            right = _rounded(new_right)
+            old_top, old_row, old_column = top, row, column
             matrix, row, column = new_matrix, new_row, new_column
         for piece in gl.static_range(2):
             _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, piece, SYMMETRIC)
@@ -303,9 +227,9 @@ if HAS_GLUON:
 
     @gluon.jit
     def kernel(
-        a_desc, b_desc, n_desc, d_desc, out_desc, scales, batch, rows, columns, a_rows, b_rows, depth, a, b, c,
+        a_desc, b_desc, d_desc, out_desc, scales, batch, rows, columns, a_rows, b_rows, depth, a, b, c,
         SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
-        NARROW: gl.constexpr, SCALED: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+        SCALED: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
     ):  # fmt: skip
         dtype: gl.constexpr = a_desc.dtype
         a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
@@ -328,9 +252,9 @@ if HAS_GLUON:
         gl.warp_specialize(
             [
                 (_multiply, (d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, scales, total, height,
-                             across, rows, depth, a, b, c, SYMMETRIC, NARROW, POLYNOMIAL, A_T, B_T, SCALED, BAND)),
-                (_load, (a_desc, b_desc, n_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows,
-                         depth, SYMMETRIC, NARROW, A_T, B_T, BAND)),
+                             across, rows, depth, a, b, c, SYMMETRIC, POLYNOMIAL, A_T, B_T, SCALED, BAND)),
+                (_load, (a_desc, b_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows,
+                         depth, SYMMETRIC, A_T, B_T, BAND)),
             ],
             [1],
             [24],

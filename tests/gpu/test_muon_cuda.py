@@ -109,25 +109,6 @@ def test_a_norm_beyond_fp32_moves_nothing() -> None:
         assert torch.equal(orthogonalize([matrix * 2.0**40])[0], other)
 
 
-@pytest.mark.parametrize(("batch", "side"), [(1, 256), (3, 384), (2, 640), (40, 512), (3, 2048)])
-@pytest.mark.parametrize("tall", [False, True])
-def test_narrow_tiles_change_nothing(batch: int, side: int, tall: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = (torch.randn(batch, side, side + 128, device=CUDA) / side).bfloat16()
-    x = x.mT.contiguous() if tall else x
-    scale = torch.rand(batch, device=CUDA)
-
-    def products() -> list[torch.Tensor]:
-        gram = symmetric.symmetric_product(x, x, tall=tall, scale=scale)
-        return [gram, symmetric.polynomial(gram, 3.4, -4.8, 2.0), symmetric.symmetric_product(gram, gram)]
-
-    results = []
-    for narrow in (False, True):
-        monkeypatch.setattr(symmetric, "NARROW_ENDS", narrow)
-        results.append(products())
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_the_form_is_chosen_by_shape() -> None:
     assert choose((2048, 2048), CUDA) == ("symmetric", True)
     assert choose((2048, 5632), CUDA) == choose((8, 5632, 2048), CUDA) == ("gram", True)
