@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from fxshard import _compat
-from fxshard.errors import CaptureError, FxshardError
+from fxshard.errors import CaptureError, FxshardError, StateError
 
 
 def capture(
@@ -30,7 +31,20 @@ def capture(
 
     code = call.__code__.replace(co_name=f"{type(model).__name__}_{id(backend):x}")
     own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
-    return torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    return torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
+
+
+def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that keeps nothing alive: Dynamo never lets go of one, and ours has a model's shards."""
+    reference = weakref.ref(backend)
+
+    def compile_for(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        living = reference()
+        if living is None:
+            raise StateError("the model that this graph belongs to does not exist any more; compile a new one")
+        return living(graph, example_inputs)
+
+    return compile_for
 
 
 @contextmanager

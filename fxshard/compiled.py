@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from fxshard.errors import StateError
 
 _KEPT: dict[int, types.CodeType] = {}
@@ -35,7 +37,8 @@ class Compiled:
             raise StateError("the model that this code was compiled for does not exist any more; compile a new one")
         if not self._called:
             self._called = True
-            keep_callers()  # ahead of the first collective that the graph starts
+            if dist.is_initialized():
+                keep_callers()  # ahead of the first collective that the graph starts
         return self._run(*args)
 
     def empty(self) -> None:

@@ -23,6 +23,13 @@ def train() -> weakref.ref[object]:
     return weakref.ref(model._sharding)
 
 
+def test_dropped_model_frees_its_shards() -> None:
+    """Without ``torch._dynamo.reset()``, which would forget the models of everybody else."""
+    sharding = train()
+    gc.collect()
+    assert sharding() is None
+
+
 def sleep_at_death(code: Callable[[], types.CodeType | None]) -> None:
     """What Dynamo does when its code dies may let go of the GIL: destructors of process groups do. Here it does."""
     weakref.finalize(code(), time.sleep, 0.5).atexit = False
