@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fxshard.fused import product_kernels
+from fxshard.fused import hopper_products, product_kernels
 from fxshard.fused.activation_kernels import glu_constants
 from fxshard.fused.by_torch import Call, TorchExperts
 from fxshard.fused.product_kernels import located, matrices, swizzled, tile_constants, tile_count
@@ -26,14 +26,34 @@ class TritonExperts(TorchExperts):
     """The implementation ``triton``."""
 
     name = "triton"
+    hopper = frozenset({"product", "up", "down"})
+    """Steps that Gluon kernels compute on a Hopper."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if "product" in self.hopper and hopper_products.multiplies(x, weight.shape[-1]):
+            return hopper_products.product(x.contiguous(), weight, offsets.int())
         if _few_rows(x, offsets) and weight.shape[1] % product_kernels.DEPTH == 0:
             return product_kernels.product(x, weight, offsets)
         return super().product(x, weight, offsets)
 
+    def weight_gradient(self, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if "weights" in self.hopper and hopper_products.available(a.device):
+            return hopper_products.weight_gradient(a.contiguous(), b.contiguous(), offsets.int())
+        return super().weight_gradient(a, b, offsets)
+
+    def down(
+        self, grad: torch.Tensor, call: Call, pre: torch.Tensor, pre_up: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        down = call.experts.down.mT
+        if "down" in self.hopper and call.weights is None and hopper_products.differentiates(grad, down.shape[-1]):
+            found = hopper_products.derivative(grad.contiguous(), down, pre, pre_up, call.offsets.int(), call.glu)
+            return *found, pre.new_empty(0)
+        return super().down(grad, call, pre, pre_up)
+
     def up(self, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         experts, offsets, weights = call.experts, call.offsets, call.weights
+        if "up" in self.hopper and hopper_products.multiplies(x, experts.down.shape[-2]):
+            return hopper_products.up(x.contiguous(), experts.gate, experts.up, weights, offsets.int(), call.glu)
         if not _few_rows(x, offsets):
             return super().up(x, call)
         x = x.contiguous()
