@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from fxshard import _compat
 from fxshard.abridged import Abridged, abridge
+from fxshard.compiled import CompiledGraphs
 from fxshard.config import Options
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Event, Kind, Phase
@@ -61,6 +63,7 @@ class Backend:
         self.schedules: dict[str, Schedule] = {}
         self.emitted: list[Schedule] = []
         self.captures = 0
+        self.compiled = CompiledGraphs()
         self.observer: Observer | None = None
         """Who watches the graph that is being compiled, where somebody asked for it."""
         self.report: Callable[[str], None] = lambda stage: None
@@ -76,6 +79,11 @@ class Backend:
         """The model's buffers by name."""
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        run = self._compile_captured(graph, example_inputs)
+        # Only what starts collectives is in danger of dying in one.
+        return self.compiled.add(run) if self.sharding.plans and dist.is_initialized() else run
+
+    def _compile_captured(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
         broken = _compat.graph_break(graph)
         if broken is not None:

@@ -1,4 +1,4 @@
-"""A plain Llama-like language model: what the demo trains, the benchmarks time and the presets describe."""
+"""A plain Llama-like language model, dense or a mixture of experts: what the demo trains and the benchmarks time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fxshard
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shapes of a Llama. ``kv_heads`` below ``heads`` means grouped-query attention."""
+    """Shapes of a Llama. ``kv_heads`` below ``heads`` means grouped-query attention.
+
+    With ``experts`` every MLP is a mixture: each token goes to ``chosen`` of them, and ``hidden`` is that of one.
+    """
 
     vocab: int = 32000
     dim: int = 2048
@@ -19,6 +24,8 @@ class LlamaConfig:
     heads: int = 16
     kv_heads: int | None = None
     hidden: int = 5632
+    experts: int = 0
+    chosen: int = 2
 
 
 class RMSNorm(nn.Module):
@@ -67,13 +74,54 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Torch's grouped product, or fxshard's where torch's cannot be compiled: in other types than bf16."""
+    product = F.grouped_mm if x.dtype == torch.bfloat16 else fxshard.grouped_mm
+    return product(x, weight, offs=offsets)
+
+
+class Experts(nn.Module):
+    """SwiGLU experts with stacked weights, as torchtitan writes them: tokens are sorted by expert.
+
+    Nothing is read on the host, so routing never waits for a device. There is no loss that balances the load.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.experts, self.chosen = config.experts, config.chosen
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.w1 = self._stack(config.hidden, config.dim)
+        self.w2 = self._stack(config.dim, config.hidden)
+        self.w3 = self._stack(config.hidden, config.dim)
+
+    def _stack(self, out: int, width: int) -> nn.Parameter:
+        bound = width**-0.5  # as nn.Linear starts out
+        return nn.Parameter(torch.empty(self.experts, out, width).uniform_(-bound, bound))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        scores, chosen = self.router(tokens).float().softmax(-1).topk(self.chosen)
+        expert = chosen.flatten()
+        order = expert.argsort(stable=True)
+        counts = (expert.unsqueeze(-1) == torch.arange(self.experts, device=x.device)).sum(0)
+        source = (order // self.chosen).unsqueeze(-1).expand(-1, tokens.shape[-1])
+        routed = self.mlp(tokens.gather(0, source), counts.cumsum(0).to(torch.int32))
+        routed = routed * scores.flatten()[order].to(x.dtype).unsqueeze(-1)
+        return torch.zeros_like(tokens).scatter_add(0, source, routed).view_as(x)
+
+    def mlp(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Of tokens sorted by expert; those of expert ``e`` end at ``offsets[e]``."""
+        h = F.silu(grouped_product(x, self.w1.mT, offsets)) * grouped_product(x, self.w3.mT, offsets)
+        return grouped_product(h, self.w2.mT, offsets)
+
+
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.experts else MLP(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +47,10 @@ class ShardedModule(nn.Module):
         object.__setattr__(self, "_compiled", None)
         self._sharding = sharding
         self._backend = backend
+        backend.compiled.live_as_long_as(self)
         self._optimizer: torch.optim.Optimizer | None = None
         self._reads: EagerReads | None = None
-        by_name = {
-            name: p for bucket in sharding.buckets for name, p in zip(bucket.plan.params, bucket.params, strict=True)
-        }
+        by_name = {name: parameter for _, name, parameter in state.places(sharding.buckets)}
         by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
         mirror(inner, self, by_identity)
         self.training = inner.training
@@ -105,13 +103,12 @@ class ShardedModule(nn.Module):
         return error
 
     def _check_trainable(self) -> None:
-        for bucket in self._sharding.buckets:
-            for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
-                if parameter.requires_grad != bucket.plan.trainable:
-                    raise StateError(
-                        f"{name!r} was {'trained' if bucket.plan.trainable else 'frozen'} when the model was sharded; "
-                        "set requires_grad on the plain model, before fxshard.compile"
-                    )
+        for bucket, name, parameter in state.places(self._sharding.buckets):
+            if parameter.requires_grad != bucket.plan.trainable:
+                raise StateError(
+                    f"{name!r} was {'trained' if bucket.plan.trainable else 'frozen'} when the model was sharded; "
+                    "set requires_grad on the plain model, before fxshard.compile"
+                )
 
     def train(self, mode: bool = True) -> ShardedModule:
         self._inner.train(mode)
@@ -126,7 +123,7 @@ class ShardedModule(nn.Module):
             )
         return self._optimizer
 
-    @contextmanager
+    @contextlib.contextmanager
     def profile(self, steps: int = 3) -> Iterator[Profile]:
         """Record how long compute and collectives of the first ``steps`` steps inside the block take. Collective.
 
@@ -171,6 +168,7 @@ class ShardedModule(nn.Module):
         if profile is not None and not profile.seconds:
             raise ConfigError("the profile is empty: run at least one training step inside model.profile()")
         self._sharding.profile = profile
+        self._backend.compiled.empty()
         object.__setattr__(self, "_compiled", self._compile())
 
     # -- looking -----------------------------------------------------------------------------------------------------
@@ -240,7 +238,7 @@ class ShardedModule(nn.Module):
         found = super().state_dict(*args, keep_vars=True, **kwargs)
         if keep_vars:
             return found
-        place = {id(parameter): (bucket, name) for bucket, name, parameter in state.places(self._sharding.buckets)}
+        place = state.place_of(self._sharding.buckets)
         for key, value in found.items():
             bucket, name = place.get(id(value), (None, ""))
             found[key] = value.detach() if bucket is None else bucket.hand_out(name)

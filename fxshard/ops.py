@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-_library = torch.library.Library("fxshard", "DEF")
-_library.define("mm_into(Tensor a, Tensor b, Tensor(c!) out) -> ()")
+_LIBRARY = torch.library.Library("fxshard", "DEF")
+
+
+def define(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Any:
+    """The operator ``fxshard::NAME`` of a schema ``NAME(...) -> ...``, on every device.
+
+    ``fake`` gives results of the right shapes while tracing; ``backward`` and ``setup_context`` are those of
+    ``torch.library.register_autograd``.
+    """
+    name = _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxshard::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"fxshard::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    return getattr(torch.ops.fxshard, name).default
 
 
 def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -16,12 +39,4 @@ def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-_library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("fxshard::mm_into", lib=_library)
-def _(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    return None
-
-
-mm_into = torch.ops.fxshard.mm_into.default
+mm_into = define("mm_into(Tensor a, Tensor b, Tensor(c!) out) -> ()", _mm_into, lambda a, b, out: None)

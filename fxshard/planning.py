@@ -16,23 +16,22 @@ from fxshard.backend import Backend, Capture, graph_inputs
 from fxshard.capture import FAILURES, capture, cast_floats, explained, no_garbage_collection
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
-from fxshard.groups import check_patterns, domain_by_name, planned_domains
+from fxshard.groups import planned_domains
 from fxshard.inspect.schedule import Schedule
 from fxshard.module import ShardedModule
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.context import ParamRef
 from fxshard.passes.pass_list import PassList
-from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.choice import LayoutKind
 from fxshard.plan.domain import Reduction, data_parallel
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
-from fxshard.plan.units import UnitPatterns, find_units
+from fxshard.plan.units import UnitPatterns
 from fxshard.precision.policy import check_precision
 from fxshard.profile import Profile
 from fxshard.repetition import Shortened, Unrepeatable, shorten
 from fxshard.runtime.hollow import hollow_like
-from fxshard.sharding import Sharding, check_placement, register, sharding_of, unsharded
+from fxshard.sharding import Sharding, check_placement, plan_model, register, sharding_of, unsharded
 
 STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
 """What planning does, in order. Each takes a good part of the time."""
@@ -78,16 +77,7 @@ def plan(
     >>> schedule = fxshard.plan(model, (tokens, tokens), world_size=1024, hardware="h200", memory_budget="60GiB")
     >>> print(schedule, schedule.simulate("h200").step_seconds)
     """
-    if isinstance(model, ShardedModule) or any(sharding_of(parameter) for parameter in model.parameters()):
-        raise StateError(
-            "this model is compiled or sharded already, and its parameters hold no values to plan with: plan the plain "
-            "module before fxshard.compile, or another one, on the meta device if it is large"
-        )
-    if torch.get_default_device().type == "meta":
-        raise ConfigError(
-            'fxshard.plan was called below `with torch.device("meta")`, which reaches into the capture: make model and '
-            "inputs there, and plan behind that block"
-        )
+    _check_capturable(model)
     shards = _shards(world_size, shard_size)
     check_placement(zero, layout)
     check_precision(precision)
@@ -106,22 +96,17 @@ def plan(
     if experts != "off":  # the plan is for another machine; which kernel computes is no part of it
         options = replace(options, experts="torch")
     domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
-    domains = planned_domains(groups, domain)
-    domain_of = domain_by_name(domains, domain)
-    check_patterns(domains, [name for name, _ in model.named_parameters()], domain_of)
-    plans = plan_buckets(
-        model,
-        find_units(model, units),
-        zero=zero,
-        ranks=shards,
-        precision=precision,
-        layout=layout,
-        domain_of=domain_of,
-        matrices=matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
-    )
     sharding = replace(
         unsharded(options, torch.device("cpu")),
-        plans=plans,
+        plans=plan_model(
+            model,
+            [domain, *planned_domains(groups, domain)],
+            zero=zero,
+            units=units,
+            precision=precision,
+            layout=layout,
+            matrices=matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
+        ),
         precision=precision,
         zero=zero,
         group_name=domain.group(world_size) if domain.device else "none",
@@ -131,6 +116,19 @@ def plan(
         profile=profile,
     )
     return _schedule(model, example_inputs, sharding, trace_once, progress or (lambda stage: None))
+
+
+def _check_capturable(model: nn.Module) -> None:
+    if isinstance(model, ShardedModule) or any(sharding_of(parameter) for parameter in model.parameters()):
+        raise StateError(
+            "this model is compiled or sharded already, and its parameters hold no values to plan with: plan the plain "
+            "module before fxshard.compile, or another one, on the meta device if it is large"
+        )
+    if torch.get_default_device().type == "meta":
+        raise ConfigError(
+            'fxshard.plan was called below `with torch.device("meta")`, which reaches into the capture: make model and '
+            "inputs there, and plan behind that block"
+        )
 
 
 def _shards(world_size: int, shard_size: int | None) -> int:

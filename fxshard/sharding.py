@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -114,18 +114,15 @@ def take_apart(
         check_initialisable(model, init)
         domain = _domain(mesh, reduction)
         others = meshes_of(groups, mesh, domain)
-        domains = [other for other, _ in others.values()]
-        domain_of = domain_by_name(domains, domain)
-        check_patterns(domains, [name for name, _ in model.named_parameters()], domain_of)
-        machine(options, device)
-        plans = plan_buckets(
+        domain_of = domain_by_name([other for other, _ in others.values()], domain)
+        estimated_for = machine(options, device)
+        plans = plan_model(
             model,
-            find_units(model, units),
+            [domain, *(other for other, _ in others.values())],
             zero=zero,
-            ranks=domain.shards,
+            units=units,
             precision=precision,
             layout=layout,
-            domain_of=domain_of,
             matrices=matrices,
         )
     except FxshardError as error:
@@ -154,11 +151,37 @@ def take_apart(
         channels=channels[domain],
         ranks=domain.ranks,
         own_optimizer=own_optimizer,
-        hardware=machine(options, device),
+        hardware=estimated_for,
     )
     for (bucket, position), parameter in sharding.hollow_places().items():
         register(parameter, sharding, ParamRef(bucket, position))
     return sharding
+
+
+def plan_model(
+    model: nn.Module,
+    domains: Sequence[Domain],
+    *,
+    zero: int,
+    units: UnitPatterns | None,
+    precision: Precision | None,
+    layout: LayoutKind,
+    matrices: Collection[str],
+) -> tuple[BucketPlan, ...]:
+    """The buckets of a model. ``domains``: its own ranks, then those of parameters that live on others."""
+    own, *others = domains
+    domain_of = domain_by_name(others, own)
+    check_patterns(others, [name for name, _ in model.named_parameters()], domain_of)
+    return plan_buckets(
+        model,
+        find_units(model, units),
+        zero=zero,
+        ranks=own.shards,
+        precision=precision,
+        layout=layout,
+        domain_of=domain_of,
+        matrices=matrices,
+    )
 
 
 def _fill(

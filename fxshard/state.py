@@ -21,6 +21,11 @@ def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Paramete
             yield bucket, name, parameter
 
 
+def place_of(buckets: Sequence[Bucket]) -> dict[int, tuple[Bucket, str]]:
+    """The bucket of every parameter, and its name there, by the parameter's id."""
+    return {id(parameter): (bucket, name) for bucket, name, parameter in places(buckets)}
+
+
 def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
     """A state dict of parameters and buffers as whole tensors, on the CPU of every rank. A collective call."""
     full: dict[int, torch.Tensor] = {}
@@ -51,7 +56,7 @@ def load(
     ]
     if problems:
         raise ConfigError("the state dict does not fit the model, nothing was loaded:\n  " + "\n  ".join(problems))
-    place = {id(parameter): (bucket, name) for bucket, name, parameter in places(buckets)}
+    place = place_of(buckets)
     with torch.no_grad():
         for key in shared:
             target, value = own[key], given[key]

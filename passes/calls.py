@@ -6,7 +6,7 @@ Used by the passes before autograd, whose graphs hold the calls of the model's s
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,15 +74,25 @@ def shape(node: Any) -> tuple[Any, ...]:
     return tuple(found.shape) if found is not None else ()
 
 
+def same_dtype(a: fx.Node, b: fx.Node) -> bool:
+    first, second = value(a), value(b)
+    return first is not None and second is not None and first.dtype == second.dtype
+
+
 def past_casts(node: Any) -> Any:
     """What a node computes before it was cast between floating-point types."""
-    while call(node) == "cast" and value(node) is not None and value(node.args[0]) is not None:
-        before, after = value(node.args[0]), value(node)
-        assert before is not None and after is not None
-        if not (before.is_floating_point() and after.is_floating_point() and before.device == after.device):
-            break
-        node = node.args[0]
+    while (source := cast_from(node)) is not None:
+        node = source
     return node
+
+
+def cast_from(node: Any) -> fx.Node | None:
+    """What a node casts from one floating-point type to another, or to the same."""
+    source: Any = node.args[0] if call(node) == "cast" else None
+    before, after = value(source), value(node)
+    if before is None or after is None or before.device != after.device:
+        return None
+    return source if before.is_floating_point() and after.is_floating_point() else None
 
 
 def writes(node: fx.Node) -> fx.Node | None:
@@ -120,9 +130,14 @@ def changed_between(inputs: Iterable[fx.Node], first: fx.Node, last: fx.Node) ->
     return None
 
 
-def nested_graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The captured graph, and those inside it: what ``torch.utils.checkpoint`` wraps is a graph of its own."""
-    return [found for found in module.modules() if isinstance(found, fx.GraphModule)]
+def rewrite_nested(module: fx.GraphModule, rewrite: Callable[[fx.Graph], None]) -> fx.GraphModule:
+    """Rewrite the captured graph, and those inside it: what ``torch.utils.checkpoint`` wraps is a graph of its own."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            rewrite(part.graph)
+            part.graph.lint()
+            part.recompile()
+    return module
 
 
 @dataclass(frozen=True)
@@ -166,6 +181,14 @@ def grouped_products(graph: fx.Graph) -> Iterator[Product]:
         found = grouped_product(node)
         if found is not None:
             yield found
+
+
+def stand_in(node: fx.Node, replaced: fx.Node) -> None:
+    """Note on a new node where in the model it stands: where the one was that it replaces."""
+    node.meta.update({key: replaced.meta[key] for key in _WHERE if key in replaced.meta})
+
+
+_WHERE = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
 def place(node: fx.Node) -> str:

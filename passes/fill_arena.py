@@ -76,7 +76,7 @@ class _Arena:
         """The last position before a buffer's start at which something else lies in a place; None if in its way."""
         last = -1
         for other, taken in self.placed.values():
-            if taken.offset < slot.end and slot.offset < taken.end and other.key != buffer.key:
+            if taken.overlaps(slot) and other.key != buffer.key:
                 if other.overlaps(buffer):
                     return None
                 if other.stop < buffer.start:
@@ -91,8 +91,7 @@ class _Arena:
 def fill_arena(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memory: MemoryPlan) -> MemoryPlan:
     """Move what comes late, and what leads forward; returns the plan with its places."""
     late = {node for at, module in modules.items() for node in late_gathers(module, replace(context, phase=at))}
-    timeline = [entry for module in modules.values() for entry in events(module.graph)]
-    buffers = {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
+    timeline, buffers = _timeline(modules, context)
     leads_forward = _gathers(timeline)[: context.leading]
     candidates = {i for i in buffers if timeline[i][0] in late or i in leads_forward}
     if not candidates:
@@ -117,8 +116,7 @@ def leading(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memor
     """
     if context.options.prefetch is not None or Phase.FORWARD not in modules:
         return max(1, context.options.prefetch or 0)
-    timeline = [entry for module in modules.values() for entry in events(module.graph)]
-    buffers = {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
+    timeline, buffers = _timeline(modules, context)
     least = 1 if context.arena_budget is not None else PLAINLY_LEADING
     first = [i for i in _gathers(timeline)[:LEADING] if i in buffers]
     if not first:
@@ -151,18 +149,27 @@ def leading_bytes(modules: Mapping[Phase, fx.GraphModule], count: int) -> int:
     return sum(timeline[i][1].bytes for i in _gathers(timeline)[1:count])
 
 
-def _gathers(timeline: list[tuple[fx.Node, Event]]) -> list[int]:
+Timeline = list[tuple[fx.Node, Event]]
+
+
+def _timeline(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> tuple[Timeline, dict[int, Buffer]]:
+    """The events of a step in order, and the buffers by the position at which each is taken."""
+    timeline = [entry for module in modules.values() for entry in events(module.graph)]
+    return timeline, {int(buffer.start): buffer for buffer in lifetimes([event for _, event in timeline], context)}
+
+
+def _gathers(timeline: Timeline) -> list[int]:
     """Positions of the gathers of forward."""
     return [i for i, (_, event) in enumerate(timeline) if event.kind is Kind.UNSHARD and event.phase is Phase.FORWARD]
 
 
-def _first_other(timeline: list[tuple[fx.Node, Event]]) -> int:
+def _first_other(timeline: Timeline) -> int:
     """The first position that is no gather."""
     return next((i for i, (_, event) in enumerate(timeline) if event.kind is not Kind.UNSHARD), len(timeline))
 
 
 def _moves(
-    timeline: list[tuple[fx.Node, Event]], buffers: Mapping[int, Buffer], arena: _Arena, candidates: set[int]
+    timeline: Timeline, buffers: Mapping[int, Buffer], arena: _Arena, candidates: set[int]
 ) -> list[tuple[fx.Node, fx.Node | None]]:
     """Gathers that can start earlier, and the node behind which each does; their places in the arena are taken."""
     reduces = next((i for i, (_, event) in enumerate(timeline) if event.kind is Kind.REDUCE), len(timeline))
@@ -188,11 +195,11 @@ def _moves(
     return moves
 
 
-def _first_of(phase: Phase, timeline: list[tuple[fx.Node, Event]]) -> int:
+def _first_of(phase: Phase, timeline: Timeline) -> int:
     return next(i for i, (_, event) in enumerate(timeline) if event.phase is phase)
 
 
-def _room(memory: MemoryPlan, timeline: list[tuple[fx.Node, Event]], late: set[fx.Node], context: PassContext) -> int:
+def _room(memory: MemoryPlan, timeline: Timeline, late: set[fx.Node], context: PassContext) -> int:
     """Bytes that may be added to the arena: where most gathers are late, the network is what bounds the step."""
     gathers = [node for node, event in timeline if event.kind is Kind.UNSHARD]
     if 2 * len(late) <= len(gathers):

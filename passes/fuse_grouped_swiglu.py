@@ -20,13 +20,15 @@ from fxshard.fused.padding import pad_groups, take_rows
 from fxshard.fused.report import Fused, Left
 from fxshard.passes.calls import (
     call,
+    cast_from,
     changed_between,
     grouped_product,
     grouped_products,
-    nested_graphs,
-    past_casts,
     place,
+    rewrite_nested,
+    same_dtype,
     shape,
+    stand_in,
     value,
     writes,
 )
@@ -36,11 +38,7 @@ from fxshard.passes.match_glu import GatedMlp, Miss, match_gated_mlp
 
 
 def fuse_grouped_swiglu(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    for part in nested_graphs(module):
-        _fuse(part.graph, context)
-        part.graph.lint()
-        part.recompile()
-    return module
+    return rewrite_nested(module, lambda graph: _fuse(graph, context))
 
 
 def _fuse(graph: fx.Graph, context: PassContext) -> None:
@@ -75,13 +73,13 @@ def _tail(mlp: GatedMlp) -> _Tail:
     down = mlp.down.node
     tail = _Tail(down, [])
     bias = added_bias(next((user for user in down.users if call(user) == "add"), None), grouped_product)
-    if bias is not None and bias.product is down and _alone_behind(down, bias.node) and _same_dtype(bias.node, down):
+    if bias is not None and bias.product is down and _alone_behind(down, bias.node) and same_dtype(bias.node, down):
         tail.bias = bias.values
         tail.nodes.append(bias.node)
         # Added in place, later readers name the product itself.
         tail.last = bias.node if writes(bias.node) is not down or len(down.users) == 1 else down
     if mlp.routing is None:
-        _take_routing(tail, set(tail.nodes))
+        _take_routing(tail)
     return tail
 
 
@@ -93,8 +91,8 @@ def _alone_behind(product: fx.Node, adding: fx.Node) -> bool:
     return writes(adding) is product and not adding.users and all(adding < user for user in others)
 
 
-def _take_routing(tail: _Tail, seen: set[fx.Node]) -> None:
-    readers = [user for user in tail.last.users if user not in seen]
+def _take_routing(tail: _Tail) -> None:
+    readers = [user for user in tail.last.users if user not in tail.nodes]
     if len(readers) != 1 or call(readers[0]) != "mul":
         return
     (scaling,) = readers
@@ -102,7 +100,7 @@ def _take_routing(tail: _Tail, seen: set[fx.Node]) -> None:
     full = shape(tail.last)
     if len(factors) != 1 or not isinstance(factors[0], fx.Node) or shape(factors[0]) != (full[0], 1) or full[1] == 1:
         return
-    if not _same_dtype(tail.last, scaling):
+    if not same_dtype(tail.last, scaling):
         tail.remark = ", routing weight outside (it widens the result's type)"
         return
     tail.routing = factors[0]
@@ -116,7 +114,11 @@ def _check_unchanged(mlp: GatedMlp, tail: _Tail) -> None:
     for node in inputs:
         if node in mlp.inside:
             raise Miss(f"{node.name} depends on what lies between the products")
-    changed = changed_between(inputs, min(mlp.inside), _end(mlp, tail))
+    begin = min(mlp.inside)
+    changed = changed_between(inputs, begin, _end(mlp, tail))
+    if changed is None and mlp.routing is not None:  # which may be read before it is cast
+        casts = [user for user in mlp.routing.users if cast_from(user) is not None]
+        changed = changed_between([mlp.routing], min([begin, *casts]), begin)
     if changed is not None:
         raise Miss(f"{changed.name} is changed in place before the experts are done")
 
@@ -126,22 +128,19 @@ def _end(mlp: GatedMlp, tail: _Tail) -> fx.Node:
 
 
 def _inputs(mlp: GatedMlp, tail: _Tail) -> list[fx.Node]:
-    up = mlp.up.weight if mlp.up is not None else None
-    found = (mlp.x, mlp.down.offsets, mlp.gate.weight, up, mlp.down.weight, mlp.gate_bias, mlp.up_bias)
+    found = (mlp.x, mlp.down.offsets, mlp.gate.weight, mlp.up_weight, mlp.down.weight, mlp.gate_bias, mlp.up_bias)
     return [node for node in (*found, tail.bias, mlp.routing or tail.routing) if node is not None]
 
 
 def _replace(graph: fx.Graph, mlp: GatedMlp, tail: _Tail, context: PassContext) -> Fused:
     name = choose(context.options.experts, _case(mlp, tail))
-    routing = mlp.routing if mlp.routing is not None else tail.routing
-    up = mlp.up.weight if mlp.up is not None else None
-    x = past_casts(mlp.x) if _same_dtype(past_casts(mlp.x), mlp.x) else mlp.x
+    routing = mlp.routing or tail.routing
     glu = mlp.glu
     mark = _end(mlp, tail)
     with graph.inserting_before(mark.next):
         weights = graph.call_method("reshape", (routing, -1)) if routing is not None else None
-        padding = _Padding(graph, x, mlp.down.offsets, implementation(name).alignment)
-        inputs = (padding.on(x), padding.offsets, mlp.gate.weight, up, mlp.down.weight)
+        padding = _Padding(graph, mlp.x, mlp.down.offsets, implementation(name).alignment)
+        inputs = (padding.on(mlp.x), padding.offsets, mlp.gate.weight, mlp.up_weight, mlp.down.weight)
         biases = (mlp.gate_bias, mlp.up_bias, tail.bias)
         options = (glu.alpha, glu.limit, glu.offset, glu.interleave, tail.routing is not None, name)
         experts = graph.call_function(grouped_swiglu, (*inputs, *biases, padding.on(weights), *options))
@@ -149,12 +148,13 @@ def _replace(graph: fx.Graph, mlp: GatedMlp, tail: _Tail, context: PassContext) 
         result = padding.off(graph.call_function(operator.getitem, (experts, 0)))
     node = mark.next
     while node is not result.next:
-        node.meta.update({key: mlp.down.node.meta[key] for key in _KEPT if key in mlp.down.node.meta})
+        stand_in(node, mlp.down.node)
         node = node.next
     result.meta["example_value"] = value(tail.last)
     where = place(mlp.down.node)
-    tail.last.replace_all_uses_with(result, delete_user_cb=lambda user: user not in mlp.inside | set(tail.nodes))
-    for node in sorted(mlp.inside | set(tail.nodes), reverse=True):
+    old = mlp.inside.union(tail.nodes)
+    tail.last.replace_all_uses_with(result, delete_user_cb=lambda user: user not in old)
+    for node in sorted(old, reverse=True):
         graph.erase_node(node)
     return Fused(where, name, _form(mlp, tail) + padding.remark)
 
@@ -185,14 +185,6 @@ class _Padding:
     @property
     def remark(self) -> str:
         return "" if self.alignment == 1 else f", padded to multiples of {self.alignment} tokens per expert"
-
-
-_KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack")
-
-
-def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
-    first, second = value(a), value(b)
-    return first is not None and second is not None and first.dtype == second.dtype
 
 
 def _case(mlp: GatedMlp, tail: _Tail) -> Case:

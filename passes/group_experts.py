@@ -8,6 +8,7 @@ backward.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard.fused.glu import SWIGLU
 from fxshard.fused.op import grouped_product as grouped_product_op
 from fxshard.fused.report import Left
 from fxshard.passes.calls import (
@@ -23,9 +25,10 @@ from fxshard.passes.calls import (
     changed_between,
     dense_product,
     grouped_products,
-    nested_graphs,
     place,
+    rewrite_nested,
     shape,
+    stand_in,
     value,
 )
 from fxshard.passes.context import PassContext
@@ -33,11 +36,7 @@ from fxshard.passes.match_glu import GatedMlp, Miss, NoGate, match_gated_mlp
 
 
 def group_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    for part in nested_graphs(module):
-        _group(part.graph, context)
-        part.graph.lint()
-        part.recompile()
-    return module
+    return rewrite_nested(module, lambda graph: _group(graph, context))
 
 
 def _group(graph: fx.Graph, context: PassContext) -> None:
@@ -94,22 +93,20 @@ def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
     for mlp in mlps[1:]:
         if _signature(mlp) != _signature(first):
             raise Miss("they differ in shape or activation")
-    if (
-        first.gate_bias is not None
-        or first.up_bias is not None
-        or first.down.bias is not None
-        or first.routing is not None
-    ):
+    if any(_extras(first)):
         raise Miss("they have biases or routing weights inside")
+    if first.glu != SWIGLU:
+        raise Miss("their activation is not plain SwiGLU")
     source = _parts([mlp.x for mlp in mlps])
-    weights = [p.weight for mlp in mlps for p in (mlp.gate, mlp.up, mlp.down) if p is not None]
+    weights = [w for mlp in mlps for w in (mlp.gate.weight, mlp.up_weight, mlp.down.weight) if w is not None]
     changed = changed_between([source, *weights], min(min(mlp.inside) for mlp in mlps), together)
     if changed is not None:
         raise Miss(f"{changed.name} is changed in place between them")
-    rows, hidden, experts = _rows(first.x), shape(first.x)[-1], len(mlps)
+    *leading, hidden = shape(first.x)
+    rows, experts = math.prod(map(int, leading)), len(mlps)
 
     def made(node: fx.Node, result: torch.Tensor) -> fx.Node:
-        node.meta.update({key: together.meta[key] for key in _KEPT if key in together.meta})
+        stand_in(node, together)
         node.meta["example_value"] = result
         return node
 
@@ -117,7 +114,7 @@ def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
     assert like is not None
     with graph.inserting_before(together):
         x = made(graph.call_method("reshape", (source, -1, hidden)), like.new_empty(experts * rows, hidden))
-        ends = list(range(rows, experts * rows + 1, rows))
+        ends = [rows * (expert + 1) for expert in range(experts)]
         offsets = made(
             graph.call_function(torch.tensor, (ends,), {"device": like.device, "dtype": torch.int32}),
             like.new_empty(experts, dtype=torch.int32),
@@ -144,8 +141,6 @@ def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
 
 def _activation(graph: fx.Graph, first: GatedMlp, mlps: list[GatedMlp], x: fx.Node, product: Any, made: Any) -> fx.Node:
     """First products and the activation, written the way ``fuse_grouped_swiglu`` takes apart again."""
-    if first.glu.name != "SwiGLU" or first.glu.interleave:
-        raise Miss("their activation is not plain SwiGLU")
     gate = product(x, [mlp.gate.weight for mlp in mlps])
     if first.up is None:
         halves = graph.call_method("chunk", (gate, 2, -1))
@@ -178,9 +173,13 @@ def _experts(together: fx.Node) -> list[GatedMlp]:
 
 
 def _signature(mlp: GatedMlp) -> tuple[Any, ...]:
-    up = shape(mlp.up.weight) if mlp.up is not None else None
-    biases = tuple(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down.bias, mlp.routing))
-    return shape(mlp.x), shape(mlp.gate.weight), up, shape(mlp.down.weight), mlp.glu, biases
+    weights = (mlp.gate.weight, mlp.up_weight, mlp.down.weight)
+    return shape(mlp.x), *map(shape, weights), mlp.glu, _extras(mlp)
+
+
+def _extras(mlp: GatedMlp) -> tuple[bool, ...]:
+    """Which biases and routing weights there are."""
+    return tuple(extra is not None for extra in (mlp.gate_bias, mlp.up_bias, mlp.down.bias, mlp.routing))
 
 
 def _parts(inputs: list[fx.Node]) -> fx.Node:
@@ -203,14 +202,3 @@ def _parts(inputs: list[fx.Node]) -> fx.Node:
     if size is None or part is None or size.numel() != part.numel() * len(inputs):
         raise Miss("their inputs are not all of one tensor")
     return whole
-
-
-def _rows(x: fx.Node) -> int:
-    *leading, _ = shape(x)
-    rows = 1
-    for size in leading:
-        rows *= int(size)
-    return rows
-
-
-_KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack")

@@ -15,7 +15,18 @@ from torch import fx
 
 from fxshard import _compat
 from fxshard.fused.glu import Glu
-from fxshard.passes.calls import Product, argument, call, past_casts, shape, value, writes
+from fxshard.passes.calls import (
+    Product,
+    argument,
+    call,
+    cast_from,
+    changed_between,
+    past_casts,
+    same_dtype,
+    shape,
+    value,
+    writes,
+)
 from fxshard.passes.expert_bias import Bias, added_bias
 
 
@@ -47,6 +58,10 @@ class GatedMlp:
     def x(self) -> fx.Node:
         return self.gate.x
 
+    @property
+    def up_weight(self) -> fx.Node | None:
+        return self.up.weight if self.up is not None else None
+
 
 FindProduct = Callable[[Any], Product | None]
 
@@ -56,7 +71,7 @@ def match_gated_mlp(down: Product, product: FindProduct) -> GatedMlp:
     routing, others = _split_off_routing(_factors(down.x), shape(down.x))
     gate, alpha, up = _activation(others)
     gate, limit = _clamped(gate, lower=False)
-    up, offset = _shifted(up)
+    up, offset = _with_number(up, "add", 0.0)
     up, up_limit = _clamped(up, lower=True)
     if limit != up_limit:
         raise Miss(f"gate and up are clamped differently ({limit:g} and {up_limit:g})")
@@ -103,7 +118,7 @@ def _activation(factors: list[Any]) -> tuple[Any, float, Any]:
     sigmoid = [factor for factor in factors if call(factor) == "sigmoid"]
     if len(sigmoid) == 1 and len(factors) == 3:
         factors.remove(sigmoid[0])
-        inner, alpha = _scaled(past_casts(sigmoid[0].args[0]))
+        inner, alpha = _with_number(sigmoid[0].args[0], "mul", 1.0)
         rest = [factor for factor in factors if factor is not inner]
         if len(rest) == 1:
             return inner, alpha, rest[0]
@@ -115,21 +130,14 @@ def _activation(factors: list[Any]) -> tuple[Any, float, Any]:
     raise NoGate("what lies between the products is no gated SiLU")
 
 
-def _scaled(node: Any) -> tuple[Any, float]:
-    if call(node) == "mul":
-        for number, other in (node.args[:2], node.args[1::-1]):
-            if isinstance(number, (int, float)) and isinstance(other, fx.Node):
-                return past_casts(other), float(number)
-    return node, 1.0
-
-
-def _shifted(node: Any) -> tuple[Any, float]:
+def _with_number(node: Any, operation: str, neutral: float) -> tuple[Any, float]:
+    """(other operand, number) of ``number · x`` or ``x + number``, in either order; (x, neutral) of anything else."""
     node = past_casts(node)
-    if call(node) == "add":
+    if call(node) == operation:
         for number, other in (node.args[:2], node.args[1::-1]):
             if isinstance(number, (int, float)) and isinstance(other, fx.Node):
                 return past_casts(other), float(number)
-    return node, 0.0
+    return node, neutral
 
 
 def _clamped(node: Any, *, lower: bool) -> tuple[Any, float]:
@@ -174,12 +182,17 @@ def _sources(gate: Any, up: Any, product: FindProduct) -> tuple[_Source, _Source
 
 
 def _same_value(a: fx.Node, b: fx.Node) -> bool:
-    """One node, or the same cast of one."""
+    """One node, or the same casts of one that nothing changes between them."""
     if a is b:
         return True
-    first, second = value(a), value(b)
-    same_type = first is not None and second is not None and first.dtype == second.dtype
-    return same_type and past_casts(a) is past_casts(b)
+    for node, other in ((a, b), (b, a)):
+        source = cast_from(node)
+        if source is not None and same_dtype(source, node):  # which casts nothing
+            return _same_value(source, other)
+    x, y = cast_from(a), cast_from(b)
+    if x is None or y is None or not same_dtype(a, b):
+        return False
+    return _same_value(x, y) and changed_between([x, y], *sorted((a, b))) is None
 
 
 def _source(node: Any, product: FindProduct) -> _Source | None:

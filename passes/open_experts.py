@@ -47,9 +47,10 @@ def _behind(weight: Any) -> set[fx.Node]:
 
 
 Call = Callable[..., fx.Node]
+Results = tuple[fx.Node | None, ...]
 
 
-def _replace(graph: fx.Graph, node: fx.Node, opened: Callable[..., tuple[fx.Node | None, ...]]) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, opened: Callable[[Call, tuple[Any, ...]], Results]) -> None:
     def call(target: Any, *args: Any) -> fx.Node:
         made = graph.call_function(target, args)
         inherit(made, node)
@@ -57,7 +58,7 @@ def _replace(graph: fx.Graph, node: fx.Node, opened: Callable[..., tuple[fx.Node
         return made
 
     with graph.inserting_before(node):
-        results = opened(call, *node.args)
+        results = opened(call, node.args)
     for part in list(node.users):
         result = results[part.args[1]]  # type: ignore[index]
         if result is not None:
@@ -66,20 +67,8 @@ def _replace(graph: fx.Graph, node: fx.Node, opened: Callable[..., tuple[fx.Node
     graph.erase_node(node)
 
 
-def _forward(
-    call: Call,
-    x: fx.Node,
-    offsets: fx.Node,
-    gate: fx.Node,
-    up: fx.Node | None,
-    down: fx.Node,
-    gate_bias: fx.Node | None,
-    up_bias: fx.Node | None,
-    down_bias: fx.Node | None,
-    weights: fx.Node | None,
-    *options: Any,
-) -> tuple[fx.Node | None, ...]:
-    *activation, weighted_bias, name = options
+def _forward(call: Call, args: tuple[Any, ...]) -> Results:
+    x, offsets, gate, up, down, gate_bias, up_bias, down_bias, weights, *activation, weighted_bias, name = args
 
     def product(x: fx.Node, weight: fx.Node, bias: fx.Node | None, scale: fx.Node | None = None) -> fx.Node:
         result = call(grouped_product, x, weight, offsets, name)
@@ -91,20 +80,8 @@ def _forward(
     return product(hidden, down, down_bias, weights if weighted_bias else None), pre, pre_up
 
 
-def _backward(
-    call: Call,
-    grad: fx.Node,
-    offsets: fx.Node,
-    gate: fx.Node,
-    up: fx.Node | None,
-    down: fx.Node,
-    down_bias: fx.Node | None,
-    weights: fx.Node | None,
-    pre: fx.Node,
-    pre_up: fx.Node,
-    *options: Any,
-) -> tuple[fx.Node | None, ...]:
-    *activation, weighted_bias, name = options
+def _backward(call: Call, args: tuple[Any, ...]) -> Results:
+    grad, offsets, gate, up, down, down_bias, weights, pre, pre_up, *activation, weighted_bias, name = args
 
     def product(x: fx.Node, weight: fx.Node) -> fx.Node:
         return call(grouped_product, x, call(_aten.transpose.int, weight, -2, -1), offsets, name)

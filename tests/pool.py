@@ -43,6 +43,8 @@ T = TypeVar("T")
 MOST_RANKS = 4
 START_SECONDS = 120.0
 IDLE, RELEASE = b"idle", b"release"
+RECORDED = 100
+"""Collectives that torch's flight recorder remembers in a worker: 2000 elsewhere, more than most tests make."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +267,7 @@ def _serve(pipe: Connection, stack: str) -> None:
     """The life of a worker process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not every machine can resolve its own name
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as in `tests.preload`, which may not have been found
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
     faulthandler.register(signal.SIGUSR1, file=open(stack, "w"))  # noqa: SIM115 - open for life
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard interrupts the pool, which ends the workers
     torch.set_num_threads(1)

@@ -17,8 +17,8 @@ from fxshard.bench.tables import read_tables
 from fxshard.inspect import cli
 
 TRAIN = [
-    {"name": "fsdp2-compile", "step_ms": 20.0, "peak_gib": 0.0, "first_step_s": 9.0},
-    {"name": "fxshard", "step_ms": 15.0, "peak_gib": 0.0, "first_step_s": 12.0},
+    {"name": "fsdp2-compile", "step_ms": 20.0, "peak_gib": 0.0, "first_step_s": 9.0, "host_ms": 8.0},
+    {"name": "fxshard", "step_ms": 15.0, "peak_gib": 0.0, "first_step_s": 12.0, "host_ms": 4.0},
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -85,6 +85,11 @@ def test_figures_and_picture(started: list[list[str]], tmp_path: Path) -> None:
         (["optimizer", "--ranks", "2"], "it runs in one process"),
         (["train", "--ranks", "0"], "1 or more"),
         (["train", "--svg", "no/such/place.svg"], "there is no directory"),
+        (["train", "--peer", "nope"], "bench train --peer: no 'nope'; there are fxshard, "),
+        (["train", "--contenders=fsdp2,nope"], "no 'nope'"),
+        (["train", "--peer"], "no ''"),
+        (["train", "--size", "2b"], "no '2b'; there are toy, 1b, moe-toy, moe-1b"),
+        (["checkpoint", "--contenders", "ddp"], "no 'ddp'; there are fsdp2, "),
     ],
 )
 def test_what_cannot_be_asked_for(
@@ -92,6 +97,34 @@ def test_what_cannot_be_asked_for(
 ) -> None:
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err and not started
+
+
+def test_names_that_are_checked_are_those_of_the_benchmarks() -> None:
+    from fxshard.bench import checkpoint, moe, names, train
+
+    assert tuple(train.CONTENDERS) == names.TRAIN and tuple(train.SIZES) == names.TRAIN_SIZES
+    assert tuple(checkpoint.CONTENDERS) == names.CHECKPOINT and tuple(checkpoint.SIZES) == names.CHECKPOINT_SIZES
+    assert set(moe.FUSED) < set(names.MOE)
+
+
+def test_time_to_the_first_step_beside_a_peer() -> None:
+    from fxshard.bench.compile_time import table
+
+    def row(contender: str, wall: float, cpu: float) -> dict[str, Any]:
+        return {
+            "layers": 8,
+            "contender": contender,
+            "first_step_s": wall,
+            "cpu_s": cpu,
+            "warm_s": 2.0,
+            "warm_cpu_s": 1.0,
+        }
+
+    rows = [row("fxshard", 6.0, 9.0), row("fxshard-trace-once", 3.0, 4.0), row("fsdp2-compile", 4.0, 8.0)]
+    lines = table(rows).splitlines()
+    assert "1.50 (1.12)" in lines[1] and "0.75 (0.50)" in lines[2] and lines[2].endswith("0.67")
+    (chart,) = CHARTS["compile-time"](rows)
+    assert chart.base == "fsdp2-compile" and ("fxshard-trace-once, again", 2.0) in chart.bars
 
 
 def test_under_torchrun(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

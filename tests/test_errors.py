@@ -14,17 +14,8 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool, RankError
-from tests.toy import Mlp
+from tests.toy import Mlp, Untraceable
 from tests.training import llama, this_ranks_batch
-
-
-class Untraceable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) if x.sum() > 0 else x  # depends on data: no single graph
 
 
 class LeaksWeight(nn.Module):

@@ -18,7 +18,7 @@ from fxshard.inspect.schedule import Schedule
 from tests.measuring import NewBytes
 from tests.pool import Pool, RankError
 from tests.stack import wide, wide_batch
-from tests.toy import Llama, Mlp, batch
+from tests.toy import Llama, Mlp, Untraceable, batch
 from tests.training import VOCAB, llama, this_ranks_batch
 
 
@@ -256,15 +256,6 @@ def test_a_model_that_is_sharded_already() -> None:
     for model in (sharded, plain):
         with pytest.raises(fxshard.StateError, match="plan the plain module"):
             fxshard.plan(model, (torch.ones(2, 4),), world_size=2)
-
-
-class Untraceable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) if x.sum() > 0 else x  # depends on data: no single graph
 
 
 def test_an_untraceable_model() -> None:

@@ -96,6 +96,17 @@ class Mlp(nn.Module):
         return out if y is None else F.mse_loss(out, y)
 
 
+class Untraceable(nn.Module):
+    """A model that no single graph computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > 0 else x
+
+
 def batch(step: int, ranks: int, rank: int, vocab: int, size: int = 4, length: int = 16) -> tuple[Tensor, Tensor]:
     """Tokens and next tokens for one rank, each (size, length).
 

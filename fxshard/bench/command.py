@@ -12,9 +12,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from fxshard.bench import names
 from fxshard.bench.chart import to_svg
 from fxshard.bench.figures import CHARTS
 from fxshard.bench.tables import read_tables
@@ -33,16 +35,42 @@ class Bench:
     """Whether its ranks run on GPUs where there are some, one on each."""
     tables: bool = False
     """Whether its figures are the tables that it prints; the others write theirs as JSON."""
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By option: the names it takes, with commas in between."""
 
 
 BENCHES = {
-    "train": Bench("fxshard.bench.train", "training steps beside FSDP2, DDP and torch.compile", ranks=True, gpus=True),
+    "train": Bench(
+        "fxshard.bench.train",
+        "training steps beside FSDP2, DDP and torch.compile",
+        ranks=True,
+        gpus=True,
+        names={
+            "--peer": names.TRAIN,
+            "--contenders": names.TRAIN,
+            "--size": names.TRAIN_SIZES,
+            "--device": names.DEVICES,
+        },
+    ),
     "optimizer": Bench("fxshard.bench.optimizer", "a Muon step beside torch.optim.Muon and AdamW"),
     "quantize": Bench("fxshard.bench.quantize", "quantizing to MXFP8 beside a copy and Transformer Engine"),
-    "moe": Bench("fxshard.bench.moe", "a mixture of experts beside eager torch and torch.compile"),
-    "compile-time": Bench("fxshard.bench.compile_time", "time to the first step, by number of layers"),
+    "moe": Bench(
+        "fxshard.bench.moe",
+        "a mixture of experts beside eager torch and torch.compile",
+        names={"--contenders": names.MOE},
+    ),
+    "compile-time": Bench(
+        "fxshard.bench.compile_time",
+        "time to the first step, by number of layers",
+        names={"--peer": names.COMPILE_TIME_PEERS, "--device": names.DEVICES},
+    ),
     "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator", tables=True),
-    "checkpoint": Bench("fxshard.bench.checkpoint", "saving and loading beside FSDP2", ranks=True),
+    "checkpoint": Bench(
+        "fxshard.bench.checkpoint",
+        "saving and loading beside FSDP2",
+        ranks=True,
+        names={"--contenders": names.CHECKPOINT, "--size": names.CHECKPOINT_SIZES},
+    ),
 }
 
 
@@ -94,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.svg):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
+    _check_names(arguments.name, bench, rest)
     with tempfile.TemporaryDirectory() as folder:
         figures = arguments.json or Path(folder, "figures.json")
         wanted = bool(arguments.json or arguments.svg)
@@ -109,6 +138,18 @@ def run(arguments: argparse.Namespace) -> int:
         if code == 0 and path is not None:
             print(f"wrote {path}", file=sys.stderr)
     return code
+
+
+def _check_names(name: str, bench: Bench, rest: list[str]) -> None:
+    """Here, and not on every rank: torchrun would bury the message under its own."""
+    for i, option in enumerate(rest):
+        option, equals, value = option.partition("=")
+        if option not in bench.names:
+            continue
+        given = value if equals else "".join(rest[i + 1 : i + 2])
+        for one in given.split(","):
+            if one not in bench.names[option]:
+                raise UsageError(f"bench {name} {option}: no {one!r}; there are {', '.join(bench.names[option])}")
 
 
 def launch(bench: Bench, ranks: int | None, rest: list[str]) -> list[str]:

@@ -17,8 +17,9 @@ import torch
 
 import fxshard
 from fxshard.optim import muon_rule as rule
-from fxshard.optim.newton_schulz import explain, normalized, orthogonalize
-from fxshard.optim.symmetric import TILE
+from fxshard.optim.coefficients import triples
+from fxshard.optim.newton_schulz import Start, choose, explain, iterate, orthogonalize, start
+from fxshard.optim.start import Momentum
 
 
 def shapes(layers: int, dim: int, hidden: int) -> list[tuple[int, int]]:
@@ -57,15 +58,29 @@ def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, C
     """What a step is made of, each by itself."""
     grads = [parameter.grad for parameter in params if parameter.grad is not None]
     momenta = [torch.zeros_like(parameter) for parameter in params]
-    updates = rule.momentum_(grads, momenta, choice.momentum, choice.nesterov)
-    directions = orthogonalize(updates, form=choice.form)
+    momentum = Momentum(grads, choice.momentum, choice.nesterov)
+    directions = orthogonalize(momenta, form=choice.form, momentum=momentum)
     factors = [rule.scale_factor(parameter.shape, choice.scale) for parameter in params]
-    by_shape = [[u for u in updates if u.shape == shape] for shape in dict.fromkeys(u.shape for u in updates)]
+    iteration = triples(choice.coefficients, choice.steps)
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, buffer in enumerate(momenta):
+        by_shape.setdefault(buffer.shape, []).append(i)
+    form = {shape: choose(shape, momenta[0].device, choice.form) for shape in by_shape}
+
+    def started() -> list[Start]:
+        return [
+            start(form[shape], [momenta[i] for i in of_shape], momentum.of(of_shape))
+            for shape, of_shape in by_shape.items()
+        ]
+
+    ready = started()
     return {
         "are gradients finite": lambda: rule.all_finite(grads),
-        "momentum": lambda: rule.momentum_(grads, momenta, choice.momentum, choice.nesterov),
-        "normalisation": lambda: [normalized(stack, TILE) for stack in by_shape],
-        "orthogonalize, normalisation included": lambda: orthogonalize(updates, form=choice.form),
+        "momentum, rounding and norms": started,
+        "products": lambda: [
+            iterate(form[shape], begin, iteration, tall=shape[0] > shape[1])
+            for shape, begin in zip(by_shape, ready, strict=True)
+        ],
         "update": lambda: rule.apply_(params, directions, 1e-9, choice.weight_decay, factors),
     }
 

@@ -2,6 +2,7 @@
 
 fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp
 fxshard bench train --device cuda --size 1b --peer fsdp2-compile
+fxshard bench train --device cuda --size moe-1b --peer fsdp2-compile --trace traces
 torchrun --standalone --nproc-per-node 2 -m fxshard.bench.train --device cpu --size toy
 """
 
@@ -14,21 +15,27 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import fxshard
+from fxshard.bench import names
+from fxshard.bench.trace import STEP, Traced, analyse, read, table
 from fxshard.inspect.progress import progress
 from fxshard.models import Llama, LlamaConfig
 
 SIZES = {
     "toy": (LlamaConfig(vocab=1000, dim=256, layers=8, heads=4, hidden=704), 4, 128),
     "1b": (LlamaConfig(), 4, 4096),
+    "moe-toy": (LlamaConfig(vocab=1000, dim=128, layers=4, heads=4, hidden=96, experts=16), 4, 128),
+    "moe-1b": (LlamaConfig(dim=1536, layers=12, heads=12, hidden=896, experts=16), 4, 4096),
 }
+HOST_STEPS, TRACED_STEPS = 3, 2
 ADAMW = fxshard.AdamW(lr=1e-4)
 MUON = fxshard.Muon(lr=1e-3, adamw=ADAMW)
 
@@ -43,6 +50,10 @@ class Result:
     peak_gib: float
     loss: float
     host_ms: float
+    """Wall time until one step is launched on an idle device (on a CPU: until it is done)."""
+    cpu_ms: float
+    """CPU time of the process meanwhile, of all its threads."""
+    trace: Traced | None = None
 
 
 def fsdp2(
@@ -137,7 +148,8 @@ class Contender:
         for _ in range(3):
             self.loss = self.step()
         self.rounds: list[float] = []
-        self.host: list[float] = []
+        self.host: list[tuple[float, float]] = []
+        self.traced: Traced | None = None
         self._settle()
         self.resident = self._allocated() - before
         self.peak = 0
@@ -156,6 +168,36 @@ class Contender:
         if self.device.type == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others_resident)
 
+    def measure_host(self) -> None:
+        """Single steps, each from an idle device, whose queue cannot be full then: the host waits for nothing."""
+        for _ in range(HOST_STEPS):
+            self._settle()
+            start, cpu = time.perf_counter(), time.process_time()
+            self.loss = self.step()
+            self.host.append((time.perf_counter() - start, time.process_time() - cpu))
+        self._settle()
+
+    def record(self, folder: Path) -> None:
+        """Write a Chrome trace of two steps, and read it."""
+        path = folder / f"{self.name}-rank{dist.get_rank()}.json.gz"
+        cuda = self.device.type == "cuda"
+        with profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),  # the first step pays for setting up
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        ) as profiler:
+            self.step()
+            self._settle()
+            profiler.step()
+            for _ in range(TRACED_STEPS):
+                with record_function(STEP):
+                    self.loss = self.step()
+            if cuda:
+                torch.cuda.synchronize()
+            profiler.step()
+        self._settle()
+        self.traced = analyse(read(path))
+
     def result(self) -> Result:
         return Result(
             self.name,
@@ -163,7 +205,9 @@ class Contender:
             self.first_step_s,
             self.peak / 2**30,
             float(self.loss),
-            statistics.median(self.host) * 1e3,
+            statistics.median(wall for wall, _ in self.host) * 1e3,
+            statistics.median(cpu for _, cpu in self.host) * 1e3,
+            self.traced,
         )
 
     def _timed(self, steps: int) -> float:
@@ -171,10 +215,7 @@ class Contender:
         start = time.perf_counter()
         for _ in range(steps):
             self.loss = self.step()
-        launched = time.perf_counter() - start
         self._settle()
-        if hasattr(self, "host"):
-            self.host.append(launched / steps)
         return time.perf_counter() - start
 
     def _settle(self) -> None:
@@ -191,23 +232,7 @@ class Contender:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--contenders", default="fsdp2,fsdp2-compile,fxshard", help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--peer", metavar="NAME,...", help="these beside fxshard, in place of --contenders")
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help=f"(default here: {best})")
-    parser.add_argument("--size", choices=SIZES, help="(default: 1b on CUDA, toy on a CPU)")
-    parser.add_argument("--batch", type=int, help="sequences per rank")
-    parser.add_argument("--layers", type=int, help="another number of layers than the size has")
-    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns (default: 5)")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    arguments = parser.parse_args()
-    names = [*arguments.peer.split(","), "fxshard"] if arguments.peer else arguments.contenders.split(",")
-    unknown = [name for name in names if name not in CONTENDERS]
-    if unknown:
-        parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
-
+    arguments = _parse()
     cuda = arguments.device == "cuda"
     # Ranks share a GPU where there are fewer of them.
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -218,38 +243,87 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     if not cuda:
         torch.set_num_threads(1)
-    config, batch, length = SIZES[arguments.size or ("1b" if cuda else "toy")]
+    contenders = measured(arguments, device)
+    if dist.get_rank() == 0:
+        report([contender.result() for contender in contenders], arguments)
+    dist.destroy_process_group()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--contenders", default="fsdp2,fsdp2-compile,fxshard", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--peer", metavar="NAME,...", help="these beside fxshard, in place of --contenders")
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
+    parser.add_argument("--size", choices=SIZES, help="(default: 1b on CUDA, toy on a CPU)")
+    parser.add_argument("--batch", type=int, help="sequences per rank")
+    parser.add_argument("--layers", type=int, help="another number of layers than the size has")
+    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns (default: 5)")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="profile two steps of each, write traces there")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    if arguments.peer:
+        arguments.contenders = f"{arguments.peer},fxshard"
+    arguments.contenders = arguments.contenders.split(",")
+    arguments.size = arguments.size or ("1b" if arguments.device == "cuda" else "toy")
+    unknown = [name for name in arguments.contenders if name not in CONTENDERS]
+    if unknown:
+        parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
+    if "ddp" in arguments.contenders and arguments.device == "cuda" and SIZES[arguments.size][0].experts:
+        parser.error("ddp computes under autocast, where torch's grouped product gets fp32: no contender for experts")
+    return arguments
+
+
+def measured(arguments: argparse.Namespace, device: torch.device) -> list[Contender]:
+    """All contenders, compiled, timed in turns, and traced if that is wanted."""
+    config, batch, length = SIZES[arguments.size]
     if arguments.layers:
-        config = LlamaConfig(**{**asdict(config), "layers": arguments.layers})
-    with progress(len(names) + arguments.rounds, shown=dist.get_rank() == 0) as begin:
-        contenders = []
-        for name in names:
+        config = replace(config, layers=arguments.layers)
+    if arguments.trace is not None:
+        arguments.trace.mkdir(parents=True, exist_ok=True)
+    contenders: list[Contender] = []
+    stages = len(arguments.contenders) + 2 * arguments.rounds + (arguments.trace is not None)
+    with progress(stages, shown=dist.get_rank() == 0) as begin:
+        for name in arguments.contenders:
             begin(f"compiling {name}")
-            contenders.append(Contender(name, config, arguments.batch or batch, length, device, bf16=cuda))
+            made = Contender(name, config, arguments.batch or batch, length, device, bf16=device.type == "cuda")
+            contenders.append(made)
         for number in range(arguments.rounds):
             begin(f"round {number + 1} of {arguments.rounds}")
             for contender in contenders:
                 others = sum(other.resident for other in contenders if other is not contender)
                 contender.measure(arguments.steps, others)
-    if dist.get_rank() == 0:
-        report([contender.result() for contender in contenders], arguments.json)
-    dist.destroy_process_group()
+        for number in range(arguments.rounds):
+            begin(f"host time, round {number + 1} of {arguments.rounds}")
+            for contender in contenders:
+                contender.measure_host()
+        if arguments.trace is not None:
+            begin("tracing")
+            for contender in contenders:
+                contender.record(arguments.trace)
+    return contenders
 
 
-def report(results: list[Result], path: Path | None) -> None:
+def report(results: list[Result], arguments: argparse.Namespace) -> None:
+    """Host times with their share of a step."""
     base = next((r for r in results if r.name == "fsdp2-compile"), results[0])
     print(
-        f"{'contender':<16}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'host ms':>9}{'loss':>9}"
-        f"   base: {base.name}"
+        f"{'contender':<20}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'launch ms':>17}{'CPU ms':>17}"
+        f"{'loss':>9}   base: {base.name}"
     )
     for r in results:
+        host = (f"{ms:.1f} ({ms / r.step_ms:.0%})" for ms in (r.host_ms, r.cpu_ms))
         print(
-            f"{r.name:<16}{r.step_ms:>10.1f}{r.step_ms / base.step_ms:>8.3f}{r.first_step_s:>9.1f}{r.peak_gib:>10.2f}"
-            f"{r.host_ms:>9.1f}{r.loss:>9.4f}",
+            f"{r.name:<20}{r.step_ms:>10.1f}{r.step_ms / base.step_ms:>8.3f}{r.first_step_s:>9.1f}{r.peak_gib:>10.2f}"
+            + "".join(f"{cell:>17}" for cell in host)
+            + f"{r.loss:>9.4f}",
             flush=True,
         )
-    if path is not None:
-        path.write_text(json.dumps([asdict(r) for r in results], indent=1))
+    if arguments.trace is not None:
+        print(f"\n{table({r.name: r.trace for r in results})}\ntraces: {arguments.trace}", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
 
 
 if __name__ == "__main__":

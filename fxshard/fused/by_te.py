@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from fxshard.fused.by_torch import TorchExperts
+from fxshard.fused.by_torch import TorchExperts, groups
 from fxshard.fused.glu import Glu
 
 OLDEST = (2, 17)
@@ -23,8 +22,6 @@ OLDEST = (2, 17)
 
 class TransformerEngineExperts(TorchExperts):
     """The implementation ``te``."""
-
-    name = "te"
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         counts = _counts(offsets)
@@ -103,7 +100,7 @@ def engine_refusal() -> str | None:
 
 
 def _counts(offsets: torch.Tensor) -> list[int]:
-    return [end - begin for begin, end in pairwise([0, *offsets.tolist()])]
+    return [end - begin for begin, end in groups(offsets)]
 
 
 def _rows(x: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:

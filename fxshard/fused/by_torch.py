@@ -44,7 +44,6 @@ class Call:
 class TorchExperts:
     """The implementation ``torch``; the others replace some of its steps."""
 
-    name = "torch"
     alignment = 1
     """What the number of tokens of each expert must be a multiple of. Where it is not, the pass that puts the operator
     into a graph pads (``padding``)."""
@@ -56,9 +55,7 @@ class TorchExperts:
         pre, pre_up, hidden = self.up(x, call)
         out = self.product(hidden, call.experts.down, call.offsets)
         if call.experts.down_bias is not None:
-            bias = per_row(call.experts.down_bias, call.offsets, x.shape[0])
-            weighted = call.weighted_bias and call.weights is not None
-            out += bias * call.weights.to(bias.dtype).unsqueeze(-1) if weighted else bias  # type: ignore[union-attr]
+            out += bias_rows(call.experts.down_bias, call.offsets, out, call.weights if call.weighted_bias else None)
         return out, pre, pre_up
 
     def backward(
@@ -71,8 +68,7 @@ class TorchExperts:
         if experts.up is not None:
             grad_x += self.product(grad_up, experts.up.mT, offsets)
         if experts.down_bias is not None and call.weights is not None and call.weighted_bias:
-            bias = per_row(experts.down_bias, offsets, grad.shape[0])
-            grad_weights += (grad.float() * bias.float()).sum(-1).to(grad_weights.dtype)
+            grad_weights += bias_dot(experts.down_bias, offsets, grad).to(grad_weights.dtype)
         return grad_x, grad_pre, grad_up, hidden, grad_weights
 
     # -- steps that other implementations replace --------------------------------------------------------------------
@@ -99,7 +95,7 @@ class TorchExperts:
         if runs_grouped(x, weight):
             return F.grouped_mm(x, weight, offs=offsets.int())
         out = x.new_zeros(x.shape[0], weight.shape[-1])
-        for expert, (begin, end) in enumerate(_groups(offsets)):
+        for expert, (begin, end) in enumerate(groups(offsets)):
             if begin < end:
                 out[begin:end] = torch.mm(x[begin:end], weight[expert])
         return out
@@ -110,7 +106,7 @@ class TorchExperts:
         if runs_grouped(a, b):
             return F.grouped_mm(a.t(), b, offs=offsets.int())
         out = a.new_zeros(offsets.shape[0], a.shape[1], b.shape[1])
-        for expert, (begin, end) in enumerate(_groups(offsets)):
+        for expert, (begin, end) in enumerate(groups(offsets)):
             if begin < end:
                 out[expert] = torch.mm(a[begin:end].t(), b[begin:end])
         return out
@@ -144,14 +140,25 @@ class TorchExperts:
         return found.gate, found.up, found.hidden, grad_weights
 
     def _biased(self, product: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
-        return product if bias is None else product.add_(per_row(bias, offsets, product.shape[0]))
+        return product if bias is None else product.add_(bias_rows(bias, offsets, product))
 
 
-def per_row(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """The row of ``values`` that belongs to the expert of each token. Nothing is read on the host."""
-    positions = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+def bias_rows(
+    bias: torch.Tensor, offsets: torch.Tensor, like: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The bias of the expert of each row of ``like``, times the row's routing weight where there is one.
+
+    Nothing is read on the host.
+    """
+    positions = torch.arange(like.shape[0], device=offsets.device, dtype=offsets.dtype)
     experts = torch.searchsorted(offsets, positions, right=True).clamp_(max=offsets.shape[0] - 1)
-    return values[experts]
+    rows = bias[experts]
+    return rows if weights is None else rows * weights.to(rows.dtype).unsqueeze(-1)
+
+
+def bias_dot(bias: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """What a bias behind the second product adds to the gradient of each routing weight, in float32."""
+    return (grad.float() * bias_rows(bias, offsets, grad).float()).sum(-1)
 
 
 def runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -161,7 +168,8 @@ def runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(size % 8 == 0 for size in (a.shape[-1], b.shape[-1], b.shape[-2] if b.ndim == 3 else 8))
 
 
-def _groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
+def groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
+    """(first, behind the last) row of each expert, read on the host."""
     return list(pairwise([0, *offsets.tolist()]))
 
 

@@ -25,7 +25,6 @@ ROWS, COLUMNS, DEPTH = 128, 128, 64
 class TritonExperts(TorchExperts):
     """The implementation ``triton``."""
 
-    name = "triton"
     hopper = frozenset({"product", "up", "down"})
     """Steps that Gluon kernels compute on a Hopper."""
 

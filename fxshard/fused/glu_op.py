@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fxshard.fused.by_torch import TorchExperts, per_row
+from fxshard.fused.by_torch import TorchExperts, bias_dot, bias_rows
 from fxshard.fused.glu import Glu
-
-_library = torch.library.Library("fxshard", "FRAGMENT")
-_GLU = "float alpha, float limit, float offset, int interleave"
-_library.define(f"glu(Tensor pre, Tensor? pre_up, Tensor? weights, {_GLU}) -> Tensor")
-_library.define(
-    f"glu_backward(Tensor pre, Tensor? pre_up, Tensor? weights, Tensor grad, {_GLU}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define("add_expert_bias(Tensor a, Tensor bias, Tensor offsets, Tensor? weights) -> Tensor")
-_library.define("expert_bias_dot(Tensor a, Tensor grad, Tensor bias, Tensor offsets) -> Tensor")
+from fxshard.ops import define
 
 Maybe = torch.Tensor | None
 
@@ -47,25 +38,30 @@ def _fake_differentiate(
 
 def _add_bias(a: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor, weights: Maybe) -> torch.Tensor:
     """``a`` plus the bias of each row's expert, times the row's routing weight where there is one."""
-    rows = per_row(bias, offsets, a.shape[0])
-    return a + (rows if weights is None else rows * weights.to(rows.dtype).unsqueeze(-1))
+    return a + bias_rows(bias, offsets, a, weights)
 
 
 def _bias_dot(a: torch.Tensor, grad: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """What a bias behind the second product adds to the gradients ``a`` of the routing weights."""
-    return a + (grad.float() * per_row(bias, offsets, grad.shape[0]).float()).sum(-1).to(a.dtype)
+    return a + bias_dot(bias, offsets, grad).to(a.dtype)
 
 
-for _name, _kernel, _fake in (
-    ("glu", _activate, _fake_activate),
-    ("glu_backward", _differentiate, _fake_differentiate),
-    ("add_expert_bias", _add_bias, lambda a, *_: torch.empty_like(a)),
-    ("expert_bias_dot", _bias_dot, lambda a, *_: torch.empty_like(a)),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fxshard::{_name}", _fake, lib=_library)
+def _like_first(a: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(a)
 
-glu = torch.ops.fxshard.glu.default
-glu_backward = torch.ops.fxshard.glu_backward.default
-add_expert_bias = torch.ops.fxshard.add_expert_bias.default
-expert_bias_dot = torch.ops.fxshard.expert_bias_dot.default
+
+_GLU = "float alpha, float limit, float offset, int interleave"
+
+glu = define(f"glu(Tensor pre, Tensor? pre_up, Tensor? weights, {_GLU}) -> Tensor", _activate, _fake_activate)
+glu_backward = define(
+    f"glu_backward(Tensor pre, Tensor? pre_up, Tensor? weights, Tensor grad, {_GLU}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _differentiate,
+    _fake_differentiate,
+)
+add_expert_bias = define(
+    "add_expert_bias(Tensor a, Tensor bias, Tensor offsets, Tensor? weights) -> Tensor", _add_bias, _like_first
+)
+expert_bias_dot = define(
+    "expert_bias_dot(Tensor a, Tensor grad, Tensor bias, Tensor offsets) -> Tensor", _bias_dot, _like_first
+)

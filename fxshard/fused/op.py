@@ -11,7 +11,6 @@ as they are for torch's ``grouped_mm``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,21 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fxshard.fused.by_torch import Call, Experts, TorchExperts
 from fxshard.fused.choose import implementation
 from fxshard.fused.glu import Glu
-
-_library = torch.library.Library("fxshard", "FRAGMENT")
-_OPTIONS = "float alpha, float limit, float offset, int interleave, bool weighted_bias, str implementation"
-_library.define(
-    "grouped_swiglu(Tensor x, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias, "
-    f"Tensor? up_bias, Tensor? down_bias, Tensor? weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "grouped_swiglu_backward(Tensor grad, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? down_bias, "
-    f"Tensor? weights, Tensor pre, Tensor pre_up, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define("grouped_product(Tensor x, Tensor weight, Tensor offsets, str implementation) -> Tensor")
-_library.define("grouped_wgrad(Tensor a, Tensor b, Tensor offsets, str implementation) -> Tensor")
-_library.define("grouped_sum(Tensor a, Tensor offsets, str implementation) -> Tensor")
-
+from fxshard.ops import define
 
 # -- experts ---------------------------------------------------------------------------------------------------------
 
@@ -167,33 +152,39 @@ def _product_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 # -- registration ----------------------------------------------------------------------------------------------------
 
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "grouped_swiglu": _forward,
-    "grouped_swiglu_backward": _backward,
-    "grouped_product": lambda x, weight, offsets, name: implementation(name).product(x, weight, offsets),
-    "grouped_wgrad": lambda a, b, offsets, name: implementation(name).weight_gradient(a, b, offsets),
-    "grouped_sum": lambda a, offsets, name: implementation(name).row_sum(a, offsets),
-}
-_FAKES: dict[str, Callable[..., Any]] = {
-    "grouped_swiglu": _fake_forward,
-    "grouped_swiglu_backward": _fake_backward,
-    "grouped_product": lambda x, weight, offsets, name: x.new_empty(x.shape[0], weight.shape[-1]),
-    "grouped_wgrad": lambda a, b, offsets, name: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
-    "grouped_sum": lambda a, offsets, name: a.new_empty(offsets.shape[0], a.shape[1]),
-}
-for _name, _kernel in _KERNELS.items():
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fxshard::{_name}", _FAKES[_name], lib=_library)
-torch.library.register_autograd("fxshard::grouped_swiglu", _autograd, setup_context=_setup, lib=_library)
-torch.library.register_autograd(
-    "fxshard::grouped_product", _product_autograd, setup_context=_setup_product, lib=_library
-)
+_OPTIONS = "float alpha, float limit, float offset, int interleave, bool weighted_bias, str implementation"
 
-grouped_swiglu = torch.ops.fxshard.grouped_swiglu.default
-grouped_swiglu_backward = torch.ops.fxshard.grouped_swiglu_backward.default
-grouped_product = torch.ops.fxshard.grouped_product.default
-grouped_wgrad = torch.ops.fxshard.grouped_wgrad.default
-grouped_sum = torch.ops.fxshard.grouped_sum.default
+grouped_swiglu = define(
+    "grouped_swiglu(Tensor x, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias, "
+    f"Tensor? up_bias, Tensor? down_bias, Tensor? weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    backward=_autograd,
+    setup_context=_setup,
+)
+grouped_swiglu_backward = define(
+    "grouped_swiglu_backward(Tensor grad, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? down_bias, "
+    f"Tensor? weights, Tensor pre, Tensor pre_up, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+grouped_product = define(
+    "grouped_product(Tensor x, Tensor weight, Tensor offsets, str implementation) -> Tensor",
+    lambda x, weight, offsets, name: implementation(name).product(x, weight, offsets),
+    lambda x, weight, offsets, name: x.new_empty(x.shape[0], weight.shape[-1]),
+    backward=_product_autograd,
+    setup_context=_setup_product,
+)
+grouped_wgrad = define(
+    "grouped_wgrad(Tensor a, Tensor b, Tensor offsets, str implementation) -> Tensor",
+    lambda a, b, offsets, name: implementation(name).weight_gradient(a, b, offsets),
+    lambda a, b, offsets, name: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
+)
+grouped_sum = define(
+    "grouped_sum(Tensor a, Tensor offsets, str implementation) -> Tensor",
+    lambda a, offsets, name: implementation(name).row_sum(a, offsets),
+    lambda a, offsets, name: a.new_empty(offsets.shape[0], a.shape[1]),
+)
 
 
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("fxshard", "FRAGMENT")
-_library.define("pad_groups(Tensor offsets, SymInt rows, int alignment) -> (Tensor, Tensor, Tensor)")
-_library.define("take_rows(Tensor x, Tensor rows, Tensor back) -> Tensor")
+from fxshard.ops import define
 
 
 def padded_rows(rows: Any, groups: Any, alignment: int) -> Any:
@@ -69,13 +67,13 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return take_rows(grad, back, rows), None, None
 
 
-_library.impl("pad_groups", _pad_groups, "CompositeExplicitAutograd")
-_library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("fxshard::pad_groups", _fake_pad_groups, lib=_library)
-torch.library.register_fake(
-    "fxshard::take_rows", lambda x, rows, back: x.new_empty(rows.shape[0], *x.shape[1:]), lib=_library
+pad_groups = define(
+    "pad_groups(Tensor offsets, SymInt rows, int alignment) -> (Tensor, Tensor, Tensor)", _pad_groups, _fake_pad_groups
 )
-torch.library.register_autograd("fxshard::take_rows", _backward, setup_context=_setup, lib=_library)
-
-pad_groups = torch.ops.fxshard.pad_groups.default
-take_rows = torch.ops.fxshard.take_rows.default
+take_rows = define(
+    "take_rows(Tensor x, Tensor rows, Tensor back) -> Tensor",
+    _take_rows,
+    lambda x, rows, back: x.new_empty(rows.shape[0], *x.shape[1:]),
+    backward=_backward,
+    setup_context=_setup,
+)

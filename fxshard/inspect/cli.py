@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"fxshard: {error}", file=sys.stderr)
         return 2
+    except _Failed:
+        return 1
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -67,26 +70,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="fxshard", description="A compiler for sharded training on PyTorch.", epilog=EXAMPLES, formatter_class=raw
+        prog="fxshard",
+        description="A compiler for sharded training on PyTorch.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="say which fxshard and torch these are")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_inspect(commands)
+    doctor.add_to(commands)
+    bench.add_to(commands)
+    return parser
 
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="plan a small model for 8 ranks and print the schedule",
         description="Plan a Llama of six layers for eight ranks and print the schedule: a first look, in seconds.",
     )
-    demo.set_defaults(command=_demo)
+    planned = {"world_size": 8, "shard_size": None, "zero": 3, "hardware": "h200", "budget": None}
+    demo.set_defaults(command=_demo, precision="bf16", optimizer=None, **planned)
 
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     look = commands.add_parser(
         "inspect",
         help="plan a model's training step for any number of ranks and show the schedule",
         description="Plan a training step without process group, GPU or weights, and show the schedule.",
         epilog=INSPECT_EXAMPLES,
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     look.add_argument(
         "target",
@@ -133,10 +148,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     look.set_defaults(command=_inspect)
 
-    doctor.add_to(commands)
-    bench.add_to(commands)
-    return parser
-
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
@@ -168,27 +179,33 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
         machine = _or_usage_error(lambda: hardware(arguments.hardware))
         report(f"building {arguments.target}")
-        try:
+        with _telling(arguments.target):
             model, inputs = load(arguments.target, arguments.layers)
-        except UsageError:
-            raise
-        except Exception as error:
-            print(f"fxshard: {arguments.target} failed:\n{shortened(error)}", end="", file=sys.stderr)
-            return 1
         report(f"planning {arguments.target} for {arguments.world_size} ranks")
-        try:
+        with _telling(f"planning {arguments.target}"):
             schedule = _plan(model, inputs, arguments, report)
-        except UsageError:
-            raise
-        except Exception as error:
-            print(f"fxshard: planning {arguments.target} failed:\n{shortened(error)}", end="", file=sys.stderr)
-            return 1
         report(f"simulating on {arguments.hardware}")
         from fxshard.inspect.simulate import simulate
 
         simulation = simulate(schedule, machine)
     _show(schedule, simulation, arguments)
     return 0
+
+
+class _Failed(Exception):
+    """The person at the terminal knows why."""
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Print why the person's own code, or planning it, failed, without our frames."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        print(f"fxshard: {what} failed:\n{shortened(error)}", end="", file=sys.stderr)
+        raise _Failed from error
 
 
 def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace, report: Report) -> Schedule:
@@ -198,7 +215,6 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
     from fxshard.planning import plan
 
     optimizers: dict[str, AdamW | Muon] = {"adamw": AdamW(), "muon": Muon()}
-
     precision = Precision(param=torch.bfloat16, reduce=torch.float32) if arguments.precision == "bf16" else None
     return _or_usage_error(
         lambda: plan(
@@ -217,28 +233,24 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
 
 
 def _show(schedule: Schedule, simulation: Simulation, arguments: argparse.Namespace) -> None:
-    if arguments.json == "-":
-        from fxshard.inspect.files import to_json
+    from fxshard.inspect.files import to_json
+    from fxshard.inspect.html import to_html
+    from fxshard.inspect.trace import to_chrome_trace
 
+    if arguments.json == "-":
         print(to_json(schedule))
     else:
         _print(schedule, simulation, arguments.hardware)
-    outputs: list[tuple[Path, Callable[[], str]]] = []
-    if arguments.json not in (None, "-"):
-        from fxshard.inspect.files import to_json
-
-        outputs.append((Path(arguments.json), lambda: to_json(schedule)))
-    if arguments.html is not None:
-        from fxshard.inspect.html import to_html
-
-        outputs.append((arguments.html, lambda: to_html(schedule, simulation)))
-    if arguments.trace is not None:
-        from fxshard.inspect.trace import to_chrome_trace
-
-        outputs.append((arguments.trace, lambda: to_chrome_trace(schedule, simulation)))
+    outputs: list[tuple[str | Path | None, Callable[[], str]]] = [
+        (arguments.json if arguments.json != "-" else None, lambda: to_json(schedule)),
+        (arguments.html, lambda: to_html(schedule, simulation)),
+        (arguments.trace, lambda: to_chrome_trace(schedule, simulation)),
+    ]
     for path, text in outputs:
+        if path is None:
+            continue
         try:
-            path.write_text(text(), encoding="utf-8")
+            Path(path).write_text(text(), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
         print(f"wrote {path}", file=sys.stderr)
@@ -287,13 +299,10 @@ def _demo(arguments: argparse.Namespace) -> int:
             model = Llama(LlamaConfig(vocab=8192, dim=1024, layers=6, heads=8, hidden=2816))
             tokens = torch.empty(4, 1024, dtype=torch.long)
         report("planning for 8 ranks")
-        arguments.world_size, arguments.zero, arguments.hardware = 8, 3, "h200"
-        arguments.shard_size, arguments.budget, arguments.precision = None, None, "bf16"
-        arguments.optimizer = None
         schedule = _plan(model, (tokens, tokens), arguments, report)
-        simulation = simulate(schedule, "h200")
+        simulation = simulate(schedule, arguments.hardware)
     print("A Llama of six layers, planned for eight H200s from shapes alone: no GPU, no process group, no weights.\n")
-    _print(schedule, simulation, "h200")
+    _print(schedule, simulation, arguments.hardware)
     print("\nNext: fxshard inspect llama-70b --world-size 1024 --html schedule.html")
     return 0
 

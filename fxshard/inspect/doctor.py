@@ -42,9 +42,13 @@ class Finding:
     detail: str
 
 
+Found = tuple[State, str]
+Check = Callable[[], Found]
+
+
 def examine() -> list[Finding]:
     """Everything that is looked at, in the order it is printed."""
-    checks: list[tuple[str, str, Callable[[], tuple[State, str]]]] = [
+    checks: list[tuple[str, str, Check]] = [
         ("needed", "fxshard", lambda: (State.GOOD, __version__)),
         ("needed", "Python", lambda: _at_least(sys.version.split()[0], "3.11")),
         ("needed", "torch", lambda: _version("torch", "2.11")),
@@ -73,7 +77,7 @@ def examine() -> list[Finding]:
     return found
 
 
-def _safely(check: Callable[[], tuple[State, str]]) -> tuple[State, str]:
+def _safely(check: Check) -> Found:
     """A check that fails is a finding, not a crash: the person came because something does not work."""
     try:
         return check()
@@ -84,7 +88,7 @@ def _safely(check: Callable[[], tuple[State, str]]) -> tuple[State, str]:
 # -- what is here ------------------------------------------------------------------------------------------------------
 
 
-def _at_least(found: str, least: str) -> tuple[State, str]:
+def _at_least(found: str, least: str) -> Found:
     def numbers(version: str) -> tuple[int, ...]:
         return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
 
@@ -92,7 +96,7 @@ def _at_least(found: str, least: str) -> tuple[State, str]:
     return (State.GOOD, found) if fine else (State.BAD, f"{found}, but {least} or newer is needed")
 
 
-def _version(package: str, least: str) -> tuple[State, str]:
+def _version(package: str, least: str) -> Found:
     try:
         importlib.import_module(package)
     except ImportError as error:
@@ -100,13 +104,13 @@ def _version(package: str, least: str) -> tuple[State, str]:
     return _at_least(importlib.metadata.version(package), least)
 
 
-def _extra(package: str, purpose: str) -> tuple[State, str]:
+def _extra(package: str, purpose: str) -> Found:
     if importlib.util.find_spec(package) is None:
         return State.MISSING, f"not installed; {purpose}"
     return State.GOOD, importlib.metadata.version(package)
 
 
-def _cuda() -> tuple[State, str]:
+def _cuda() -> Found:
     import torch
 
     if not torch.backends.cuda.is_built():
@@ -121,7 +125,7 @@ def _cuda() -> tuple[State, str]:
     return State.GOOD, f"{', '.join(kinds)}; CUDA {torch.version.cuda}"
 
 
-def _nccl() -> tuple[State, str]:
+def _nccl() -> Found:
     import torch
     import torch.distributed as dist
 
@@ -131,7 +135,7 @@ def _nccl() -> tuple[State, str]:
     return State.GOOD, ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _gloo() -> tuple[State, str]:
+def _gloo() -> Found:
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_gloo_available()):
@@ -139,7 +143,7 @@ def _gloo() -> tuple[State, str]:
     return State.GOOD, "in torch"
 
 
-def _compiler() -> tuple[State, str]:
+def _compiler() -> Found:
     """Inductor writes C++ for a CPU, and for a GPU the host's part of a segment."""
     from fxshard._compat import cpp_compiler
 
@@ -149,7 +153,7 @@ def _compiler() -> tuple[State, str]:
     return State.GOOD, shutil.which(found) or found
 
 
-def _triton() -> tuple[State, str]:
+def _triton() -> Found:
     import torch
 
     if importlib.util.find_spec("triton") is not None:
@@ -159,7 +163,7 @@ def _triton() -> tuple[State, str]:
     return State.MISSING, "not installed; only CUDA devices need it"
 
 
-def _transformer_engine() -> tuple[State, str]:
+def _transformer_engine() -> Found:
     from fxshard.fused.by_te import engine_refusal
 
     if importlib.util.find_spec("transformer_engine") is None:
@@ -173,13 +177,13 @@ def _transformer_engine() -> tuple[State, str]:
 # -- what will be chosen -----------------------------------------------------------------------------------------------
 
 
-def _lowering() -> tuple[State, str]:
+def _lowering() -> Found:
     import torch
 
     return State.GOOD, "inductor, " + ("Triton kernels" if torch.cuda.is_available() else "C++ kernels")
 
 
-def _experts() -> tuple[State, str]:
+def _experts() -> Found:
     """For a common case: bf16, sizes that every kernel takes."""
     import torch
 
@@ -190,19 +194,19 @@ def _experts() -> tuple[State, str]:
     return State.GOOD, "; ".join([choose("auto", case), *reasons])
 
 
-def _newton_schulz() -> tuple[State, str]:
+def _newton_schulz() -> Found:
     from fxshard.optim.newton_schulz import explain
 
     return State.GOOD, "; ".join(f"{n} × {m}: {explain((n, m), _device())}" for n, m in ((2048, 2048), (2048, 5632)))
 
 
-def _mxfp8_products() -> tuple[State, str]:
+def _mxfp8_products() -> Found:
     from fxshard.precision.products import path
 
     return State.GOOD, path(_device())
 
 
-def _mxfp8_quantizer() -> tuple[State, str]:
+def _mxfp8_quantizer() -> Found:
     from fxshard.precision.kernels import CAPABILITY, runs_on
 
     if runs_on(_device()):
@@ -211,14 +215,12 @@ def _mxfp8_quantizer() -> tuple[State, str]:
     return State.GOOD, f"torch; the kernel needs Triton and compute capability {least}"
 
 
-def _hardware() -> tuple[State, str]:
+def _hardware() -> Found:
     from fxshard.config import Options
     from fxshard.sharding import machine
 
-    return (
-        State.GOOD,
-        f"{machine(Options(), _device()).name} (what schedules are made for, unless hardware= says otherwise)",
-    )
+    name = machine(Options(), _device()).name
+    return State.GOOD, f"{name} (what schedules are made for, unless hardware= says otherwise)"
 
 
 def _device() -> torch.device:

@@ -107,7 +107,7 @@ if HAS_TRITON:
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """See ``muon_rule.all_finite``."""
     bad = torch.zeros((), dtype=torch.int32, device=tensors[0].device)
-    for size, (dtype,), table in _launches(tensors):
+    for size, (dtype,), table in launches(tensors):
         count = table.shape[1]
         _finite_kernel[(triton.cdiv(size, _BLOCK), count)](
             table, count, size, bad, DTYPE=dtype, BLOCK=_BLOCK, num_warps=8
@@ -120,10 +120,19 @@ def momentum_(
 ) -> list[torch.Tensor]:
     """See ``muon_rule.momentum_``."""
     updates = [torch.empty_like(buffer) if nesterov else buffer for buffer in momenta]
-    for size, (grad, state, _), table in _launches(grads, momenta, updates):
+    for size, (grad, state, _), table in launches(grads, momenta, updates):
         count = table.shape[1]
         _momentum_kernel[(triton.cdiv(size, _BLOCK), count)](
-            table, count, size, momentum, GRAD=grad, STATE=state, NESTEROV=nesterov, BLOCK=_BLOCK, num_warps=8
+            table,
+            count,
+            size,
+            momentum,
+            GRAD=grad,
+            STATE=state,
+            NESTEROV=nesterov,
+            BLOCK=_BLOCK,
+            num_warps=8,
+            enable_fp_fusion=False,  # each operation rounded by itself: ``rounding.moved`` gives the same bits
         )
     return updates
 
@@ -138,7 +147,7 @@ def apply_(
     """See ``muon_rule.apply_``."""
     for factor in dict.fromkeys(factors):
         chosen = [i for i, other in enumerate(factors) if other == factor]
-        for size, (param, direction), table in _launches([params[i] for i in chosen], [directions[i] for i in chosen]):
+        for size, (param, direction), table in launches([params[i] for i in chosen], [directions[i] for i in chosen]):
             count = table.shape[1]
             _update_kernel[(triton.cdiv(size, _BLOCK), count)](
                 table,
@@ -159,7 +168,7 @@ def normalize(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -
     Sums are taken in an order that depends on the size of a matrix alone, so that equal matrices have equal norms.
     """
     start = 0
-    for size, (dtype,), table in _launches(matrices):
+    for size, (dtype,), table in launches(matrices):
         count = table.shape[1]
         each = triton.cdiv(triton.cdiv(size, _PARTS), _BLOCK) * _BLOCK
         parts = triton.cdiv(size, each)
@@ -171,7 +180,7 @@ def normalize(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -
         start += count
 
 
-def _launches(*columns: Sequence[torch.Tensor]) -> Iterator[tuple[int, tuple[Any, ...], torch.Tensor]]:
+def launches(*columns: Sequence[torch.Tensor]) -> Iterator[tuple[int, tuple[Any, ...], torch.Tensor]]:
     """(size, dtypes, table of addresses) of tensors that can share a launch."""
     groups: dict[tuple[Any, ...], list[list[int]]] = {}
     for row in zip(*columns, strict=True):

@@ -31,15 +31,32 @@ def multiply(
     return left @ right if add is None else torch.addmm(add, left, right, alpha=alpha, beta=beta)
 
 
-def symmetric_product(left: torch.Tensor, right: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
-    """left·rightᵀ (of ``tall`` matrices: leftᵀ·right), known to be symmetric: up to the diagonal, and mirrored."""
+def scaled(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, times: int) -> torch.Tensor:
+    """left·right, multiplied ``times`` times by the number ``scale`` in fp32, rounded once. Zero if the number is."""
+    if left.device.type == "cpu":
+        wide = left.float() @ right.float()
+    else:
+        wide = torch.mm(left, right, out_dtype=torch.float32)
+    for _ in range(times):
+        wide = wide * scale
+    return torch.where(scale == 0, 0.0, wide).to(left.dtype)
+
+
+def symmetric_product(
+    left: torch.Tensor, right: torch.Tensor, *, tall: bool = False, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """left·rightᵀ (of ``tall`` matrices: leftᵀ·right), known to be symmetric: up to the diagonal, and mirrored.
+
+    With ``scale``, one fp32 number for each matrix of the batch, it is the product of both times that number.
+    """
     if tall:
         left, right = left.mT, right.mT
     out = left.new_empty(left.shape[0], left.shape[1], left.shape[1])
-    for one, x, y in zip(out, left, right, strict=True):
+    for i, (one, x, y) in enumerate(zip(out, left, right, strict=True)):
         for begin in range(0, len(x), _ROWS):
             end = min(begin + _ROWS, len(x))
-            one[begin:end, :end] = multiply(x[begin:end], y[:end].mT)
+            rows, columns = x[begin:end], y[:end].mT
+            one[begin:end, :end] = multiply(rows, columns) if scale is None else scaled(rows, columns, scale[i], 2)
             one[:begin, begin:end] = one[begin:end, :begin].mT
     return out
 
@@ -58,7 +75,11 @@ def polynomial(matrix: torch.Tensor, a: float, b: float, c: float) -> torch.Tens
     return out
 
 
-def product(factor: torch.Tensor, matrix: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
-    """factor·matrix (of ``tall`` matrices: matrix·factor)."""
-    pairs = zip(factor, matrix, strict=True)
-    return torch.stack([multiply(x, f) if tall else multiply(f, x) for f, x in pairs])
+def product(
+    factor: torch.Tensor, matrix: torch.Tensor, *, tall: bool = False, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """factor·matrix (of ``tall`` matrices: matrix·factor), times ``scale``."""
+    pairs = [(x, f) if tall else (f, x) for f, x in zip(factor, matrix, strict=True)]
+    if scale is None:
+        return torch.stack([multiply(x, y) for x, y in pairs])
+    return torch.stack([scaled(x, y, one, 1) for (x, y), one in zip(pairs, scale, strict=True)])

@@ -11,8 +11,9 @@ import torch
 from fxshard.config import Muon, Split
 from fxshard.errors import StateError
 from fxshard.optim import muon_rule as rule
+from fxshard.optim.directions import moved_directions, orthogonal_pieces
 from fxshard.optim.moments import Moments
-from fxshard.optim.plain_muon import check_loaded, groups, orthogonal_pieces, refuse
+from fxshard.optim.plain_muon import check_loaded, groups, refuse
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.exchange import Batch, Travel
 from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
@@ -111,24 +112,15 @@ class ShardedMuon(ShardedOptimizer):
         if not chosen:
             return
         splits = [self._splits[rows.name] for rows in chosen]
-        directions, factors = self._directions(self._momentum(chosen), splits)
-        group = self._group
+        grads, group = [rows.grad for rows in chosen if rows.grad is not None], self._group
+        momenta = [rows.momentum for rows in chosen]
+        directions, factors = moved_directions(grads, momenta, splits, group, self._choice.form)
         rule.apply_([rows.value for rows in chosen], directions, group["lr"], group["weight_decay"], factors)
 
     def _momentum(self, chosen: Sequence[_Rows]) -> list[torch.Tensor]:
         grads = [rows.grad for rows in chosen if rows.grad is not None]
         group = self._group
         return rule.momentum_(grads, [rows.momentum for rows in chosen], group["momentum"], group["nesterov"])
-
-    def _directions(
-        self, updates: Sequence[torch.Tensor], splits: Sequence[Split | None]
-    ) -> tuple[list[torch.Tensor], list[float]]:
-        """The orthogonalized updates and what is left to scale them by."""
-        joined = [
-            rule.join_directions(pieces, split, update.shape, self._group["scale"])
-            for pieces, split, update in zip(self._orthogonal(updates, splits), splits, updates, strict=True)
-        ]
-        return [direction for direction, _ in joined], [factor for _, factor in joined]
 
     def _orthogonal(self, updates: Sequence[torch.Tensor], splits: Sequence[Split | None]) -> list[list[torch.Tensor]]:
         return orthogonal_pieces(updates, splits, self._group, self._choice.form)

@@ -1,6 +1,6 @@
 """Newton–Schulz: the orthogonal factor of many matrices at once, nearly.
 
-Each matrix is normalised in fp32 and multiplied in bf16. Three forms compute the same polynomial of it:
+Each matrix is normalised in fp32 (``start`` says when) and multiplied in bf16. Three forms compute the same polynomial:
 
 plain       gram = X·Xᵀ, B = b·gram + c·gram², X ← a·X + B·X, as everyone writes it: two and a half full products.
 symmetric   Z = a·I + b·gram + c·gram², X ← Z·X, where gram and Z are symmetric, and half of each is computed.
@@ -17,12 +17,13 @@ from types import ModuleType
 
 import torch
 
-from fxshard import _compat
 from fxshard.errors import ConfigError
-from fxshard.optim import elementwise, halves, symmetric
+from fxshard.optim import halves, symmetric
 from fxshard.optim.coefficients import Triple, triples
+from fxshard.optim.start import Momentum, normalized, unscaled
 
-EPS = 1e-7
+How = tuple[str, bool]  # the form, and whether GPU kernels compute it
+Start = tuple[torch.Tensor, torch.Tensor | None]  # a batch, and what each of its matrices is still to be scaled by
 # From this ratio of the sides on, the gram form multiplies less than the symmetric one.
 _GRAM_RATIO = 1.5
 # The kernels take no smaller sides, and padding smaller ones would cost more than half of them saves.
@@ -37,31 +38,33 @@ def orthogonalize(
     coefficients: str = "quintic",
     form: str = "auto",
     max_batch_bytes: int = 2**30,
+    momentum: Momentum | None = None,
 ) -> list[torch.Tensor]:
     """For each [rows, columns] or [batch, rows, columns], a bf16 tensor of its shape with singular values near one.
 
     Matrices of equal size run as one batch of at most ``max_batch_bytes`` of bf16 (or of one tensor, if that has more).
-    Results may share memory with each other, never with the inputs.
+    Results may share memory with each other, never with the inputs. With ``momentum`` the matrices are momentum
+    buffers: they are brought up to date, and what that gives is orthogonalized.
     """
     iteration = triples(coefficients, steps)
     results: dict[int, torch.Tensor] = {}
     for members in _batches(matrices, max_batch_bytes):
         first = matrices[members[0]]
-        chosen, kernels = choose(first.shape, first.device, form)
-        batch = normalized([matrices[i] for i in members], symmetric.TILE if kernels else 1)
-        tall = first.shape[-2] > first.shape[-1]
-        done = _FORMS[chosen](batch, iteration, tall, symmetric if kernels else halves)
+        how = choose(first.shape, first.device, form)
+        moving = momentum.of(members) if momentum is not None else None
+        begin = start(how, [matrices[i] for i in members], moving)
+        done = iterate(how, begin, iteration, tall=first.shape[-2] > first.shape[-1])
         done = done[:, : first.shape[-2], : first.shape[-1]]
-        start = 0
+        position = 0
         for i in members:
             shape = matrices[i].shape
             count = shape[0] if len(shape) == 3 else 1
-            results[i] = done[start : start + count].reshape(shape)
-            start += count
+            results[i] = done[position : position + count].reshape(shape)
+            position += count
     return [results[i] for i in range(len(matrices))]
 
 
-def choose(shape: Sequence[int], device: torch.device, form: str = "auto") -> tuple[str, bool]:
+def choose(shape: Sequence[int], device: torch.device, form: str = "auto") -> How:
     """(form, whether the GPU kernels compute it) for matrices of this shape. Looks at nothing else."""
     small, large = sorted(shape[-2:])
     kernels = symmetric.available(device) and small >= _SMALLEST
@@ -76,31 +79,20 @@ def explain(shape: Sequence[int], device: torch.device, form: str = "auto") -> s
     return f"{chosen}, by {'Triton kernels' if kernels else 'torch.mm, one matrix at a time'}"
 
 
-def normalized(tensors: Sequence[torch.Tensor], multiple: int = 1) -> torch.Tensor:
-    """One bf16 batch of all matrices, each divided by its Frobenius norm (zero stays zero) in fp32, before rounding.
+def start(how: How, tensors: Sequence[torch.Tensor], momentum: Momentum | None = None) -> Start:
+    """The batch that ``iterate`` begins with, of matrices of one shape."""
+    form, kernels = how
+    if form == "plain":
+        return normalized(tensors, momentum), None
+    return unscaled(tensors, momentum, symmetric.TILE if kernels else 1, kernels)
 
-    Sides are padded with zeros to multiples of ``multiple``: they stay zeros in every product.
-    """
-    stacked = [tensor if tensor.ndim == 3 else tensor.unsqueeze(0) for tensor in tensors]
-    rows, columns = stacked[0].shape[1:]
-    padded = [-(-side // multiple) * multiple for side in (rows, columns)]
-    count = sum(len(stack) for stack in stacked)
-    make = torch.empty if padded == [rows, columns] else torch.zeros
-    batch = make((count, *padded), dtype=torch.bfloat16, device=stacked[0].device)
-    singles = [matrix for stack in stacked for matrix in stack]
-    if padded == [rows, columns] and len({single.dtype for single in singles}) == 1 and elementwise.fits(singles):
-        elementwise.normalize(singles, batch, EPS)
-        return batch
-    wide = [stack.float() for stack in stacked]
-    norms = _compat.foreach_norm([matrix for stack in wide for matrix in stack], 2.0) if count else []
-    start = 0
-    for stack in wide:
-        end = start + len(stack)
-        if end > start:
-            divisor = torch.stack(norms[start:end]).clamp_(min=EPS).view(-1, 1, 1)
-            torch.div(stack, divisor, out=batch[start:end, :rows, :columns])
-        start = end
-    return batch
+
+def iterate(how: How, begin: Start, iteration: Sequence[Triple], *, tall: bool) -> torch.Tensor:
+    """Newton–Schulz of a batch, in the form that it was started for."""
+    (form, kernels), (batch, scale) = how, begin
+    if form == "plain":
+        return _plain(batch, iteration, tall)
+    return _FORMS[form](batch, scale, iteration, tall, symmetric if kernels else halves)
 
 
 def stretches(iteration: Sequence[Triple]) -> list[list[Triple]]:
@@ -140,7 +132,7 @@ def _batches(matrices: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
     return closed + list(open_batches.values())
 
 
-def _plain(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels: ModuleType) -> torch.Tensor:
+def _plain(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool) -> torch.Tensor:
     done = []
     for matrix in batch:
         x = matrix.mT if tall else matrix
@@ -152,18 +144,23 @@ def _plain(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels
     return torch.stack(done) if done else batch
 
 
-def _symmetric(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels: ModuleType) -> torch.Tensor:
-    x = batch
+def _symmetric(
+    batch: torch.Tensor, scale: torch.Tensor | None, iteration: Sequence[Triple], tall: bool, kernels: ModuleType
+) -> torch.Tensor:
+    x, left = batch, scale
     for a, b, c in iteration:
-        gram = kernels.symmetric_product(x, x, tall=tall)
-        x = kernels.product(kernels.polynomial(gram, a, b, c), x, tall=tall)
+        gram = kernels.symmetric_product(x, x, tall=tall, scale=left)
+        x = kernels.product(kernels.polynomial(gram, a, b, c), x, tall=tall, scale=left)
+        left = None  # the first step has scaled x
     return x
 
 
-def _gram(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels: ModuleType) -> torch.Tensor:
-    x = batch
+def _gram(
+    batch: torch.Tensor, scale: torch.Tensor | None, iteration: Sequence[Triple], tall: bool, kernels: ModuleType
+) -> torch.Tensor:
+    x, left = batch, scale
     for part in stretches(iteration):
-        gram = kernels.symmetric_product(x, x, tall=tall)
+        gram = kernels.symmetric_product(x, x, tall=tall, scale=left)
         factor = None
         for i, (a, b, c) in enumerate(part):
             z = kernels.polynomial(gram, a, b, c)
@@ -171,8 +168,9 @@ def _gram(batch: torch.Tensor, iteration: Sequence[Triple], tall: bool, kernels:
             factor = z if factor is None else kernels.symmetric_product(z, factor)
             if i + 1 < len(part):
                 gram = kernels.symmetric_product(z, kernels.symmetric_product(z, gram))
-        x = kernels.product(factor, x, tall=tall)
+        x = kernels.product(factor, x, tall=tall, scale=left)
+        left = None  # the first stretch has scaled x
     return x
 
 
-_FORMS = {"plain": _plain, "symmetric": _symmetric, "gram": _gram}
+_FORMS = {"symmetric": _symmetric, "gram": _gram}

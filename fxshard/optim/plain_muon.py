@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fxshard import _compat
-from fxshard.config import Muon, Split
+from fxshard.config import Muon
 from fxshard.errors import StateError
 from fxshard.optim import muon_rule as rule
-from fxshard.optim.newton_schulz import orthogonalize
+from fxshard.optim.directions import moved_directions
 
 
 class PlainMuon(torch.optim.Optimizer):
@@ -66,14 +66,7 @@ class PlainMuon(torch.optim.Optimizer):
         params = [parameter for _, parameter in named]
         splits = [self._splits[name] for name, _ in named]
         momenta = [self._momentum(parameter) for parameter in params]
-        updates = rule.momentum_(_grads(params), momenta, group["momentum"], group["nesterov"])
-        joined = [
-            rule.join_directions(pieces, split, parameter.shape, group["scale"])
-            for pieces, split, parameter in zip(
-                orthogonal_pieces(updates, splits, group, self._choice.form), splits, params, strict=True
-            )
-        ]
-        directions, factors = zip(*joined, strict=True)
+        directions, factors = moved_directions(_grads(params), momenta, splits, group, self._choice.form)
         rule.apply_(params, directions, group["lr"], group["weight_decay"], factors)
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -138,16 +131,6 @@ def groups(choice: Muon, named: Iterable[tuple[str, torch.Tensor]], muon: Contai
         "adamw, no decay": {**adamw, "weight_decay": 0.0},
     }
     return [{"params": pairs, **options[kind]} for kind, pairs in members.items() if pairs]
-
-
-def orthogonal_pieces(
-    updates: Sequence[torch.Tensor], splits: Sequence[Split | None], group: Mapping[str, Any], form: str
-) -> list[list[torch.Tensor]]:
-    """The matrices of each update, orthogonalized. All at once, so that equal shapes make one batch."""
-    pieces = [rule.split_matrices(update, split) for update, split in zip(updates, splits, strict=True)]
-    matrices = [matrix for of_one in pieces for matrix in of_one]
-    done = iter(orthogonalize(matrices, steps=group["steps"], coefficients=group["coefficients"], form=form))
-    return [[next(done) for _ in of_one] for of_one in pieces]
 
 
 def check_loaded(ours: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:

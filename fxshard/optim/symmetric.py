@@ -1,13 +1,8 @@
-# mypy: disable-error-code="no-untyped-def"
-# Kernels have no types that Python knows.
 """GPU kernels for Newton–Schulz: products that are symmetric, at half the cost, and the product with the matrix itself.
 
-One kernel, written in Gluon (the explicit dialect of Triton) for Hopper: a warp that does nothing but start bulk copies
-runs ahead of eight warps that multiply, over tiles of 128 × 256; a persistent program per processor walks the tiles of
-the whole batch. Of a symmetric product only tiles that touch the lower triangle are computed, and each is stored twice.
-
-The tiles depend on the shape alone, never on the size of the batch or on a measurement: a matrix gives the same bits
-wherever it is computed. Sides must be multiples of ``TILE``, and two tiles at least.
+One kernel (``tiles``) for Hopper. Its tiles depend on the shape alone, never on the size of the batch or on a
+measurement: a matrix gives the same bits wherever it is computed. Sides must be multiples of ``TILE``, and two tiles at
+least.
 """
 
 from __future__ import annotations
@@ -17,24 +12,16 @@ from typing import Any
 
 import torch
 
-try:
-    import triton  # noqa: F401
-    from triton.experimental import gluon
+from fxshard.optim import tiles
+from fxshard.optim.tiles import HAS_GLUON
+
+if HAS_GLUON:
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    HAS_GLUON = True
-except ImportError:  # torch for the CPU comes without Triton: ``available`` says so
-    HAS_GLUON = False
-
 TILE = 128
+# Whether tiles of which half lies above the diagonal are computed by half.
+NARROW_ENDS = False
 
 
 @cache
@@ -43,241 +30,16 @@ def available(device: torch.device) -> bool:
     return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-if HAS_GLUON:
-
-    @gluon.jit
-    def _tile(index, height, across, SYMMETRIC: gl.constexpr, BAND: gl.constexpr):
-        """(matrix, row of tiles, column of tiles); rows are 128 high, columns 256 wide."""
-        if SYMMETRIC:
-            # Rows 2p and 2p + 1 have p + 1 tiles each that touch the lower triangle; p(p + 1) tiles come before them.
-            pairs = height // 2
-            tiles = pairs * (pairs + 1) + (height % 2) * (pairs + 1)
-            matrix = index // tiles
-            tile = index % tiles
-            pair = ((gl.sqrt(4.0 * tile.to(gl.float32) + 1.0) - 1.0) * 0.5).to(gl.int32)
-            # The square root may be off by one in either direction.
-            pair = gl.where(pair * (pair + 1) > tile, pair - 1, pair)
-            pair = gl.where((pair + 1) * (pair + 2) <= tile, pair + 1, pair)
-            rest = tile - pair * (pair + 1)
-            row = 2 * pair + rest // (pair + 1)
-            column = rest % (pair + 1)
-        else:
-            # Column by column within bands of rows: what runs together shares its operands in the cache.
-            tiles = height * across
-            matrix = index // tiles
-            tile = index % tiles
-            band = tile // (BAND * across)
-            in_band = gl.minimum(height - band * BAND, BAND)
-            rest = tile - band * BAND * across
-            row = band * BAND + rest % in_band
-            column = rest // in_band
-        return matrix, row, column
-
-    @gluon.jit
-    def _load(
-        a_desc, b_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows, depth,
-        SYMMETRIC: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, BAND: gl.constexpr,
-    ):  # fmt: skip
-        """The warp that copies: fills one stage after the other as they become free."""
-        STAGES: gl.constexpr = a_bufs.type.shape[0]
-        turn = 0
-        for index in range(gl.program_id(0), total, gl.num_programs(0)):
-            matrix, row, column = _tile(index, height, across, SYMMETRIC, BAND)
-            for step in range(0, depth, 64):
-                stage = turn % STAGES
-                mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-                bar = full.index(stage)
-                mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-                if A_T:
-                    tma.async_copy_global_to_shared(
-                        a_desc, [matrix * a_rows + step, row * 128], bar, a_bufs.index(stage)
-                    )
-                else:
-                    tma.async_copy_global_to_shared(
-                        a_desc, [matrix * a_rows + row * 128, step], bar, a_bufs.index(stage)
-                    )
-                if B_T:
-                    tma.async_copy_global_to_shared(
-                        b_desc, [matrix * b_rows + column * 256, step], bar, b_bufs.index(stage)
-                    )
-                else:
-                    tma.async_copy_global_to_shared(
-                        b_desc, [matrix * b_rows + step, column * 256], bar, b_bufs.index(stage)
-                    )
-                turn += 1
-
-    @gluon.jit
-    def _halves(x, layout: gl.constexpr):
-        left, right = x.reshape([128, 2, 128]).permute(0, 2, 1).split()
-        return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
-
-    @gluon.jit
-    def _rounded(x):
-        """fp32 to bf16, here and now.
-
-        Left to itself the compiler converts where the value is stored, and keeps the sums in fp32 until then, in the
-        registers that the products of the next tile already write: it would have to wait for each of them.
-        """
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=False, pack=2
-        )
-
-    @gluon.jit
-    def _polynomial(product, buffer, row, column, a, b, c, layout: gl.constexpr):
-        """a·I + b·A + c·A² on one half tile, in fp32; the half tile of A is in ``buffer``."""
-        r = row * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-        s = column + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-        diagonal = gl.where(r[:, None] == s[None, :], a, 0.0)
-        return diagonal + b * buffer.load(layout).to(gl.float32) + c * product
-
-    @gluon.jit
-    def _step(total, turn, a_bufs, b_bufs, full, ADD: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr):
-        """Queue the product of the next stage, once it is filled."""
-        STAGES: gl.constexpr = a_bufs.type.shape[0]
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        a_buf = a_bufs.index(stage)
-        b_buf = b_bufs.index(stage)
-        if A_T:
-            a_buf = a_buf.permute((1, 0))
-        if B_T:
-            b_buf = b_buf.permute((1, 0))
-        return warpgroup_mma(a_buf, b_buf, total, use_acc=ADD, is_async=True)
-
-    @gluon.jit
-    def _release(total, turn, empty, STAGES: gl.constexpr):
-        """All queued products but the last are done: the stage before it may be filled again."""
-        total = warpgroup_mma_wait(1, (total,))
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-        return total
-
-    @gluon.jit
-    def _store(out_desc, epilogue, value, top, row, column, nowhere, PIECE: gl.constexpr, SYMMETRIC: gl.constexpr):
-        """Store half a tile at block (row, column), or its mirror image if PIECE is odd. Some of it goes nowhere.
-
-        Beyond the last row, a bulk copy writes nothing. A branch instead would end the overlap with the products.
-        """
-        BUFFERS: gl.constexpr = epilogue.type.shape[0]
-        buffer = epilogue.index(PIECE % BUFFERS)
-        tma.store_wait(BUFFERS - 1)
-        if PIECE % 2 == 0:
-            # Below the diagonal, or on it; above, it is another tile's mirror image.
-            if SYMMETRIC:
-                down = gl.where(column <= row, top + row * 128, nowhere)
-            else:
-                down = top + row * 128
-            buffer.store(value)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [down, column * 128], buffer)
-        elif SYMMETRIC:
-            across = gl.where(column < row, top + column * 128, nowhere)
-            buffer.permute((1, 0)).store(value)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [across, row * 128], buffer)
-
-    @gluon.jit
-    def _multiply(
-        d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, total, height, across, rows, depth, a, b, c,
-        SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, BAND: gl.constexpr,
-    ):  # fmt: skip
-        """The warps that multiply. A tile is stored while the first products of the next one are under way."""
-        STAGES: gl.constexpr = a_bufs.type.shape[0]
-        whole: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16])
-        half: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 128, 16])
-        turn = 0
-        parity = 0
-        nowhere = out_desc.shape[0]
-        left = gl.zeros([128, 128], out_desc.dtype, half)
-        right = gl.zeros([128, 128], out_desc.dtype, half)
-        # Before the first tile there is nothing to store.
-        old_top, old_row, old_column = nowhere, 0, 0
-        matrix, row, column = _tile(gl.program_id(0), height, across, SYMMETRIC, BAND)
-        for index in range(gl.program_id(0), total, gl.num_programs(0)):
-            top = matrix * rows
-            sum = gl.zeros([128, 256], gl.float32, whole)
-            sum = _step(sum, turn, a_bufs, b_bufs, full, False, A_T, B_T)
-            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 0, SYMMETRIC)
-            sum = _step(sum, turn + 1, a_bufs, b_bufs, full, True, A_T, B_T)
-            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 1, SYMMETRIC)
-            sum = _release(sum, turn + 1, empty, STAGES)
-            sum = _step(sum, turn + 2, a_bufs, b_bufs, full, True, A_T, B_T)
-            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 2, SYMMETRIC)
-            sum = _release(sum, turn + 2, empty, STAGES)
-            sum = _step(sum, turn + 3, a_bufs, b_bufs, full, True, A_T, B_T)
-            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 3, SYMMETRIC)
-            sum = _release(sum, turn + 3, empty, STAGES)
-            if POLYNOMIAL:
-                tma.store_wait(0)
-                mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256], given, epilogue.index(0))
-                tma.async_copy_global_to_shared(d_desc, [top + row * 128, column * 256 + 128], given, epilogue.index(1))
-            turn += 4
-            # Where the next tile lies is found out while products are under way, not between two tiles.
-            new_matrix, new_row, new_column = _tile(index + gl.num_programs(0), height, across, SYMMETRIC, BAND)
-            for _ in range(256, depth, 64):
-                sum = _step(sum, turn, a_bufs, b_bufs, full, True, A_T, B_T)
-                sum = _release(sum, turn, empty, STAGES)
-                turn += 1
-            sum = warpgroup_mma_wait(0, (sum,))
-            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-            new_left, new_right = _halves(sum, half)
-            if POLYNOMIAL:
-                mbarrier.wait(given, parity)
-                parity ^= 1
-                new_left = _polynomial(new_left, epilogue.index(0), row, column * 256, a, b, c, half)
-                new_right = _polynomial(new_right, epilogue.index(1), row, column * 256 + 128, a, b, c, half)
-            left = _rounded(new_left)
-            right = _rounded(new_right)
-            old_top, old_row, old_column = top, row, column
-            matrix, row, column = new_matrix, new_row, new_column
-        for piece in gl.static_range(2):
-            _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, piece, SYMMETRIC)
-        for piece in gl.static_range(2):
-            _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 2 + piece, SYMMETRIC)
-        tma.store_wait(0)
-
-    @gluon.jit
-    def _kernel(
-        a_desc, b_desc, d_desc, out_desc, batch, rows, columns, a_rows, b_rows, depth, a, b, c,
-        SYMMETRIC: gl.constexpr, POLYNOMIAL: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
-        STAGES: gl.constexpr, BAND: gl.constexpr,
-    ):  # fmt: skip
-        dtype: gl.constexpr = a_desc.dtype
-        a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
-        b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-        epilogue = gl.allocate_shared_memory(dtype, [2 if POLYNOMIAL else 1, 128, 128], out_desc.layout)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(full.index(stage), count=1)
-            mbarrier.init(empty.index(stage), count=1)
-        mbarrier.init(given, count=1)
-        height = rows // 128
-        across = (columns + 255) // 256
-        if SYMMETRIC:
-            pairs = height // 2
-            total = batch * (pairs * (pairs + 1) + (height % 2) * (pairs + 1))
-        else:
-            total = batch * height * across
-        gl.warp_specialize(
-            [
-                (_multiply, (d_desc, out_desc, a_bufs, b_bufs, epilogue, full, empty, given, total, height, across,
-                             rows, depth, a, b, c, SYMMETRIC, POLYNOMIAL, A_T, B_T, BAND)),
-                (_load, (a_desc, b_desc, a_bufs, b_bufs, full, empty, total, height, across, a_rows, b_rows, depth,
-                         SYMMETRIC, A_T, B_T, BAND)),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
-
-
-def symmetric_product(left: torch.Tensor, right: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
+def symmetric_product(
+    left: torch.Tensor, right: torch.Tensor, *, tall: bool = False, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """left·rightᵀ (of ``tall`` matrices: leftᵀ·right), which the caller knows to be symmetric: half of it is computed.
 
-    Both are [batch, side, depth], or [batch, depth, side] where tall.
+    Both are [batch, side, depth], or [batch, depth, side] where tall. With ``scale``, one fp32 number for each matrix
+    of the batch, it is the product of both times that number, in fp32.
     """
-    return _launch(left, right, left.shape[-1] if tall else left.shape[-2], symmetric=True, a_t=tall, b_t=not tall)
+    side = left.shape[-1] if tall else left.shape[-2]
+    return _launch(left, right, side, symmetric=True, a_t=tall, b_t=not tall, scale=scale, factors=2)
 
 
 def polynomial(matrix: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
@@ -285,11 +47,13 @@ def polynomial(matrix: torch.Tensor, a: float, b: float, c: float) -> torch.Tens
     return _launch(matrix, matrix, matrix.shape[-1], symmetric=True, b_t=True, triple=(a, b, c))
 
 
-def product(factor: torch.Tensor, matrix: torch.Tensor, *, tall: bool = False) -> torch.Tensor:
-    """factor·matrix (of ``tall`` matrices: matrix·factor), with a symmetric ``factor``."""
+def product(
+    factor: torch.Tensor, matrix: torch.Tensor, *, tall: bool = False, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """factor·matrix (of ``tall`` matrices: matrix·factor), with a symmetric ``factor``; times ``scale``, in fp32."""
     if tall:
-        return _launch(matrix, factor, matrix.shape[-1], b_t=True)
-    return _launch(factor, matrix, matrix.shape[-1])
+        return _launch(matrix, factor, matrix.shape[-1], b_t=True, scale=scale)
+    return _launch(factor, matrix, matrix.shape[-1], scale=scale)
 
 
 def _launch(
@@ -301,19 +65,23 @@ def _launch(
     a_t: bool = False,
     b_t: bool = False,
     triple: tuple[float, float, float] | None = None,
+    scale: torch.Tensor | None = None,
+    factors: int = 1,
 ) -> torch.Tensor:
     batch = a.shape[0]
     depth, rows = (a.shape[1], a.shape[2]) if a_t else (a.shape[2], a.shape[1])
     out = torch.empty(batch, rows, columns, dtype=a.dtype, device=a.device)
     height, across = rows // TILE, -(-columns // 256)
     pairs = height // 2
-    tiles = pairs * (pairs + 1) + height % 2 * (pairs + 1) if symmetric else height * across
+    count = pairs * (pairs + 1) + height % 2 * (pairs + 1) if symmetric else height * across
     given = a if triple is not None else out
-    _kernel[(min(batch * tiles, _processors(a.device)),)](
+    tiles.kernel[(min(batch * count, _processors(a.device)),)](
         _descriptor(a, [64, 128] if a_t else [128, 64]),
         _descriptor(b, [256, 64] if b_t else [64, 256]),
+        _descriptor(b, [128, 64] if b_t else [64, 128]),
         _descriptor(given, [128, 128]),
         _descriptor(out, [128, 128]),
+        out if scale is None else scale,  # not looked at unless SCALED
         batch,
         rows,
         columns,
@@ -325,6 +93,8 @@ def _launch(
         POLYNOMIAL=triple is not None,
         A_T=a_t,
         B_T=b_t,
+        NARROW=symmetric and NARROW_ENDS,
+        SCALED=0 if scale is None else factors,
         STAGES=4 if triple is None else 3,  # as many as fit beside the buffers for results
         BAND=16,
         num_warps=8,

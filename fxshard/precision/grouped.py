@@ -9,11 +9,9 @@ are. Weights are stacks ``[experts, rows, columns]``, each matrix quantized for 
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
-from fxshard.fused.by_torch import TorchExperts
+from fxshard.fused.by_torch import TorchExperts, groups
 from fxshard.precision.kernels import quantize_one
 from fxshard.precision.mxfp8 import BLOCK, COLUMNWISE, E4M3, ROWWISE, Quantized, scale_values
 from fxshard.precision.products import multiply, scaled_products, wide_dtype
@@ -44,7 +42,7 @@ def multiply_groups(tokens: Quantized, weights: Quantized, offsets: torch.Tensor
     contracted = 2 if weights.axis == ROWWISE else 1
     if scaled_products(tokens.data.device):
         out = tokens.data.new_zeros((tokens.data.shape[0], weights.data.shape[3 - contracted]), dtype=dtype)
-        for e, (begin, end) in enumerate(_ends(offsets)):
+        for e, (begin, end) in enumerate(groups(offsets)):
             if begin < end:
                 some = Quantized(tokens.data[begin:end], tokens.scales[begin:end], ROWWISE)
                 out[begin:end] = multiply(some, Quantized(weights.data[e], weights.scales[e], weights.axis), dtype)
@@ -59,7 +57,7 @@ def weight_gradients(a: Quantized, b: Quantized, offsets: torch.Tensor, dtype: t
     """``aᵀ b`` over the tokens of each expert, both quantized down them."""
     if scaled_products(a.data.device):
         out = a.data.new_zeros((offsets.shape[0], a.data.shape[1], b.data.shape[1]), dtype=dtype)
-        for e, (begin, end) in enumerate(_ends(offsets)):
+        for e, (begin, end) in enumerate(groups(offsets)):
             if begin < end:
                 first = begin // BLOCK + e
                 blocks = slice(first, first - (begin - end) // BLOCK)
@@ -84,7 +82,3 @@ def _dequantize_stack(stack: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """A stack's blocks are those of one tall matrix: 32 divides the rows of each."""
     tall = Quantized(stack.data.flatten(0, 1), stack.scales.flatten(0, 1), stack.axis)
     return tall.dequantize(dtype).view(stack.data.shape)
-
-
-def _ends(offsets: torch.Tensor) -> list[tuple[int, int]]:
-    return list(pairwise([0, *offsets.tolist()]))

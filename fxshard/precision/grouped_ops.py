@@ -7,15 +7,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from fxshard.ops import define
 from fxshard.precision.grouped import multiply_groups, quantize_groups, scale_rows, weight_gradients
 from fxshard.precision.mxfp8 import COLUMNWISE, E4M3, ROWWISE, Quantized
-
-_library = torch.library.Library("fxshard", "FRAGMENT")
-_OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor offsets"
-_library.define("mxfp8_quantize_groups(Tensor value, Tensor offsets) -> (Tensor, Tensor)")
-_library.define("mxfp8_stack(Tensor[] data, Tensor[] scales) -> (Tensor, Tensor)")
-_library.define(f"mxfp8_grouped_mm({_OPERANDS}, int axis, ScalarType dtype) -> Tensor")
-_library.define(f"mxfp8_grouped_wgrad({_OPERANDS}, ScalarType dtype) -> Tensor")
 
 
 def _quantize_groups(value: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,14 +49,16 @@ def _fake_wgrad(a: Any, a_scales: Any, b: Any, b_scales: Any, offsets: Any, dtyp
     return made
 
 
-for _name, _kernel, _fake in (
-    ("mxfp8_quantize_groups", _quantize_groups, _fake_quantize),
-    ("mxfp8_stack", _stack, _fake_stack),
-    ("mxfp8_grouped_mm", _multiply, _fake_multiply),
-    ("mxfp8_grouped_wgrad", _wgrad, _fake_wgrad),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fxshard::{_name}", _fake, lib=_library)
+_OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor offsets"
+
+mxfp8_quantize_groups = define(
+    "mxfp8_quantize_groups(Tensor value, Tensor offsets) -> (Tensor, Tensor)", _quantize_groups, _fake_quantize
+)
+mxfp8_stack = define("mxfp8_stack(Tensor[] data, Tensor[] scales) -> (Tensor, Tensor)", _stack, _fake_stack)
+mxfp8_grouped_mm = define(
+    f"mxfp8_grouped_mm({_OPERANDS}, int axis, ScalarType dtype) -> Tensor", _multiply, _fake_multiply
+)
+mxfp8_grouped_wgrad = define(f"mxfp8_grouped_wgrad({_OPERANDS}, ScalarType dtype) -> Tensor", _wgrad, _fake_wgrad)
 
 
 @register_flop_formula(torch.ops.fxshard.mxfp8_grouped_mm)
@@ -73,9 +69,3 @@ def _(a: Any, a_scales: Any, b: Any, *_: Any, **__: Any) -> int:
 @register_flop_formula(torch.ops.fxshard.mxfp8_grouped_wgrad)
 def _(a: Any, a_scales: Any, b: Any, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
-
-
-mxfp8_quantize_groups = torch.ops.fxshard.mxfp8_quantize_groups.default
-mxfp8_stack = torch.ops.fxshard.mxfp8_stack.default
-mxfp8_grouped_mm = torch.ops.fxshard.mxfp8_grouped_mm.default
-mxfp8_grouped_wgrad = torch.ops.fxshard.mxfp8_grouped_wgrad.default

@@ -22,8 +22,8 @@ CAPABILITY = (8, 9)
 class Tile:
     """What one program of the kernel works on: 32 rows, so many columns."""
 
-    columns: int = 128
-    warps: int = 2
+    columns: int = 64
+    warps: int = 1
 
 
 @functools.cache

@@ -11,16 +11,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from fxshard.ops import define
 from fxshard.precision import products
 from fxshard.precision.kernels import empty, quantize_both, quantize_one
 from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE, Quantized
-
-_library = torch.library.Library("fxshard", "FRAGMENT")
-_OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, int a_axis, int b_axis"
-_library.define("mxfp8_quantize(Tensor value, int axis) -> (Tensor, Tensor)")
-_library.define("mxfp8_quantize_both(Tensor value) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(f"mxfp8_mm({_OPERANDS}, ScalarType dtype) -> Tensor")
-_library.define(f"mxfp8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()")
 
 
 def _quantize(value: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,22 +55,16 @@ def _fake_multiply(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_
     return made
 
 
-for _name, _kernel, _fake in (
-    ("mxfp8_quantize", _quantize, _fake_quantize),
-    ("mxfp8_quantize_both", _quantize_both, _fake_both),
-    ("mxfp8_mm", _multiply, _fake_multiply),
-    ("mxfp8_mm_into", _multiply_into, lambda *_: None),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fxshard::{_name}", _fake, lib=_library)
+_OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, int a_axis, int b_axis"
+
+mxfp8_quantize = define("mxfp8_quantize(Tensor value, int axis) -> (Tensor, Tensor)", _quantize, _fake_quantize)
+mxfp8_quantize_both = define(
+    "mxfp8_quantize_both(Tensor value) -> (Tensor, Tensor, Tensor, Tensor)", _quantize_both, _fake_both
+)
+mxfp8_mm = define(f"mxfp8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply)
+mxfp8_mm_into = define(f"mxfp8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()", _multiply_into, lambda *_: None)
 
 
 @register_flop_formula([torch.ops.fxshard.mxfp8_mm, torch.ops.fxshard.mxfp8_mm_into])
 def _(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_axis: int, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1 - b_axis]
-
-
-mxfp8_quantize = torch.ops.fxshard.mxfp8_quantize.default
-mxfp8_quantize_both = torch.ops.fxshard.mxfp8_quantize_both.default
-mxfp8_mm = torch.ops.fxshard.mxfp8_mm.default
-mxfp8_mm_into = torch.ops.fxshard.mxfp8_mm_into.default

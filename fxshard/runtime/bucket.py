@@ -26,9 +26,9 @@ class Bucket:
 
     ``master`` is this rank's shard, what the optimizer updates. ``full`` exists only where unsharded parameters are
     resident; a master of the compute dtype is then a slice of it. ``copies`` are the quantized parameters at rest,
-    where they are quantized. ``grad`` is the reduced gradient of the shard: it
-    exists from the backward that needs it until forward finds that nobody holds its gradients any more, so that it
-    shares memory with activations. ``grad_full`` exists only where full gradients are kept (ZeRO-1).
+    where they are quantized. ``grad`` is the reduced gradient of the shard: it exists from the backward that needs it
+    until forward finds that nobody holds its gradients any more, so that it shares memory with activations.
+    ``grad_full`` exists only where full gradients are kept (ZeRO-1).
     """
 
     def __init__(self, plan: BucketPlan, channels: Channels, device: torch.device) -> None:
@@ -76,13 +76,13 @@ class Bucket:
 
     def make_params(self, originals: Mapping[str, nn.Parameter]) -> None:
         """The parameters users see: sharded over the mesh, plain tensors where there is none."""
+        watch_optimizers()
         for fragment in self.fragments:
             original = originals[fragment.name]
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
             parameter.__dict__.update(original.__dict__)
             self.params.append(parameter)
             guard(parameter, self)
-            watch_optimizers()
             watch(parameter, self.master, always=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
@@ -93,13 +93,11 @@ class Bucket:
 
     def as_rows(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's rows of a parameter in a flat shard."""
-        fragment = self.fragments[self.plan.layout.index[name]]
-        return self._shaped(flat[fragment.offset : fragment.offset + fragment.numel], name)
+        return self._shaped(self._part(flat, name), name)
 
     def as_param(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """A parameter-shaped tensor (a DTensor where there is a mesh) over this rank's rows in a flat shard."""
-        fragment = self.fragments[self.plan.layout.index[name]]
-        return self.wrap(flat[fragment.offset : fragment.offset + fragment.numel], name)
+        return self.wrap(self._part(flat, name), name)
 
     def wrap(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's elements of a parameter, wherever they lie, as a parameter-shaped tensor."""
@@ -132,10 +130,10 @@ class Bucket:
     def hand_out(self, name: str) -> torch.Tensor:
         """A parameter for a state dict, the same tensor each time. What is written to it changes the parameter."""
         if name not in self._handed_out:
-            fragment = self.fragments[self.plan.layout.index[name]]
-            part = self.master[fragment.offset : fragment.offset + fragment.numel]
             master = self.master  # and not this bucket, which would then wait for the garbage collector
-            self._handed_out[name] = self.as_state(part, name, lambda: torch.autograd.graph.increment_version([master]))
+            self._handed_out[name] = self.as_state(
+                self._part(master, name), name, lambda: torch.autograd.graph.increment_version([master])
+            )
         return self._handed_out[name]
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -239,7 +237,7 @@ class Bucket:
         if any(parameter.grad is not None for parameter in self.params):
             self.hold_gradient()
         with torch.no_grad():
-            for parameter, own in zip(self.params, self.grads, strict=False):
+            for parameter, own in zip(self.params, self.grads, strict=False):  # none, where nobody has one
                 if parameter.grad is not None and parameter.grad is not own:
                     own.copy_(parameter.grad)
                     parameter.grad = own
@@ -255,15 +253,18 @@ class Bucket:
         mixed = self.plan.master_dtype != self.plan.param_dtype
         if self.copies is not None:
             param = self.copies.memory.untyped_storage().nbytes()
-        elif self.full is None and not mixed:
-            param, master = master, 0
-        elif self.full is not None and not mixed:
-            master = 0
+        elif not mixed:  # the master is the parameters, or a slice of them
+            param, master = param or master, 0
         kept = self.kept if self.kept is not self.grad_full else None
         grads = [
             tensor.untyped_storage().nbytes() for tensor in (self.grad, self.grad_full, kept) if tensor is not None
         ]
         return {"param": param, "grad": sum(grads), "state": master}
+
+    def _part(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """This rank's elements of a parameter in a flat shard."""
+        fragment = self.fragments[self.plan.layout.index[name]]
+        return flat[fragment.offset : fragment.offset + fragment.numel]
 
     def _shaped(self, part: torch.Tensor, name: str) -> torch.Tensor:
         index = self.plan.layout.index[name]

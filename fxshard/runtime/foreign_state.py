@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxshard import _compat
 from fxshard.runtime.rows import Rows
-from fxshard.runtime.unreduced import bucket_of
+from fxshard.runtime.unreduced import bucket_of, buckets_of
 
 _known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _hook: Any = None
@@ -31,7 +31,7 @@ def watch_optimizers() -> None:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _known:
         _known.add(optimizer)
-        if any(bucket_of(parameter) is not None for group in optimizer.param_groups for parameter in group["params"]):
+        if buckets_of(optimizer):
             optimizer.register_state_dict_pre_hook(_before_state_dict)
 
 

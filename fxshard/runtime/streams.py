@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -66,78 +68,75 @@ class CudaToken:
         return self._event.query()
 
 
-class Streams(Protocol):
+Collective = Callable[[bool], dist.Work | AllOf | None]
+"""Called with whether it is to return work to wait for (CPU) or run on the current stream (CUDA)."""
+
+
+class Streams(ABC):
     """Where collectives run."""
 
     def launch(
         self,
         stream: str,
-        collective: Callable[[bool], dist.Work | AllOf | None] | None,
+        collective: Collective | None,
         *,
         before: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
-        after: list[Token] | None = None,
+        after: Iterable[Token] = (),
     ) -> Token:
-        """Start ``before``, ``collective`` and ``then`` on ``stream``, behind the tokens in ``after``.
+        """Start ``before``, ``collective`` and ``then`` on ``stream``, behind the tokens in ``after``."""
+        with self._on(stream):
+            for token in after:
+                token.wait()
+            if before is not None:
+                before()
+            return self._start(stream, collective, then)
 
-        The collective is called with whether it is to return work to wait for (CPU) or run on the stream (CUDA).
-        """
-
+    @abstractmethod
     def mark(self) -> Token:
         """What the compute stream has been given so far."""
 
+    @abstractmethod
+    def _on(self, stream: str) -> AbstractContextManager[object]:
+        """What is done inside goes to that stream."""
 
-class CpuStreams:
+    @abstractmethod
+    def _start(self, stream: str, collective: Collective | None, then: Callable[[], None] | None) -> Token:
+        """Start a collective, and what follows it, on the stream that is current."""
+
+
+class CpuStreams(Streams):
     """The CPU: gloo's own threads are the stream; what comes before and after runs in the caller."""
-
-    def launch(
-        self,
-        stream: str,
-        collective: Callable[[bool], dist.Work | AllOf | None] | None,
-        *,
-        before: Callable[[], None] | None = None,
-        then: Callable[[], None] | None = None,
-        after: list[Token] | None = None,
-    ) -> Token:
-        for token in after or ():
-            token.wait()
-        if before is not None:
-            before()
-        return CpuToken(collective(True) if collective is not None else None, then)
 
     def mark(self) -> Token:
         return _NOTHING
 
+    def _on(self, stream: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
-class CudaStreams:
+    def _start(self, stream: str, collective: Collective | None, then: Callable[[], None] | None) -> Token:
+        return CpuToken(collective(True) if collective is not None else None, then)
+
+
+class CudaStreams(Streams):
     """CUDA: a stream each for gathers, reductions and sums over replicas. A launch waits only for what it names."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce", "replicas")}
 
-    def launch(
-        self,
-        stream: str,
-        collective: Callable[[bool], dist.Work | AllOf | None] | None,
-        *,
-        before: Callable[[], None] | None = None,
-        then: Callable[[], None] | None = None,
-        after: list[Token] | None = None,
-    ) -> Token:
-        with torch.cuda.stream(self._streams[stream]):
-            for token in after or ():
-                token.wait()
-            if before is not None:
-                before()
-            if collective is not None:
-                collective(False)
-            if then is not None:
-                then()
-            return CudaToken(self._streams[stream].record_event(), self._device)
-
     def mark(self) -> Token:
         return CudaToken(torch.cuda.current_stream(self._device).record_event(), self._device)
+
+    def _on(self, stream: str) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[stream])
+
+    def _start(self, stream: str, collective: Collective | None, then: Callable[[], None] | None) -> Token:
+        if collective is not None:
+            collective(False)
+        if then is not None:
+            then()
+        return CudaToken(self._streams[stream].record_event(), self._device)
 
 
 class _Nothing:

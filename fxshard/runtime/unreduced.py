@@ -33,6 +33,12 @@ def bucket_of(parameter: torch.Tensor) -> Bucket | None:
     return reference() if reference is not None else None
 
 
+def buckets_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
+    """The buckets of the sharded parameters that an optimizer updates, each once."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return list(dict.fromkeys(bucket for bucket in map(bucket_of, parameters) if bucket is not None))
+
+
 def refuse_unreduced(buckets: Iterable[Bucket], what: str) -> None:
     """Raise if ``no_sync`` left gradients that no backward has reduced since."""
     names = [bucket.plan.name for bucket in buckets if bucket.kept is not None]
@@ -45,10 +51,4 @@ def refuse_unreduced(buckets: Iterable[Bucket], what: str) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    found: dict[int, Bucket] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            bucket = bucket_of(parameter)
-            if bucket is not None:
-                found[id(bucket)] = bucket
-    refuse_unreduced(found.values(), "optimizer.step()")
+    refuse_unreduced(buckets_of(optimizer), "optimizer.step()")

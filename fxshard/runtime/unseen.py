@@ -2,7 +2,8 @@
 
 Version counters see almost every change (``freshness``). They do not see writes through ``parameter.data``, through
 ``torch._foreach`` functions on DTensors, or by a kernel of one's own. So where a program uses what was gathered
-earlier, the bits of the shard are added up and compared with what they were then: one pass over this rank's part.
+earlier, this rank's part of it is compared with the shard. Where that part is not at hand (still under way, quantized,
+given away, or the shard itself), the bits of the shard are added up when it is gathered, and again: a pass more.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ class Unseen:
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self._streams = streams
         self._pin = device.type == "cuda"
-        self._sums: dict[int, torch.Tensor] = {}
+        self._then: dict[int, torch.Tensor] = {}
         self._open: list[tuple[Token, torch.Tensor, list[str]]] = []
 
     def gathered(self, bucket: Bucket) -> None:
         """A bucket has just been gathered, or is on its way."""
-        self._sums[bucket.plan.index] = _sum_of_bits(bucket.master)
+        plan, full = bucket.plan, bucket.full
+        if full is not None and plan.master_dtype != plan.param_dtype:  # were they equal, the shard would be part of it
+            self._then[plan.index] = bucket.own_slice(full)
+        else:
+            self._then[plan.index] = _sum_of_bits(bucket.master)
 
     def compare(self, buckets: Iterable[Bucket]) -> None:
         """These are used as they were gathered."""
-        chosen = [bucket for bucket in buckets if bucket.plan.index in self._sums]
+        chosen = [bucket for bucket in buckets if bucket.plan.index in self._then]
         if chosen:
-            now = torch.stack([_sum_of_bits(bucket.master) for bucket in chosen])
-            before = torch.stack([self._sums[bucket.plan.index] for bucket in chosen])
+            differ = [_differs(self._then[bucket.plan.index], bucket.master) for bucket in chosen]
             differs = torch.empty(len(chosen), dtype=torch.bool, pin_memory=self._pin)
-            differs.copy_(now != before, non_blocking=True)
+            differs.copy_(torch.stack(differ), non_blocking=True)
             self._open.append((self._streams.mark(), differs, [bucket.plan.name for bucket in chosen]))
         self._look()
 
@@ -55,6 +59,14 @@ class Unseen:
                     "they were gathered: change the parameters themselves under torch.no_grad(), or call "
                     "model.parameters_changed() behind the change, on every rank"
                 )
+
+
+def _differs(then: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Whether a shard is no longer what was gathered of it. Bits are compared: a NaN that stays is no change."""
+    if then.ndim == 0:
+        return then != _sum_of_bits(shard)
+    same_size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[then.element_size()]
+    return (then.view(same_size) != shard.detach().to(then.dtype).view(same_size)).any()
 
 
 def _sum_of_bits(shard: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,18 @@ class Unlike(Loop):
         self.experts[1] = Mlp(DIM, 2 * INNER)
 
 
+class Clamped(Loop):
+    """Every expert clamps its gate and up."""
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        def expert(mlp: Any, part: Tensor) -> Tensor:
+            gate, up = mlp.gate(part).clamp(max=7.0), mlp.up(part).clamp(-7.0, 7.0)
+            return mlp.down(F.silu(gate) * up)
+
+        parts = x.chunk(len(self.experts), dim=0)
+        return torch.cat([expert(mlp, part) for mlp, part in zip(self.experts, parts, strict=True)])
+
+
 class Disordered(Loop):
     def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
         parts = x.chunk(len(self.experts), dim=0)[::-1]
@@ -156,6 +168,7 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "put together twice": (lambda: Beside(*SIZES), "dense gated MLP"),
     "autocast": (lambda: Narrow(*SIZES), "differ in type"),
     "experts of two sizes": (lambda: Unlike(*SIZES), "differ in shape or activation"),
+    "clamped experts": (lambda: Clamped(*SIZES), "not plain SwiGLU"),
     "experts in another order": (lambda: Disordered(*SIZES), "not consecutive parts"),
 }
 
@@ -185,6 +198,61 @@ def test_an_input_that_changes_in_between() -> None:
         assert torch.equal(captured(*args), model(*args))
     (left,) = report.left
     assert "changed in place before the experts are done" in left.reason
+
+
+class Rounded(Titan):
+    """The experts get their input rounded."""
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x.bfloat16().float(), offsets, weights)
+
+
+class RoundedForGate(Titan):
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        gate = product(x.bfloat16().float(), self.w1.mT, offsets)
+        return product(F.silu(gate) * product(x, self.w3.mT, offsets), self.w2.mT, offsets)
+
+
+class CopiedAndChanged(Titan):
+    """What the experts read is a copy, made by casts, of something that changes afterwards."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__(*SIZES)
+        self.which = which
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        x, scale = x * 1, weights[:, None] * 1
+        for_gate, by = x.to(torch.float64).to(torch.float32), scale.to(torch.float64).to(torch.float32)
+        for_up = for_gate
+        if self.which == "x":
+            x.mul_(2)
+        if self.which == "between":
+            x.mul_(2)
+            for_up = x.to(torch.float64).to(torch.float32)
+        if self.which == "weights":
+            scale.mul_(2)
+        gate, up = product(for_gate, self.w1.mT, offsets), product(for_up, self.w3.mT, offsets)
+        return product(F.silu(gate) * up * by, self.w2.mT, offsets)
+
+
+@pytest.mark.shows("G2")
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        pytest.param(lambda: Rounded(*SIZES), True, id="rounded"),
+        pytest.param(lambda: RoundedForGate(*SIZES), False, id="rounded for gate"),
+        pytest.param(lambda: CopiedAndChanged("nothing"), True, id="copied"),
+        pytest.param(lambda: CopiedAndChanged("x"), True, id="x changed behind its copy"),
+        pytest.param(lambda: CopiedAndChanged("between"), False, id="x changed between two copies"),
+        pytest.param(lambda: CopiedAndChanged("weights"), False, id="weights changed behind their copy"),
+    ],
+)
+def test_a_cast_is_read_as_what_it_was_when_it_was_made(make: Callable[[], Titan], fused: bool) -> None:
+    model, args = make(), inputs(OFFSETS)
+    captured, report, _ = rewritten(model)
+    with torch.no_grad():
+        assert torch.allclose(captured(*args), model(*args), rtol=1e-5, atol=1e-6)
+    assert bool(report.fused) == fused, report
 
 
 @pytest.mark.shows("G2")

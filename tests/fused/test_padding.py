@@ -63,7 +63,6 @@ CALLS: list[str] = []
 class Strict(TorchExperts):
     """Takes multiples of 8 and nothing else, and leaves rubbish behind the last group, as kernels do."""
 
-    name = "strict"
     alignment = 8
 
     def product(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -127,6 +127,17 @@ def test_torchs_grouped_products(make: Any) -> None:
     check_fused(calls)
 
 
+def test_a_loop_over_no_tokens() -> None:
+    class Unbound(models.Loop):
+        def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+            return torch.stack([expert(part) for expert, part in zip(self.experts, x.unbind(0), strict=True)])
+
+    model, (_, offsets, weights) = Unbound(*SIZES), inputs(OFFSETS)
+    fused, report, _ = rewritten(model)
+    assert fused(torch.empty(EXPERTS, 0, DIM), offsets, weights).shape == (EXPERTS, 0, DIM)
+    assert report.fused
+
+
 def test_a_model_that_is_not_sharded_is_fused_too() -> None:
     model = models.WeightedAfter(*SIZES)
     args = inputs(OFFSETS)

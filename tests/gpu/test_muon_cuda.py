@@ -10,7 +10,9 @@ import torch
 import fxshard
 from fxshard.optim import halves, symmetric
 from fxshard.optim import muon_rule as rule
-from fxshard.optim.newton_schulz import choose, normalized, orthogonalize
+from fxshard.optim.coefficients import triples
+from fxshard.optim.newton_schulz import choose, iterate, orthogonalize
+from fxshard.optim.start import Momentum, normalized, unscaled
 from tests.optim.reference import distance, orthogonalized
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +58,74 @@ def test_a_matrix_does_not_see_its_neighbours(form: str, shape: tuple[int, int])
     together = orthogonalize(matrices, form=form)
     for matrix, result in zip(matrices, together, strict=True):
         assert torch.equal(result, orthogonalize([matrix], form=form)[0])
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (3, 256, 704), (704, 256), (300, 1000), (301, 1001), (64, 96)])
+@pytest.mark.parametrize("form", ["symmetric", "gram"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.shows("O1")
+def test_momentum_on_the_way_is_momentum_before(
+    shape: tuple[int, ...], form: str, nesterov: bool, dtype: torch.dtype
+) -> None:
+    """One pass, which whole matrices take, and two, which those take that travel: the same bits."""
+    grads = [torch.randn(shape, device=CUDA).to(dtype) for _ in range(3)]
+    buffers = [torch.randn(shape, device=CUDA) for _ in range(3)]
+    others = copy.deepcopy(buffers)
+    on_the_way = orthogonalize(buffers, form=form, momentum=Momentum(grads, 0.95, nesterov))
+    before = rule.momentum_(grads, others, 0.95, nesterov)
+    for mine, theirs in zip([*on_the_way, *buffers], [*orthogonalize(before, form=form), *others], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_norms_are_those_of_what_is_rounded() -> None:
+    matrices = [torch.randn(512, 768, device=CUDA) * 10.0**i for i in (-5, 0, 9)]
+    batch, scale = unscaled(matrices, multiple=symmetric.TILE, kernels=True)
+    assert torch.equal(batch, torch.stack(matrices).bfloat16())
+    exact = torch.stack([1 / matrix.double().norm() for matrix in matrices])
+    torch.testing.assert_close(scale.double(), exact, rtol=1e-6, atol=0)
+    as_copies = unscaled([matrix.mT.contiguous().mT for matrix in matrices], multiple=symmetric.TILE, kernels=True)
+    assert torch.equal(as_copies[0], batch) and torch.equal(as_copies[1], scale)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (256, 768), (768, 256)])
+@pytest.mark.parametrize("magnitude", [1e-5, 1.0, 1e16])
+def test_scaling_products_is_as_good_as_dividing_first(shape: tuple[int, int], magnitude: float) -> None:
+    how, tall = choose(shape, CUDA), shape[0] > shape[1]
+    matrix = torch.randn(shape, device=CUDA) * magnitude
+    exact = orthogonalized(matrix)
+    new = orthogonalize([matrix])[0]
+    old = iterate(how, (normalized([matrix]), None), triples("quintic", 5), tall=tall)[0]
+    assert distance(new, exact) < 1.15 * distance(old, exact) + 1e-3
+    assert distance(new, old) < 0.04
+
+
+def test_a_norm_beyond_fp32_moves_nothing() -> None:
+    for shape in [(512, 512), (256, 704), (704, 256)]:
+        matrix = torch.randn(shape, device=CUDA)
+        overflowing, other, zero = orthogonalize([matrix * 1e37, matrix, torch.zeros_like(matrix)])
+        assert not overflowing.any() and not zero.any()
+        assert torch.equal(other, orthogonalize([matrix])[0])
+        assert torch.equal(orthogonalize([matrix * 2.0**40])[0], other)
+
+
+@pytest.mark.parametrize(("batch", "side"), [(1, 256), (3, 384), (2, 640), (40, 512), (3, 2048)])
+@pytest.mark.parametrize("tall", [False, True])
+def test_narrow_tiles_change_nothing(batch: int, side: int, tall: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = (torch.randn(batch, side, side + 128, device=CUDA) / side).bfloat16()
+    x = x.mT.contiguous() if tall else x
+    scale = torch.rand(batch, device=CUDA)
+
+    def products() -> list[torch.Tensor]:
+        gram = symmetric.symmetric_product(x, x, tall=tall, scale=scale)
+        return [gram, symmetric.polynomial(gram, 3.4, -4.8, 2.0), symmetric.symmetric_product(gram, gram)]
+
+    results = []
+    for narrow in (False, True):
+        monkeypatch.setattr(symmetric, "NARROW_ENDS", narrow)
+        results.append(products())
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_form_is_chosen_by_shape() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fxshard.events import STREAM, Event, Kind, Phase
 from fxshard.inspect.schedule import Schedule
+from fxshard.inspect.simulate import Simulation, Span
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.memory import SlotRange
@@ -16,30 +17,6 @@ from fxshard.plan.placement import ZERO
 from fxshard.plan.rows import row_layout
 
 WEIGHTS = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
-
-
-@dataclass(frozen=True)
-class Span:
-    """When an event runs, and on which stream."""
-
-    index: int
-    stream: str
-    start: float
-    stop: float
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What rendering reads of `fxshard.inspect.simulate.Simulation`."""
-
-    step_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    exposed_seconds: float
-    bound_seconds: float
-    peak_bytes: int
-    spans: tuple[Span, ...]
-    memory: tuple[tuple[float, int], ...]
 
 
 def bucket(index: int, unit: str, shapes: dict[str, tuple[int, ...]], ranks: int) -> BucketPlan:
@@ -173,5 +150,5 @@ def timed(schedule: Schedule, flops: float = 400e12, bandwidth: float = 100e9) -
     communication = busy["gather"] + busy["reduce"]
     return Simulation(
         max(stop), busy["compute"], communication, exposed, max(busy.values()),
-        max(held for _, held in memory), tuple(spans), tuple(sorted(memory)),
+        tuple(spans), tuple(sorted(memory)), peak_bytes=max(held for _, held in memory),
     )  # fmt: skip

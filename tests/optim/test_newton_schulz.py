@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from fxshard.errors import ConfigError
 from fxshard.optim import halves
 from fxshard.optim.coefficients import COEFFICIENTS, triples
-from fxshard.optim.newton_schulz import choose, explain, normalized, orthogonalize, stretches
+from fxshard.optim.muon_rule import momentum_
+from fxshard.optim.newton_schulz import choose, explain, orthogonalize, stretches
+from fxshard.optim.start import Momentum, unscaled
 from tests.optim.reference import distance, images, orthogonalized
 
 FORMS = ("plain", "symmetric", "gram")
@@ -97,10 +99,40 @@ def test_zero_stays_zero_and_scale_does_not_matter() -> None:
 
 def test_padding_enters_nothing() -> None:
     matrix = torch.randn(2, 20, 30)
-    padded = normalized([matrix], 16)
+    padded, scale = unscaled([matrix], multiple=16)
     assert padded.shape == (2, 32, 32)
-    assert torch.equal(padded[:, :20, :30], normalized([matrix]))
+    assert torch.equal(padded[:, :20, :30], matrix.bfloat16()) and torch.equal(scale, unscaled([matrix])[1])
     assert not padded[:, 20:].any() and not padded[:, :, 30:].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("exponent", [-16, 0, 16])
+def test_magnitudes(form: str, exponent: int) -> None:
+    """Products of unscaled values leave the range of fp32 nowhere between the smallest norm and the largest."""
+    matrix = torch.randn(24, 40) * torch.logspace(0, -6, 40) * 10.0**exponent
+    result = orthogonalize([matrix], form=form)[0]
+    assert distance(result, orthogonalized(matrix)) < 2 * ROUNDING[form]
+    assert not orthogonalize([matrix * 1e-20 * 10.0**-exponent], form=form)[0].abs().gt(1e-9).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_norm_beyond_fp32_moves_nothing(form: str) -> None:
+    matrix = torch.randn(24, 40)
+    overflowing, other = orthogonalize([matrix * 1e37, matrix], form=form)
+    assert not overflowing.any()
+    assert torch.equal(other, orthogonalize([matrix], form=form)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_on_the_way_is_momentum_before(form: str, nesterov: bool) -> None:
+    shapes = [(24, 40), (3, 24, 40), (40, 24), (24, 40)]
+    grads, buffers = ([torch.randn(shape) for shape in shapes] for _ in range(2))
+    others = [buffer.clone() for buffer in buffers]
+    on_the_way = orthogonalize(buffers, form=form, momentum=Momentum(grads, 0.9, nesterov))
+    before = orthogonalize(momentum_(grads, others, 0.9, nesterov), form=form)
+    for mine, theirs in zip([*on_the_way, *buffers], [*before, *others], strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("tall", [False, True])

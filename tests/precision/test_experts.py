@@ -102,11 +102,11 @@ def test_opened_experts_equal_the_fused_operator(separate: bool) -> None:
         args = (p.x, p.offsets, gate, up, p.down.mT, bias, up_bias, p.down_bias, p.weights, *options)
         fused = grouped_swiglu(*args)
         call: Callable[..., Any] = lambda target, *rest: target(*rest)  # noqa: E731
-        for mine, theirs in zip(open_experts._forward(call, *args), fused, strict=True):
+        for mine, theirs in zip(open_experts._forward(call, args), fused, strict=True):
             assert torch.equal(mine, theirs) if mine is not None else theirs.numel() == 0
         back = (torch.randn_like(fused[0]), p.offsets, gate, up, p.down.mT, p.down_bias, p.weights, *fused[1:])
         expected = grouped_swiglu_backward(*back, *options)
-        for mine, theirs in zip(open_experts._backward(call, *back, *options), expected, strict=True):
+        for mine, theirs in zip(open_experts._backward(call, (*back, *options)), expected, strict=True):
             assert torch.equal(mine, theirs)
 
 

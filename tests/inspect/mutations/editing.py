@@ -1,8 +1,8 @@
 """Taking a schedule apart."""
 
-from fxshard.events import Event, Phase
+from fxshard.events import Event, Kind, Phase
 from fxshard.inspect.schedule import Schedule
-from tests.inspect.schedules import relinked
+from tests.inspect.schedules import change, place, relinked
 
 FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
@@ -24,3 +24,25 @@ def added(schedule: Schedule, at: int, event: Event) -> Schedule:
     events = list(schedule.events)
     events.insert(at, event)
     return relinked(schedule, events)
+
+
+def twice(schedule: Schedule, kind: Kind, bucket: int, phase: Phase) -> Broken:
+    """An event stands there once more, right behind itself: the second is wrong."""
+    at = place(schedule, kind, bucket, phase)
+    return added(schedule, at, schedule.events[at]), at + 1
+
+
+def earlier(schedule: Schedule, kind: Kind, bucket: int, phase: Phase, by: int) -> Broken:
+    """An event comes too early, and is wrong where it now stands."""
+    at = place(schedule, kind, bucket, phase)
+    return relinked(schedule, moved(schedule, at, at - by)), at - by
+
+
+def missing(schedule: Schedule, gone: tuple[Kind, int, Phase], wrong: tuple[Kind, int, Phase]) -> Broken:
+    """One event is missing, and another one is wrong without it."""
+    lost, found = place(schedule, *gone), place(schedule, *wrong)
+    return without(schedule, lost), found - (lost < found)
+
+
+def waiting_for_nothing(schedule: Schedule, at: int) -> Broken:
+    return change(schedule, at, waits_for=()), at

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fxshard.events import Kind
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, moved, without
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, missing, moved, twice
 from tests.inspect.schedules import change, place, relinked, zero3
 
 
@@ -28,30 +28,23 @@ def read_of_what_is_never_gathered() -> Broken:
 
 
 def no_wait() -> Broken:
-    schedule = zero3()
-    return without(schedule, place(schedule, Kind.WAIT, 0, BACKWARD)), place(schedule, Kind.RESHARD, 0, BACKWARD) - 1
+    return missing(zero3(), (Kind.WAIT, 0, BACKWARD), (Kind.RESHARD, 0, BACKWARD))
 
 
 def wait_twice() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.WAIT, 0, FORWARD)
-    return added(schedule, at, schedule.events[at]), at + 1
+    return twice(zero3(), Kind.WAIT, 0, FORWARD)
 
 
 def no_unshard() -> Broken:
-    schedule = zero3()
-    return without(schedule, place(schedule, Kind.UNSHARD, 0, BACKWARD)), place(schedule, Kind.WAIT, 0, BACKWARD) - 1
+    return missing(zero3(), (Kind.UNSHARD, 0, BACKWARD), (Kind.WAIT, 0, BACKWARD))
 
 
 def no_reshard() -> Broken:
-    schedule = zero3()
-    return without(schedule, place(schedule, Kind.RESHARD, 0, BACKWARD)), place(schedule, Kind.UNSHARD, 0, BACKWARD)
+    return missing(zero3(), (Kind.RESHARD, 0, BACKWARD), (Kind.UNSHARD, 0, BACKWARD))
 
 
 def reshard_twice() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.RESHARD, 0, FORWARD)
-    return added(schedule, at, schedule.events[at]), at + 1
+    return twice(zero3(), Kind.RESHARD, 0, FORWARD)
 
 
 def reshard_of_a_resident_bucket() -> Broken:
@@ -73,8 +66,7 @@ def gathered_again_though_kept() -> Broken:
 
 
 def kept_by_mistake() -> Broken:
-    schedule = zero3()
-    return without(schedule, place(schedule, Kind.RESHARD, 0, FORWARD)), place(schedule, Kind.UNSHARD, 0, BACKWARD) - 1
+    return missing(zero3(), (Kind.RESHARD, 0, FORWARD), (Kind.UNSHARD, 0, BACKWARD))
 
 
 def resident_gathered_twice() -> Broken:

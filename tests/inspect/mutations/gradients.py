@@ -4,14 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fxshard.events import Kind
-from tests.inspect.mutations.editing import BACKWARD, OPTIMIZER, Broken, added, moved, without
+from tests.inspect.mutations.editing import BACKWARD, OPTIMIZER, Broken, added, earlier, missing, moved, twice
 from tests.inspect.schedules import change, place, relinked, zero3
 
 
 def reduced_before_the_last_write() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.REDUCE, 1, BACKWARD)
-    return relinked(schedule, moved(schedule, at, at - 2)), at - 2
+    return earlier(zero3(), Kind.REDUCE, 1, BACKWARD, by=2)
 
 
 def written_while_reduced() -> Broken:
@@ -21,33 +19,23 @@ def written_while_reduced() -> Broken:
 
 
 def never_reduced() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.REDUCE, 0, BACKWARD)
-    finish = place(schedule, Kind.FINISH, 0, BACKWARD)
-    return without(schedule, at), finish - 1
+    return missing(zero3(), (Kind.REDUCE, 0, BACKWARD), (Kind.FINISH, 0, BACKWARD))
 
 
 def reduced_twice() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.REDUCE, 1, BACKWARD)
-    return added(schedule, at, schedule.events[at]), at + 1
+    return twice(zero3(), Kind.REDUCE, 1, BACKWARD)
 
 
 def never_finished() -> Broken:
-    schedule = zero3()
-    return without(schedule, place(schedule, Kind.FINISH, 0, BACKWARD)), place(schedule, Kind.GRAD, 0, BACKWARD)
+    return missing(zero3(), (Kind.FINISH, 0, BACKWARD), (Kind.GRAD, 0, BACKWARD))
 
 
 def kept_before_the_last_write() -> Broken:
-    schedule = zero3().accumulating()
-    at = place(schedule, Kind.ACCUMULATE, 1, BACKWARD)
-    return relinked(schedule, moved(schedule, at, at - 2)), at - 2
+    return earlier(zero3().accumulating(), Kind.ACCUMULATE, 1, BACKWARD, by=2)
 
 
 def neither_kept_nor_reduced() -> Broken:
-    schedule = zero3().accumulating()
-    at = place(schedule, Kind.ACCUMULATE, 0, BACKWARD)
-    return without(schedule, at), place(schedule, Kind.FINISH, 0, BACKWARD) - 1
+    return missing(zero3().accumulating(), (Kind.ACCUMULATE, 0, BACKWARD), (Kind.FINISH, 0, BACKWARD))
 
 
 def kept_and_reduced() -> Broken:
@@ -70,22 +58,15 @@ def taken_again_while_reduced() -> Broken:
 
 
 def replicas_not_added_up() -> Broken:
-    schedule = zero3(replicas=2)
-    return without(schedule, place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)), place(
-        schedule, Kind.FINISH, 1, BACKWARD
-    ) - 1
+    return missing(zero3(replicas=2), (Kind.ALL_REDUCE, 1, BACKWARD), (Kind.FINISH, 1, BACKWARD))
 
 
 def replicas_added_up_twice() -> Broken:
-    schedule = zero3(replicas=2)
-    at = place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)
-    return added(schedule, at, schedule.events[at]), at + 1
+    return twice(zero3(replicas=2), Kind.ALL_REDUCE, 1, BACKWARD)
 
 
 def replicas_added_up_before_the_reduction() -> Broken:
-    schedule = zero3(replicas=2)
-    at = place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)
-    return relinked(schedule, moved(schedule, at, at - 1)), at - 1
+    return earlier(zero3(replicas=2), Kind.ALL_REDUCE, 1, BACKWARD, by=1)
 
 
 def replicas_added_up_where_there_are_none() -> Broken:

@@ -7,7 +7,7 @@ from fxshard.events import Kind
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.verify import Step
 from fxshard.plan.memory import SlotRange
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, waiting_for_nothing
 from tests.inspect.schedules import change, place, zero3
 
 
@@ -86,8 +86,7 @@ def waits_for_the_future() -> Broken:
 
 def wait_does_not_wait() -> Broken:
     schedule = zero3()
-    at = place(schedule, Kind.WAIT, 1, FORWARD)
-    return change(schedule, at, waits_for=()), at
+    return waiting_for_nothing(schedule, place(schedule, Kind.WAIT, 1, FORWARD))
 
 
 def reduction_does_not_wait_for_the_write() -> Broken:
@@ -99,26 +98,22 @@ def reduction_does_not_wait_for_the_write() -> Broken:
 
 def update_does_not_wait() -> Broken:
     schedule = zero3()
-    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
-    return change(schedule, at, waits_for=()), at
+    return waiting_for_nothing(schedule, place(schedule, Kind.UPDATE, 1, OPTIMIZER))
 
 
 def replicas_do_not_wait_for_the_reduction() -> Broken:
     schedule = zero3(replicas=2)
-    at = place(schedule, Kind.ALL_REDUCE, 1, BACKWARD)
-    return change(schedule, at, waits_for=()), at
+    return waiting_for_nothing(schedule, place(schedule, Kind.ALL_REDUCE, 1, BACKWARD))
 
 
 def gather_does_not_wait_for_its_place() -> Broken:
     schedule = zero3(layers=4, keep_last=False)
-    at = next(i for i, event in schedule.of(Kind.UNSHARD) if event.waits_for)
-    return change(schedule, at, waits_for=()), at
+    return waiting_for_nothing(schedule, next(i for i, event in schedule.of(Kind.UNSHARD) if event.waits_for))
 
 
 def gradient_does_not_wait_for_its_place() -> Broken:
     schedule = zero3(layers=4)
-    at = place(schedule, Kind.GRAD, 1, BACKWARD)
-    return change(schedule, at, waits_for=()), at
+    return waiting_for_nothing(schedule, place(schedule, Kind.GRAD, 1, BACKWARD))
 
 
 def gather_does_not_wait_for_the_place_of_kept_gradients() -> Broken:

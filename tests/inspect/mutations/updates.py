@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fxshard.events import Kind
 from fxshard.inspect.schedule import Schedule
-from tests.inspect.mutations.editing import BACKWARD, OPTIMIZER, Broken, added, moved, without
+from tests.inspect.mutations.editing import BACKWARD, OPTIMIZER, Broken, missing, moved, twice, waiting_for_nothing
 from tests.inspect.schedules import change, place, relinked, zero3
 
 
@@ -30,14 +30,11 @@ def _exchange_place(schedule: Schedule, which: int) -> int:
 
 
 def no_update() -> Broken:
-    schedule = zero3()
-    return without(schedule, place(schedule, Kind.UPDATE, 1, OPTIMIZER)), place(schedule, Kind.REDUCE, 1, BACKWARD)
+    return missing(zero3(), (Kind.UPDATE, 1, OPTIMIZER), (Kind.REDUCE, 1, BACKWARD))
 
 
 def updated_twice() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
-    return added(schedule, at, schedule.events[at]), at + 1
+    return twice(zero3(), Kind.UPDATE, 1, OPTIMIZER)
 
 
 def updated_before_reduced() -> Broken:
@@ -60,20 +57,17 @@ def gathered_before_the_update() -> Broken:
 
 def gathered_without_waiting_for_the_update() -> Broken:
     schedule = zero3(carry=1)
-    at = place(schedule, Kind.UNSHARD, 0, OPTIMIZER)
-    return change(schedule, at, waits_for=()), at
+    return waiting_for_nothing(schedule, place(schedule, Kind.UNSHARD, 0, OPTIMIZER))
 
 
 def sent_before_reduced() -> Broken:
     schedule = exchanging()
-    at = _exchange_place(schedule, 0)
-    return change(schedule, at, waits_for=()), at
+    return waiting_for_nothing(schedule, _exchange_place(schedule, 0))
 
 
 def computed_before_it_arrived() -> Broken:
     schedule = exchanging()
-    at = _exchange_place(schedule, 1)
-    return change(schedule, at, waits_for=()), at
+    return waiting_for_nothing(schedule, _exchange_place(schedule, 1))
 
 
 def sent_back_uncomputed() -> Broken:

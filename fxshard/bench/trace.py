@@ -1,0 +1,247 @@
+"""What a profiler's trace says about a training step: where the device's time goes, and where the host waits for it.
+
+Works on the events of a Chrome trace as ``torch.profiler`` writes it; no torch is needed to read one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Span = tuple[float, float]
+
+STEP = "fxshard bench step"
+"""The annotation around each step."""
+
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
+AROUND = ("cpu_op", "user_annotation", "python_function")
+WAITING = re.compile(r"(cuda|cu)(Stream|Device|Ctx|Event)Synchronize|cudaMemcpy(2D|ToSymbol|FromSymbol)?|cudaFree")
+"""Calls that come back when the device has got there. ``cudaMemcpyAsync`` is one where host memory is pageable."""
+
+CASTING = ("LoadWithCast", "StoreWithCast", "bfloat16_copy_kernel", "float16_copy_kernel", "float8_copy_kernel")
+COPYING = re.compile(r"copy|CatArray|chunk_cat", re.IGNORECASE)
+FILLING = re.compile(r"FillFunctor|fill_kernel", re.IGNORECASE)
+GENERATED = re.compile(r"triton_[a-z]+_fused_(?P<ops>\w+?)_\d+$")
+MOVES = re.compile(r"(_?(to_copy|copy|clone|view|reshape|transpose|permute|unsqueeze|squeeze|expand|slice|t|cat)_?)+")
+"""A kernel of Inductor's is a copy if its name lists nothing else."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Calls within the steps at which the host waits for the device."""
+
+    call: str
+    inside: str
+    """The outermost and the innermost operator or annotation around it."""
+    count: int
+    host_ms: float
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Kernels and copies of a step that compute nothing."""
+
+    count: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One step of a trace, the mean of its steps. Times are of the device unless they say otherwise."""
+
+    steps: int
+    window_ms: float
+    """From the first to the last kernel or copy."""
+    busy_ms: float
+    compute_ms: float
+    """With a kernel running that is not NCCL's."""
+    communication_ms: float
+    """With a kernel of NCCL's running."""
+    hidden: float | None
+    """The share of that during which something is computed; None without communication."""
+    idle_ms: float
+    longest_gap_ms: float
+    kernels: float
+    moved: dict[str, Moved]
+    """By kind: copy, cast, fill."""
+    waits: tuple[Wait, ...]
+
+
+def read(path: Path) -> list[Event]:
+    """The events of a trace file, packed or not."""
+    data = path.read_bytes()
+    events: list[Event] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+    return events
+
+
+def analyse(events: Iterable[Event], step: str = STEP) -> Traced | None:
+    """What the annotated steps did; None if nothing ran on a device.
+
+    The device's events are those that begin behind the beginning of the first step: a trace is expected to end with
+    its last step.
+    """
+    complete = [event for event in events if event.get("ph") == "X"]
+    steps = sorted(_span(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == step)
+    if not steps:
+        raise ValueError(f"no annotation {step!r} in the trace")
+    ran = [e for e in complete if e.get("cat") in DEVICE and e["ts"] >= steps[0][0]]
+    if not ran:
+        return None
+    kernels = [e for e in ran if e["cat"] == "kernel"]
+    communication = union(_span(e) for e in kernels if is_communication(e["name"]))
+    compute = union(_span(e) for e in kernels if not is_communication(e["name"]))
+    busy = union(_span(e) for e in ran)
+    gaps = [after[0] - before[1] for before, after in pairwise(busy)]
+    each = 1e3 * len(steps)  # of microseconds of all steps, the milliseconds of one
+    return Traced(
+        steps=len(steps),
+        window_ms=(busy[-1][1] - busy[0][0]) / each,
+        busy_ms=length(busy) / each,
+        compute_ms=length(compute) / each,
+        communication_ms=length(communication) / each,
+        hidden=length(overlap(communication, compute)) / length(communication) if communication else None,
+        idle_ms=sum(gaps) / each,
+        longest_gap_ms=max(gaps, default=0.0) / 1e3,
+        kernels=len(kernels) / len(steps),
+        moved=_moved(ran, len(steps)),
+        waits=_waits(complete, steps, step),
+    )
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as spans that do not touch, in order."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def overlap(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """The time that is in both, each as :func:`union` gives it."""
+    found: list[Span] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def is_communication(name: str) -> bool:
+    return name.startswith("nccl")
+
+
+def kind_of_move(event: Event) -> str | None:
+    """copy, cast or fill; None for what computes."""
+    name: str = event["name"]
+    if event["cat"] == "gpu_memset" or FILLING.search(name):
+        return "fill"
+    if event["cat"] == "gpu_memcpy":
+        return "copy"
+    generated = GENERATED.match(name)
+    if generated:
+        only_moves = MOVES.fullmatch(generated["ops"])
+        return ("cast" if "_to_copy" in generated["ops"] else "copy") if only_moves else None
+    if any(word in name for word in CASTING):
+        return "cast" if "copy" in name else None
+    return "copy" if COPYING.search(name) and not is_communication(name) else None
+
+
+def _span(event: Event) -> Span:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _moved(ran: Iterable[Event], steps: int) -> dict[str, Moved]:
+    count: Counter[str] = Counter()
+    time: Counter[str] = Counter()
+    for event in ran:
+        kind = kind_of_move(event)
+        if kind is not None:
+            count[kind] += 1
+            time[kind] += event["dur"]
+    return {kind: Moved(count[kind] / steps, time[kind] / 1e3 / steps) for kind in ("copy", "cast", "fill")}
+
+
+def _waits(complete: Sequence[Event], steps: Sequence[Span], step: str) -> tuple[Wait, ...]:
+    """Whatever thread they are on: backward has one of its own."""
+    pageable = {
+        e["args"].get("correlation") for e in complete if e.get("cat") == "gpu_memcpy" and "Pageable" in e["name"]
+    }
+    around = [e for e in complete if e.get("cat") in AROUND and e["name"] != step]
+    count: Counter[tuple[str, str]] = Counter()
+    time: Counter[tuple[str, str]] = Counter()
+    for call in complete:
+        if call.get("cat") not in CALLS or not any(begin <= call["ts"] < end for begin, end in steps):
+            continue
+        name = call["name"]
+        if name.startswith("cudaMemcpyAsync") and call["args"].get("correlation") in pageable:
+            name += ", pageable"
+        elif not WAITING.fullmatch(name):
+            continue
+        key = name, _inside(call, around)
+        count[key] += 1
+        time[key] += call["dur"]
+    return tuple(Wait(name, inside, count[name, inside], time[name, inside] / 1e3) for name, inside in sorted(count))
+
+
+def _inside(call: Event, around: Iterable[Event]) -> str:
+    begin, end = _span(call)
+    enclosing = [
+        (e["dur"], e["name"])
+        for e in around
+        if (e["pid"], e["tid"]) == (call["pid"], call["tid"])
+        and e["ts"] <= begin
+        and e["ts"] + e["dur"] >= end
+        and not e["name"].startswith("ProfilerStep")
+    ]
+    if not enclosing:
+        return "no operator"
+    inner, outer = min(enclosing)[1], max(enclosing)[1]
+    return inner if inner == outer else f"{outer} > {inner}"
+
+
+def table(found: dict[str, Traced | None]) -> str:
+    """By contender, for a terminal."""
+    columns = ("window", "busy", "compute", "comm.", "hidden", "idle", "longest gap")
+    counts = ("kernels", "copies", "casts", "fills", "waits")
+    lines = ["device ms of a step, from the trace; hidden: the share of communication under compute; counts per step"]
+    head = f"{'contender':<20}" + "".join(f"{name:>12}" for name in columns) + "".join(f"{c:>9}" for c in counts)
+    lines.append(head)
+    for name, t in found.items():
+        if t is None:
+            lines.append(f"{name:<20}{'nothing ran on a GPU':>24}")
+            continue
+        times = (t.window_ms, t.busy_ms, t.compute_ms, t.communication_ms)
+        hidden = "–" if t.hidden is None else f"{t.hidden:.1%}"
+        moved = [t.moved[kind].count for kind in ("copy", "cast", "fill")]
+        waits = sum(wait.count for wait in t.waits) / t.steps
+        lines.append(
+            f"{name:<20}"
+            + "".join(f"{ms:>12.2f}" for ms in times)
+            + f"{hidden:>12}{t.idle_ms:>12.2f}{t.longest_gap_ms:>12.3f}"
+            + "".join(f"{value:>9.0f}" for value in (t.kernels, *moved, waits))
+        )
+    for name, t in found.items():
+        for wait in t.waits if t is not None else ():
+            lines.append(f"{name} waits: {wait.count} × {wait.call} ({wait.host_ms:.2f} ms) in {wait.inside}")
+    return "\n".join(lines)

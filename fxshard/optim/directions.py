@@ -1,0 +1,69 @@
+"""From gradients and momenta to the directions that parameters move in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxshard.config import Split
+from fxshard.optim import muon_rule as rule
+from fxshard.optim.newton_schulz import orthogonalize
+from fxshard.optim.start import Momentum
+
+
+def moved_directions(
+    grads: Sequence[torch.Tensor],
+    momenta: Sequence[torch.Tensor],
+    splits: Sequence[Split | None],
+    group: Mapping[str, Any],
+    form: str,
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Bring the momenta up to date; the orthogonalized updates, and the factors that remain to be applied to them."""
+    in_place = [_cut_in_place(buffer, split) for buffer, split in zip(momenta, splits, strict=True)]
+    pieces: dict[int, list[torch.Tensor]] = {}
+    for moving in (True, False):
+        chosen = [i for i, fits in enumerate(in_place) if fits is moving]
+        buffers, of_chosen = [momenta[i] for i in chosen], [grads[i] for i in chosen]
+        cuts = [splits[i] for i in chosen]
+        if not moving:
+            buffers = rule.momentum_(of_chosen, buffers, group["momentum"], group["nesterov"])
+        done = orthogonal_pieces(buffers, cuts, group, form, of_chosen if moving else None)
+        pieces.update(zip(chosen, done, strict=True))
+    joined = [
+        rule.join_directions(pieces[i], split, buffer.shape, group["scale"])
+        for i, (split, buffer) in enumerate(zip(splits, momenta, strict=True))
+    ]
+    return [direction for direction, _ in joined], [factor for _, factor in joined]
+
+
+def orthogonal_pieces(
+    updates: Sequence[torch.Tensor],
+    splits: Sequence[Split | None],
+    group: Mapping[str, Any],
+    form: str,
+    grads: Sequence[torch.Tensor] | None = None,
+) -> list[list[torch.Tensor]]:
+    """The matrices of each update, orthogonalized. All at once, so that equal shapes make one batch.
+
+    With ``grads``, the updates are momentum buffers, to be brought up to date on the way.
+    """
+    pieces = [rule.split_matrices(update, split) for update, split in zip(updates, splits, strict=True)]
+    matrices = [matrix for of_one in pieces for matrix in of_one]
+    momentum = None
+    if grads is not None:
+        parts = [part for grad, split in zip(grads, splits, strict=True) for part in rule.split_matrices(grad, split)]
+        momentum = Momentum(parts, group["momentum"], group["nesterov"])
+    done = iter(
+        orthogonalize(matrices, steps=group["steps"], coefficients=group["coefficients"], form=form, momentum=momentum)
+    )
+    return [[next(done) for _ in of_one] for of_one in pieces]
+
+
+def _cut_in_place(tensor: torch.Tensor, split: Split | None) -> bool:
+    """Whether the matrices of a split are views: only then does writing to them write to the tensor."""
+    if split is None:
+        return True
+    storage = tensor.untyped_storage().data_ptr()
+    return all(part.untyped_storage().data_ptr() == storage for part in rule.split_matrices(tensor, split))

@@ -1,0 +1,117 @@
+# mypy: disable-error-code="no-untyped-def"
+# Kernels have no types that Python knows.
+"""What Newton–Schulz starts from, in one pass: matrices rounded to bf16 as they are, and one over their norms in fp32.
+
+The products apply that factor to their sums (``symmetric``), so nothing is divided here, and nothing read twice. The
+kernel makes the matrices of gradients and momenta as well, if it is given those: what it saves is the memory between.
+
+It is written in Gluon because a sum of squares must not depend on where its terms come from. There the layout, and with
+it the order of the terms, is what is written; Triton would choose it by what else the kernel reads. For the same reason
+no product is contracted with a sum: every operation is rounded by itself, here and in ``elementwise.momentum_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxshard.optim import elementwise
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    HAS_GLUON = True
+except ImportError:  # torch for the CPU comes without Triton
+    HAS_GLUON = False
+
+# Elements of a block, each thread has four side by side. Part of the order of a sum: see above.
+_BLOCK = 4096
+_WARPS = 8
+
+
+if HAS_GLUON:
+
+    @gluon.jit
+    def _pointer(table, row, count, DTYPE: gl.constexpr):
+        address = gl.load(table + row * count + gl.program_id(1))
+        return gl.multiple_of(address.to(gl.pointer_type(DTYPE), bitcast=False), 16)
+
+    @gluon.jit
+    def _round_kernel(
+        table, count, size, parts, keep, out, sums, GRAD: gl.constexpr, SOURCE: gl.constexpr, MOVING: gl.constexpr,
+        NESTEROV: gl.constexpr, BLOCK: gl.constexpr,
+    ):  # fmt: skip
+        layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        where = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
+        inside = where < size
+        source = _pointer(table, 0, count, SOURCE)
+        x = gl.load(source + where, mask=inside, other=0.0).to(gl.float32)
+        if MOVING:  # as in elementwise._momentum_kernel
+            g = gl.load(_pointer(table, 1, count, GRAD) + where, mask=inside, other=0.0).to(gl.float32)
+            m = x + (1 - keep) * (g - x)
+            gl.store(source + where, m, mask=inside)
+            x = m
+            if NESTEROV:
+                x = m - (m - g) * (1 - keep)
+        gl.store(out + gl.program_id(1).to(gl.int64) * size + where, x.to(gl.bfloat16), mask=inside)
+        gl.store(sums + gl.program_id(1) * parts + gl.program_id(0), gl.sum(x * x))
+
+    @gluon.jit
+    def _scale_kernel(sums, parts, eps, scales, BLOCK: gl.constexpr):
+        layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        total = gl.zeros([BLOCK], gl.float32, layout)
+        for start in range(0, parts, BLOCK):
+            where = start + gl.arange(0, BLOCK, layout=layout)
+            total += gl.load(sums + gl.program_id(0) * parts + where, mask=where < parts, other=0.0)
+        norm = gl.maximum(gl.sqrt_rn(gl.sum(total)), eps)
+        # Of a sum that overflowed this is zero, and so will be all products with it.
+        gl.store(scales + gl.program_id(0), gl.div_rn(gl.to_tensor(1.0), norm))
+
+
+def rounded(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -> torch.Tensor:
+    """Round matrices of one size and dtype into the batch ``out``; one over the Frobenius norm of each, in fp32."""
+    return _launch([matrices], out, eps, 0.0, False, False)
+
+
+def moved(
+    grads: Sequence[torch.Tensor],
+    momenta: Sequence[torch.Tensor],
+    keep: float,
+    nesterov: bool,
+    out: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """As ``rounded`` of what ``muon_rule.momentum_`` returns, bit for bit. Momenta are fp32 and brought up to date."""
+    return _launch([momenta, grads], out, eps, keep, True, nesterov)
+
+
+def _launch(
+    columns: Sequence[Sequence[torch.Tensor]], out: torch.Tensor, eps: float, keep: float, moving: bool, nesterov: bool
+) -> torch.Tensor:
+    scales = torch.empty(len(out), dtype=torch.float32, device=out.device)
+    start = 0
+    for size, dtypes, table in elementwise.launches(*columns):
+        count, parts = table.shape[1], -(-size // _BLOCK)
+        sums = torch.empty(count, parts, dtype=torch.float32, device=out.device)
+        options: dict[str, Any] = {"num_warps": _WARPS, "enable_fp_fusion": False}
+        _round_kernel[(parts, count)](
+            table,
+            count,
+            size,
+            parts,
+            keep,
+            out[start:],
+            sums,
+            GRAD=dtypes[-1],
+            SOURCE=dtypes[0],
+            MOVING=moving,
+            NESTEROV=nesterov,
+            BLOCK=_BLOCK,
+            **options,
+        )
+        _scale_kernel[(count,)](sums, parts, eps, scales[start:], BLOCK=1024, **options)
+        start += count
+    return scales
