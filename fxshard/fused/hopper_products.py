@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 
 from fxshard.fused import hopper_activation
 from fxshard.fused.glu import SWIGLU, Glu
+from fxshard.fused.launch import Launches, pointers
 
 try:
     from triton.experimental.gluon import language as gl
@@ -18,43 +19,54 @@ try:
     from fxshard.fused.hopper_kernels import grouped_kernel
 
     HAS_GLUON = True
-except ImportError:  # torch for the CPU comes without Triton: ``available`` says so
+    # Of 384 threads: 40 registers for those that copy leave 232 for those that multiply.
+    _launches = Launches(grouped_kernel, num_warps=8, maxnreg=168)
+except ImportError:  # torch for the CPU comes without Triton: ``refusal`` says so
     HAS_GLUON = False
 
-PRODUCT, UP, DERIVATIVE, WEIGHTS = range(4)
+DEPTH, SHALLOWEST = 64, 512
+"""The depth must be a multiple of the first, of which a stage holds as much. The first steps of a tile, behind which
+the tile before it is stored, are unrolled: there must be as many."""
 STAGES, BAND = 4, 16
 FAR, ANY = 2**30, 0x7FFF0000
 """Where groups end in the coordinates of a ragged descriptor, and a bound that no coordinate reaches."""
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+
+def refusal(device: torch.device) -> str | None:
+    """Why the kernels do not run on this device, or None."""
+    if device.type != "cuda":
+        return f"they are on {device.type}, its kernels need a CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"its kernels are for Hopper, compute capability 9.0, this is {major}.{minor}"
+    return None if HAS_GLUON else "its kernels need Gluon, which Triton 3.6 has: Triton is missing or another one"
 
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on this device: Gluon is there, and the GPU is a Hopper."""
-    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return refusal(device) is None
 
 
-def multiplies(x: torch.Tensor, width: int) -> bool:
-    """Whether rows of this depth and a result of this width suit the kernels, whose first steps are unrolled."""
-    suits = x.dtype == torch.bfloat16 and x.shape[1] % 64 == 0 and x.shape[1] >= 512 and width % 8 == 0
-    return suits and x.shape[0] > 0 and available(x.device)
-
-
-def differentiates(grad: torch.Tensor, inner: int) -> bool:
-    """Whether the derivative of the activation fits beside the products of a tile."""
-    return grad.shape[1] >= 1024 and multiplies(grad, inner)
+def multiplies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """Whether the kernels can multiply these rows, which are dense, by these matrices."""
+    tokens, depth = x.shape
+    if tokens == 0 or depth % DEPTH or depth < SHALLOWEST or not available(x.device):
+        return False
+    tensors = (x, *weights)
+    if any(tensor.dtype != torch.bfloat16 or tensor.data_ptr() % 16 for tensor in tensors):
+        return False
+    return all(weight.shape[-1] % 8 == 0 for weight in weights)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Each row of ``x`` times the matrix of its expert, ``[experts, in, out]``, either of the last two dense."""
-    out = x.new_empty(x.shape[0], weight.shape[-1])
-    b, b_t = _lying(weight)
-    _launch(
-        PRODUCT, offsets, _tiles(x.shape[0], offsets, out.shape[1], 256), b_t,
-        a=_ragged(x, 128, 64), b=_plain(b, *((256, 64) if b_t else (64, 256))), first=_ragged(out, 128, 64),
-        across=-(-out.shape[1] // 256), deep=x.shape[1], b_rows=weight.shape[-1] if b_t else x.shape[1],
-    )  # fmt: skip
+    tokens, width = x.shape[0], weight.shape[-1]
+    out = x.new_empty(tokens, width)
+    b_t = weight.stride(-1) != 1
+    b, b_rows = _matrices(weight, 256, b_t)
+    across = -(-width // 256)
+    copies = (_ragged(x, x.shape[1]), b, None, _ragged(out, width), None, None)
+    _launch(copies, offsets, None, tokens, (across, x.shape[1], b_rows, 0), b_t, "")
     return out
 
 
@@ -67,117 +79,40 @@ def up(
     glu: Glu = SWIGLU,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pre-activations, joined and nothing, or of gate and of up, and the activation."""
-    columns = gate.shape[-1]
+    tokens, columns = x.shape[0], gate.shape[-1]
     inner = columns // 2 if up is None else columns
-    pre = x.new_empty(x.shape[0], columns)
-    pre_up = x.new_empty(0) if up is None else x.new_empty(x.shape[0], inner)
-    hidden = x.new_empty(x.shape[0], inner)
-    first, second = pre.split(inner, 1) if up is None else (pre, pre_up)
-    b, b_t = _lying(gate)
-    block = (128, 64) if b_t else (64, 128)
-    b_desc = _plain(b, *block)
-    up_desc = b_desc if up is None else _plain(_lying(up)[0], *block)
-    _launch(
-        UP, offsets, _tiles(x.shape[0], offsets, inner, 128), b_t,
-        a=_ragged(x, 128, 64), b=b_desc, up=up_desc,
-        first=_ragged(first, 128, 64), second=_ragged(second, 128, 64), third=_ragged(hidden, 128, 64),
-        across=-(-inner // 128), deep=x.shape[1], b_rows=columns if b_t else x.shape[1],
-        up_shift=inner if up is None else 0, weights=weights,
-        asm=hopper_activation.activation(glu, weights is not None),
-    )  # fmt: skip
+    pre = x.new_empty(tokens, columns)
+    pre_up = x.new_empty(0) if up is None else x.new_empty(tokens, inner)
+    hidden = x.new_empty(tokens, inner)
+    second = pre.narrow(1, inner, inner) if up is None else pre_up
+    b_t = gate.stride(-1) != 1
+    b, b_rows = _matrices(gate, 128, b_t)
+    b_up = b if up is None else _matrices(up, 128, b_t)[0]
+    outputs = (_ragged(pre, inner), _ragged(second, inner), _ragged(hidden, inner))
+    numbers = (-(-inner // 128), x.shape[1], b_rows, inner if up is None else 0)
+    asm = hopper_activation.activation(glu, weights is not None)
+    _launch((_ragged(x, x.shape[1]), b, b_up, *outputs), offsets, weights, tokens, numbers, b_t, asm)
     return pre, pre_up, hidden
 
 
-def derivative(
-    grad: torch.Tensor,
-    down: torch.Tensor,
-    pre: torch.Tensor,
-    pre_up: torch.Tensor | None,
-    offsets: torch.Tensor,
-    glu: Glu = SWIGLU,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the pre-activations, in their layout, and the activation, from the gradient of the output."""
-    inner = down.shape[-1]
-    grad_pre = torch.empty_like(pre)
-    grad_up = pre.new_empty(0) if pre_up is None else torch.empty_like(pre_up)
-    hidden = pre.new_empty(pre.shape[0], inner)
-    gate_in, up_in = pre.split(inner, 1) if pre_up is None else (pre, pre_up)
-    first, second = grad_pre.split(inner, 1) if pre_up is None else (grad_pre, grad_up)
-    b, b_t = _lying(down)
-    _launch(
-        DERIVATIVE, offsets, _tiles(grad.shape[0], offsets, inner, 256), b_t,
-        a=_ragged(grad, 128, 64), b=_plain(b, *((256, 64) if b_t else (64, 256))),
-        gate=_ragged(gate_in, 128, 32), up=_ragged(up_in, 128, 32),
-        first=_ragged(first, 128, 32), second=_ragged(second, 128, 32), third=_ragged(hidden, 128, 32),
-        across=-(-inner // 256), deep=grad.shape[1], b_rows=inner if b_t else grad.shape[1],
-        asm=hopper_activation.derivative(glu), pace=4 if grad.shape[1] >= 2048 else 2,
-    )  # fmt: skip
-    return grad_pre, grad_up, hidden
-
-
-def weight_gradient(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """``aᵀ b`` over the rows of each expert."""
-    experts, rows, columns = offsets.shape[0], a.shape[1], b.shape[1]
-    out = a.new_empty(experts, rows, columns)
-    across = -(-columns // 256)
-    _launch(
-        WEIGHTS, offsets, experts * -(-rows // 128) * across, False,
-        a=_ragged(a, 64, 128), b=_ragged(b, 64, 256), first=_plain(out, 1, 128, 64),
-        across=across, result_rows=rows,
-    )  # fmt: skip
-    return out
-
-
 def _launch(
-    mode: int,
+    copies: tuple[Copies | None, ...],
     offsets: torch.Tensor,
-    tiles: int,
+    weights: torch.Tensor | None,
+    tokens: int,
+    numbers: tuple[int, int, int, int],
     b_t: bool,
-    *,
-    a: Any,
-    b: Any,
-    first: Any,
-    up: Any = None,
-    second: Any = None,
-    third: Any = None,
-    gate: Any = None,
-    weights: torch.Tensor | None = None,
-    across: int,
-    deep: int = 0,
-    b_rows: int = 0,
-    up_shift: int = 0,
-    result_rows: int = 0,
-    asm: str = "",
-    pace: int = 0,
+    asm: str,
 ) -> None:
-    experts = offsets.shape[0]
+    experts, device = offsets.shape[0], offsets.device
+    # As many row tiles at most: each expert may leave one half empty.
+    tiles = (-(-tokens // 128) + experts) * numbers[0]
     padded = max(32, 1 << (experts - 1).bit_length())
-    grid = (min(tiles, _processors(offsets.device)), 1, 1)
-    descriptors = (a, b, up, first, second, third, gate)
-    numbers = (experts, across, deep, b_rows, up_shift, result_rows)
-    constants = (mode, b_t, padded, STAGES, BAND, pace, asm, weights is not None)
-    # What Triton compiles for: looked up here, it does not go through all arguments at every call.
-    kinds = tuple((tensor.dtype, tensor.data_ptr() % 16) for tensor in (offsets, weights) if tensor is not None)
-    key = (constants, kinds, offsets.device)
-    kernel = _compiled.get(key)
-    if kernel is None:
-        described = [each if each is None else each.described() for each in descriptors]
-        # Of 384 threads: 40 registers for those that copy leave 232 for those that multiply.
-        options = {"num_warps": 8, "maxnreg": 168}
-        _compiled[key] = grouped_kernel[grid](*described, offsets, weights, *numbers, *constants, **options)
-    else:
-        kernel[grid](*descriptors, offsets, weights, *numbers, *constants)
-
-
-def _tiles(tokens: int, offsets: torch.Tensor, width: int, columns: int) -> int:
-    """How many tiles there are at most: each expert may leave one half empty."""
-    return (-(-tokens // 128) + offsets.shape[0]) * -(-width // columns)
-
-
-def _lying(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """All experts' matrices below one another, as they lie in memory, and whether they lie transposed."""
-    transposed = weight.stride(-1) != 1
-    return (weight.mT if transposed else weight).contiguous().flatten(0, 1), transposed
+    constants = (asm != "", b_t, padded, STAGES, BAND, asm, weights is not None)
+    # Descriptors of a mode are always of the same blocks, and for numbers the kernel is not specialised.
+    key = (constants, pointers(offsets, weights), device)
+    grid = (min(tiles, _processors(device)), 1, 1)
+    _launches(key, grid, (*copies, offsets, weights, experts, *numbers, *constants), _described)
 
 
 class Copies(NamedTuple):
@@ -189,21 +124,34 @@ class Copies(NamedTuple):
     block: tuple[int, ...]
     padding: str = "zero"
 
-    def described(self) -> Any:
-        layout = gl.NVMMASharedLayout.get_default_for(list(self.block), gl.bfloat16)
-        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block), layout)
+
+def _matrices(weight: torch.Tensor, columns: int, transposed: bool) -> tuple[Copies, int]:
+    """All experts' matrices below one another, for blocks of that many columns, and how many rows each has there.
+
+    Copied only where they do not lie like that.
+    """
+    experts, depth, width = weight.shape
+    lying = (weight.mT if transposed else weight).contiguous()
+    rows, across, block = (width, depth, (columns, DEPTH)) if transposed else (depth, width, (DEPTH, columns))
+    return Copies(lying, (experts * rows, across), (across, 1), block), rows
 
 
-def _plain(tensor: torch.Tensor, *block: int) -> Copies:
-    return Copies(tensor, tensor.shape, tensor.stride(), block)
-
-
-def _ragged(tensor: torch.Tensor, rows: int, columns: int) -> Copies:
+def _ragged(tensor: torch.Tensor, columns: int) -> Copies:
     """For copies within a group of rows, whose bounds the copy is given: row r of ``[begin, begin + size)`` has the
     coordinates ``FAR, begin + size, FAR - size + r``. Addresses wrap around at 2⁶⁴: the first two put it in its place.
     """
     stride = tensor.stride(0)
-    return Copies(tensor, (ANY, ANY, FAR, tensor.shape[1]), (2**34 - stride, stride, stride, 1), (1, 1, rows, columns))
+    return Copies(tensor, (ANY, ANY, FAR, columns), (2**34 - stride, stride, stride, 1), (1, 1, 128, DEPTH))
+
+
+def _described(args: tuple[Any, ...]) -> Iterable[Any]:
+    """The arguments of a launch as Triton takes them."""
+    for arg in args:
+        if isinstance(arg, Copies):
+            layout = gl.NVMMASharedLayout.get_default_for(list(arg.block), gl.bfloat16)
+            yield TensorDescriptor(arg.base, list(arg.shape), list(arg.strides), list(arg.block), layout)
+        else:
+            yield arg
 
 
 @cache
