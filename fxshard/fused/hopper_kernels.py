@@ -53,7 +53,7 @@ def _tile(index, behind, height, across, offsets, experts, BAND: gl.constexpr):
     Column by column within bands of rows: what runs together shares its operands in the cache.
     """
     band = index // (BAND * across)
-    in_band = gl.minimum(height - band * BAND, BAND)
+    in_band = gl.maximum(gl.minimum(height - band * BAND, BAND), 1)  # behind the last tile there is no row
     rest = index - band * BAND * across
     row = band * BAND + rest % in_band
     column = rest // in_band
