@@ -100,13 +100,16 @@ def test_weights_that_lie_the_other_way() -> None:
     assert torch.equal(mixed[2], there[2])
 
 
-def test_routing_weights_at_an_odd_address() -> None:
+@pytest.mark.parametrize(("dtype", "shift"), [(BF16, 1), (torch.float32, 0)])
+def test_routing_weights_of_other_types_and_addresses(dtype: torch.dtype, shift: int) -> None:
+    """After those that are aligned: a kernel that was compiled for them must not be taken."""
     case = Case(*GROUPS["ragged"])
-    for dtype in (BF16, torch.float32):
-        odd = torch.rand(case.rows + 1, device="cuda", dtype=dtype)[1:]
-        for routing in (odd.clone(), odd):
-            pre, _, hidden = hopper_products.up(case.x, case.weight.mT, None, routing, case.offsets)
-            same_as_the_kernel_for_the_activation(case, pre, hidden, routing, SWIGLU)
+    hopper_products.up(case.x, case.weight.mT, None, case.routing, case.offsets)
+    routing = torch.rand(case.rows + 8, device="cuda", dtype=dtype)[shift : shift + case.rows]
+    pre, _, hidden = hopper_products.up(case.x, case.weight.mT, None, routing, case.offsets)
+    same_as_the_kernel_for_the_activation(case, pre, hidden, routing, SWIGLU)
+    clone = hopper_products.up(case.x, case.weight.mT, None, routing.clone(), case.offsets)
+    assert torch.equal(clone[2], hidden)
 
 
 def same_as_the_kernel_for_the_activation(
