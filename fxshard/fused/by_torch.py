@@ -63,7 +63,10 @@ class TorchExperts:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of the input, the pre-activations and the routing weights, and the activation for the weights'."""
         experts, offsets = call.experts, call.offsets
-        grad_pre, grad_up, hidden, grad_weights = self.down(grad, call, pre, pre_up if experts.up is not None else None)
+        grad_hidden = self.product(grad, experts.down.mT, offsets)
+        grad_pre, grad_up, hidden, grad_weights = self.differentiate(
+            pre, pre_up if experts.up is not None else None, grad_hidden, call.weights, call.glu
+        )
         grad_x = self.product(grad_pre, experts.gate.mT, offsets)
         if experts.up is not None:
             grad_x += self.product(grad_up, experts.up.mT, offsets)
@@ -81,13 +84,6 @@ class TorchExperts:
             return pre, x.new_empty(0), self.activate(pre, None, call.weights, call.glu)
         pre_up = self._biased(self.product(x, experts.up, offsets), experts.up_bias, offsets)
         return pre, pre_up, self.activate(pre, pre_up, call.weights, call.glu)
-
-    def down(
-        self, grad: torch.Tensor, call: Call, pre: torch.Tensor, pre_up: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Back through the second product and the activation: what ``differentiate`` returns."""
-        grad_hidden = self.product(grad, call.experts.down.mT, call.offsets)
-        return self.differentiate(pre, pre_up, grad_hidden, call.weights, call.glu)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Each row of ``x`` times the matrix of its expert."""
