@@ -40,15 +40,19 @@ def of_quantize(figures: dict[str, Any]) -> list[Chart]:
 def of_moe(figures: dict[str, Any]) -> list[Chart]:
     charts = []
     for result in figures["results"]:
-        # What is not eager and not torch.compile is fxshard's, by the implementation of that name.
-        named = {
-            name if name in ("eager", "compile") else f"fxshard, {name}": found["step_ms"]
-            for name, found in result["figures"].items()
-        }
-        routed = "with" if result["routed"] else "without"
-        about = f"{result['shape']} {routed} routing weights, forward and backward"
-        charts.append(Chart(about, "ms", tuple(named.items()), "eager"))
+        about = f"{result['shape']} {'with' if result['routed'] else 'without'} routing weights"
+        charts.append(Chart(f"{about}, forward and backward", "ms", _experts(result, "step_ms"), "eager"))
+        if figures["device"] == "cuda":
+            charts.append(Chart(f"{about}, the host, launching them", "ms", _experts(result, "host_ms"), "eager"))
     return charts
+
+
+def _experts(result: dict[str, Any], key: str) -> tuple[tuple[str, float], ...]:
+    """What is not eager and not torch.compile is fxshard's, by the implementation of that name."""
+    return tuple(
+        (name if name in ("eager", "compile") else f"fxshard, {name}", found[key])
+        for name, found in result["figures"].items()
+    )
 
 
 def of_compile_time(rows: list[dict[str, Any]]) -> list[Chart]:

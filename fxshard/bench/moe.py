@@ -2,8 +2,11 @@
 
 python -m fxshard.bench.moe --shapes 8x4096x2048,64x2048x1408 --tokens 16384
 
-Contenders take turns; figures are medians over rounds. ``saved`` is what forward leaves behind for backward,
-``peak`` what forward and backward need at once, gradients included; both on CUDA only.
+Contenders take turns; figures are medians over rounds. ``forward`` and ``step`` (forward and backward) are times on the
+device alone: calls are queued before the first of them starts. ``host`` is what Python takes to launch a step on an
+idle device; where steps follow one another it is hidden behind them as long as it is shorter. On a CPU it is the step.
+``saved`` is what forward leaves behind for backward, ``peak`` what forward and backward need at once, gradients
+included; both on CUDA only.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from fxshard.backend import fxshard_backend
-from fxshard.bench.optimizer import timed
+from fxshard.bench.clock import DeviceClock
 from fxshard.fused.choose import Case, choose, refusal
 from fxshard.inspect.progress import progress
 
@@ -71,6 +74,10 @@ def backward(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(out, layer.leaves(), layer.upstream)
 
 
+def _step(contender: Contender, layer: Layer) -> tuple[torch.Tensor, ...]:
+    return backward(layer, contender(layer))
+
+
 def memory(contender: Contender, layer: Layer) -> tuple[int, int]:
     """Bytes that forward leaves behind beside its output, and what a step needs at once, results included."""
     if not layer.x.is_cuda:
@@ -95,7 +102,7 @@ def error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> f
 
 
 def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat: int) -> dict[str, dict[str, float]]:
-    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "step": []} for name in contenders}
+    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "step": [], "host": []} for name in contenders}
     figures: dict[str, dict[str, float]] = {}
     out = eager(layer)
     reference = (out.detach(), *backward(layer, out))
@@ -110,12 +117,14 @@ def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat:
     del reference
     for name, contender in contenders.items():
         figures[name]["saved_mib"], figures[name]["peak_mib"] = (b / 2**20 for b in memory(contender, layer))
-    kind = layer.x.device.type
+    clock = DeviceClock(layer.x.device.type)
     for _ in range(rounds):
         for name, contender in contenders.items():
+            step = partial(_step, contender, layer)
             with torch.no_grad():
-                times[name]["forward"].append(timed(partial(contender, layer), kind, repeat))
-            times[name]["step"].append(timed(lambda c=contender: backward(layer, c(layer)), kind, repeat))  # type: ignore[misc]
+                times[name]["forward"].append(clock.milliseconds(partial(contender, layer), repeat))
+            times[name]["step"].append(clock.milliseconds(step, repeat))
+            times[name]["host"].append(clock.launching(step))
     for name in contenders:
         for what, values in times[name].items():
             figures[name][f"{what}_ms"] = statistics.median(values)
@@ -153,7 +162,8 @@ def main() -> None:
             del layer
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"tokens": arguments.tokens, "torch": torch.__version__, "results": results}, file, indent=1)
+            about = {"tokens": arguments.tokens, "torch": torch.__version__, "device": device}
+            json.dump({**about, "results": results}, file, indent=1)
 
 
 def _contenders(names: list[str], case: Case) -> dict[str, Contender]:
@@ -173,11 +183,11 @@ def _contenders(names: list[str], case: Case) -> dict[str, Contender]:
 def _show(result: dict) -> None:  # type: ignore[type-arg]
     routed = "with" if result["routed"] else "without"
     print(f"\n{result['shape']} {routed} routing weights, the default is {result['default']}")
-    print(f"{'':8}{'forward':>9}{'':>7}{'step':>9}{'':>7}{'saved':>9}{'peak':>9}{'error':>9}")
+    print(f"{'':8}{'forward':>9}{'':>7}{'step':>9}{'':>7}{'host':>9}{'saved':>9}{'peak':>9}{'error':>9}")
     for name, f in result["figures"].items():
         print(
             f"{name:8}{f['forward_ms']:7.3f}ms{f['forward_speedup']:6.3f}×{f['step_ms']:7.3f}ms{f['step_speedup']:6.3f}×"
-            f"{f['saved_mib']:6.0f}MiB{f['peak_mib']:6.0f}MiB{f['error']:9.1e}"
+            f"{f['host_ms']:7.3f}ms{f['saved_mib']:6.0f}MiB{f['peak_mib']:6.0f}MiB{f['error']:9.1e}"
         )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fxshard.bench.optimizer import timed
+from fxshard.bench.clock import DeviceClock
 from fxshard.precision.kernels import Tile, quantize_both, runs_on
 from fxshard.precision.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
 
@@ -53,25 +53,12 @@ def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Timing]:
     if cast is not None:
         contenders["transformer engine"] = (cast, both_copies)
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    clock, repeats = DeviceClock(device), REPEATS if value.is_cuda else 1
     for _ in range(ROUNDS + 1):
         for name, (run, _) in contenders.items():
-            times[name].append(_milliseconds(run) if value.is_cuda else timed(run, device, 1))
+            times[name].append(clock.milliseconds(run, repeats))
     timings = [Timing(n, statistics.median(times[n][1:]), size) for n, (_, size) in contenders.items()]
     return [Timing(t.name, t.milliseconds, t.bytes, t.bandwidth / timings[0].bandwidth) for t in timings]
-
-
-def _milliseconds(run: Callable[[], object]) -> float:
-    """Of one call, on the device: a long product goes first, so that all calls are queued before the first starts."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    ahead = torch.empty(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(4):
-        torch.mm(ahead, ahead)
-    start.record()
-    for _ in range(REPEATS):
-        run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / REPEATS
 
 
 def transformer_engine_cast(value: torch.Tensor) -> Callable[[], object] | None:

@@ -2,5 +2,6 @@
 
 ``glu`` is the mathematics of the activation, ``op`` the operators that graphs contain, ``choose`` says which
 implementation runs where; ``by_torch``, ``by_triton`` and ``by_te`` are those, ``padding`` gives them the groups
-they ask for, ``report`` is what users read.
+they ask for, ``report`` is what users read. ``hopper_kernels`` and ``activation_kernels`` run on GPUs, ``launch``
+starts them.
 """

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fxshard.fused.glu import Glu
+from fxshard.fused.launch import Launches, pointers
 
 BLOCK = 1024
 
@@ -19,9 +20,8 @@ def activate(pre: torch.Tensor, pre_up: torch.Tensor | None, weights: torch.Tens
     gate, up, inner = _halves(pre, pre_up, glu)
     hidden = pre.new_empty(pre.shape[0], inner)
     if hidden.numel():
-        _activate[(pre.shape[0], triton.cdiv(inner, BLOCK))](
-            gate, up, weights, hidden, inner, gate.stride(0), up.stride(0), **_constants(weights, glu)
-        )
+        grid = (pre.shape[0], -(-inner // BLOCK), 1)
+        _launch(_activations, grid, (gate, up, weights, hidden), (inner, gate.stride(0), up.stride(0)), glu, pre.device)
     return hidden
 
 
@@ -39,11 +39,8 @@ def differentiate(
         pre.new_empty(0) if weights is None else torch.empty_like(weights, memory_format=torch.contiguous_format)
     )
     if hidden.numel():
-        _differentiate[(pre.shape[0],)](
-            *(gate, up, weights, grad, grad_gate, grad_up, hidden, grad_weights),
-            *(inner, gate.stride(0), up.stride(0)),
-            **_constants(weights, glu),
-        )
+        tensors = (gate, up, weights, grad, grad_gate, grad_up, hidden, grad_weights)
+        _launch(_derivatives, (pre.shape[0], 1, 1), tensors, (inner, gate.stride(0), up.stride(0)), glu, pre.device)
     return grad_pre, grad_pre_up if grad_pre_up is not None else pre.new_empty(0), hidden, grad_weights
 
 
@@ -55,20 +52,20 @@ def _halves(pre: torch.Tensor, pre_up: torch.Tensor | None, glu: Glu) -> tuple[t
     return pre, pre[:, glu.interleave or inner :], inner
 
 
-def _constants(weights: torch.Tensor | None, glu: Glu) -> dict[str, object]:
-    return {**glu_constants(weights, glu), "INTERLEAVE": glu.interleave, "BLOCK": BLOCK}
-
-
-def glu_constants(weights: torch.Tensor | None, glu: Glu) -> dict[str, object]:
-    """The activation as kernels are compiled for it."""
+def _launch(
+    launches: Launches,
+    grid: tuple[int, int, int],
+    tensors: tuple[torch.Tensor | None, ...],
+    numbers: tuple[int, int, int],
+    glu: Glu,
+    device: torch.device,
+) -> None:
     clamped = glu.limit != math.inf
-    return {
-        "ALPHA": glu.alpha,
-        "LIMIT": glu.limit if clamped else 0.0,
-        "CLAMPED": clamped,
-        "OFFSET": glu.offset,
-        "WEIGHTED": weights is not None,
-    }
+    limit = glu.limit if clamped else 0.0
+    # The third of the tensors are the routing weights.
+    constants = (glu.alpha, limit, clamped, glu.offset, glu.interleave, tensors[2] is not None, BLOCK)
+    key = (constants, numbers, pointers(*tensors), device)
+    launches(key, grid, (*tensors, *numbers, *constants))
 
 
 @triton.jit
@@ -164,3 +161,6 @@ def _differentiate(
         tl.store(hidden + row * inner + n, (a * u * scale).to(hidden.dtype.element_ty), mask=inside)
     if WEIGHTED:
         tl.store(grad_weights + row, tl.sum(total).to(grad_weights.dtype.element_ty))
+
+
+_activations, _derivatives = Launches(_activate), Launches(_differentiate)

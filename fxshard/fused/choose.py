@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -81,20 +80,21 @@ def _te() -> TorchExperts:
 
 
 def _triton_refusal(case: Case) -> str | None:
-    if case.device.type != "cuda":
-        return f"they are on {case.device.type}, its kernel needs a CUDA device"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if torch.cuda.get_device_capability(case.device) < (9, 0):
-        return "its kernel loads tiles as compute capability 9.0 and later do"
+    from fxshard.fused import hopper_products
+
+    reason = hopper_products.refusal(case.device)
+    if reason is not None:
+        return reason
     if case.dtype != torch.bfloat16:
-        return f"its kernel computes in bfloat16, they are {case.dtype}"
+        return f"its kernels compute in bfloat16, they are {case.dtype}"
     if case.biased:
-        return "its kernel adds no bias"
+        return "its kernels add no bias"
     if case.glu.interleave:
-        return f"its kernel takes gate and up as halves, they alternate every {case.glu.interleave}"
-    if case.hidden % 64 or case.inner % 8:
-        return f"hidden size {case.hidden} must be a multiple of 64 and inner size {case.inner} one of 8"
+        return f"its kernels take gate and up as halves, they alternate every {case.glu.interleave}"
+    depth, least = hopper_products.DEPTH, hopper_products.SHALLOWEST
+    if case.hidden % depth or case.hidden < least or case.inner % 8:
+        wanted = f"a multiple of {depth} and at least {least}, and inner size {case.inner} a multiple of 8"
+        return f"hidden size {case.hidden} must be {wanted}"
     return None
 
 
@@ -119,6 +119,4 @@ _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "te": _te_refusal,
 }
 _FASTEST_FIRST = ("triton", "torch")
-"""By the time of a step (docs/benchmarks.md). With 64 experts triton takes less than torch without routing weights, and
-as long with them; with 8 it leaves all products to torch. te was slower everywhere. The last one runs everywhere.
-"""
+"""By the time of a step (docs/benchmarks.md); te was slower everywhere. The last one runs everywhere."""

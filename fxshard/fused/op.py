@@ -11,6 +11,7 @@ as they are for torch's ``grouped_mm``.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,7 +59,11 @@ def _backward(
 
 def _call(offsets: torch.Tensor, experts: Experts, weights: torch.Tensor | None, options: tuple[Any, ...]) -> Call:
     *glu, weighted_bias, _ = options
-    return Call(offsets, experts, weights, Glu(*glu), weighted_bias)
+    # Kernels find a routing weight by the number of its row.
+    return Call(offsets, experts, None if weights is None else weights.contiguous(), _glu(*glu), weighted_bias)
+
+
+_glu = cache(Glu)
 
 
 def _runs(options: tuple[Any, ...]) -> TorchExperts:

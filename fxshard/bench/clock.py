@@ -1,0 +1,59 @@
+"""What calls take on a device, and what the host takes to launch them: two figures that must not be mixed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from fxshard.bench.optimizer import timed
+
+MOST_PRODUCTS = 64
+
+
+class DeviceClock:
+    """Times calls on a device. On a CPU, where the host computes, both figures are the time of a call."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._products = 4
+        side = 8192 if device == "cuda" else 0
+        self._ahead = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+        self._result = torch.empty_like(self._ahead)
+
+    def milliseconds(self, run: Callable[[], object], repeat: int) -> float:
+        """Of one call, on the device alone.
+
+        Long products go first, as many as it takes until all calls are queued before the first of them starts. Calls
+        that wait for the device cannot be queued, and their launching is part of what is returned.
+        """
+        if self._device != "cuda":
+            return timed(run, self._device, repeat)
+        while True:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            for _ in range(self._products):
+                torch.mm(self._ahead, self._ahead, out=self._result)
+            start.record()
+            for _ in range(repeat):
+                run()
+            stop.record()
+            late = start.query()
+            stop.synchronize()
+            if not late or self._products >= MOST_PRODUCTS:
+                return start.elapsed_time(stop) / repeat
+            self._products *= 2
+
+    def launching(self, run: Callable[[], object]) -> float:
+        """Milliseconds until one call returns to the host, begun when the device is idle."""
+        self._wait()
+        begin = time.perf_counter()
+        run()
+        end = time.perf_counter()
+        self._wait()
+        return (end - begin) * 1e3
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()

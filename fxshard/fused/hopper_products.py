@@ -1,0 +1,159 @@
+"""Launches of the grouped products for Hopper, and where they can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from fxshard.fused import hopper_activation
+from fxshard.fused.glu import SWIGLU, Glu
+from fxshard.fused.launch import Launches, pointers
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from fxshard.fused.hopper_kernels import grouped_kernel
+
+    HAS_GLUON = True
+    # Of 384 threads: 40 registers for those that copy leave 232 for those that multiply.
+    _launches = Launches(grouped_kernel, num_warps=8, maxnreg=168)
+except ImportError:  # torch for the CPU comes without Triton: ``refusal`` says so
+    HAS_GLUON = False
+
+DEPTH, SHALLOWEST = 64, 512
+"""The depth must be a multiple of the first, of which a stage holds as much. The first steps of a tile, behind which
+the tile before it is stored, are unrolled: there must be as many."""
+STAGES, BAND = 4, 16
+FAR, ANY = 2**30, 0x7FFF0000
+"""Where groups end in the coordinates of a ragged descriptor, and a bound that no coordinate reaches."""
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why the kernels do not run on this device, or None."""
+    if device.type != "cuda":
+        return f"they are on {device.type}, its kernels need a CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"its kernels are for Hopper, compute capability 9.0, this is {major}.{minor}"
+    return None if HAS_GLUON else "its kernels need Gluon, which Triton 3.6 has: Triton is missing or another one"
+
+
+@cache
+def available(device: torch.device) -> bool:
+    return refusal(device) is None
+
+
+def multiplies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """Whether the kernels can multiply these rows, which are dense, by these matrices."""
+    tokens, depth = x.shape
+    if tokens == 0 or depth % DEPTH or depth < SHALLOWEST or not available(x.device):
+        return False
+    tensors = (x, *weights)
+    if any(tensor.dtype != torch.bfloat16 or tensor.data_ptr() % 16 for tensor in tensors):
+        return False
+    return all(weight.shape[-1] % 8 == 0 for weight in weights)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Each row of ``x`` times the matrix of its expert, ``[experts, in, out]``, either of the last two dense."""
+    tokens, width = x.shape[0], weight.shape[-1]
+    out = x.new_empty(tokens, width)
+    b_t = weight.stride(-1) != 1
+    b, b_rows = _matrices(weight, 256, b_t)
+    across = -(-width // 256)
+    copies = (_ragged(x, x.shape[1]), b, None, _ragged(out, width), None, None)
+    _launch(copies, offsets, None, tokens, (across, x.shape[1], b_rows, 0), b_t, "")
+    return out
+
+
+def up(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    offsets: torch.Tensor,
+    glu: Glu = SWIGLU,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pre-activations, joined and nothing, or of gate and of up, and the activation."""
+    tokens, columns = x.shape[0], gate.shape[-1]
+    inner = columns // 2 if up is None else columns
+    pre = x.new_empty(tokens, columns)
+    pre_up = x.new_empty(0) if up is None else x.new_empty(tokens, inner)
+    hidden = x.new_empty(tokens, inner)
+    second = pre.narrow(1, inner, inner) if up is None else pre_up
+    b_t = gate.stride(-1) != 1
+    b, b_rows = _matrices(gate, 128, b_t)
+    b_up = b if up is None else _matrices(up, 128, b_t)[0]
+    outputs = (_ragged(pre, inner), _ragged(second, inner), _ragged(hidden, inner))
+    numbers = (-(-inner // 128), x.shape[1], b_rows, inner if up is None else 0)
+    asm = hopper_activation.activation(glu, weights is not None)
+    _launch((_ragged(x, x.shape[1]), b, b_up, *outputs), offsets, weights, tokens, numbers, b_t, asm)
+    return pre, pre_up, hidden
+
+
+def _launch(
+    copies: tuple[Copies | None, ...],
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    tokens: int,
+    numbers: tuple[int, int, int, int],
+    b_t: bool,
+    asm: str,
+) -> None:
+    experts, device = offsets.shape[0], offsets.device
+    # As many row tiles at most: each expert may leave one half empty.
+    tiles = (-(-tokens // 128) + experts) * numbers[0]
+    padded = max(32, 1 << (experts - 1).bit_length())
+    constants = (asm != "", b_t, padded, STAGES, BAND, asm, weights is not None)
+    # Descriptors of a mode are always of the same blocks, and for numbers the kernel is not specialised.
+    key = (constants, pointers(offsets, weights), device)
+    grid = (min(tiles, _processors(device)), 1, 1)
+    _launches(key, grid, (*copies, offsets, weights, experts, *numbers, *constants), _described)
+
+
+class Copies(NamedTuple):
+    """What a ``TensorDescriptor`` says. Only those that a kernel is compiled with are checked: it takes time."""
+
+    base: torch.Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block: tuple[int, ...]
+    padding: str = "zero"
+
+
+def _matrices(weight: torch.Tensor, columns: int, transposed: bool) -> tuple[Copies, int]:
+    """All experts' matrices below one another, for blocks of that many columns, and how many rows each has there.
+
+    Copied only where they do not lie like that.
+    """
+    experts, depth, width = weight.shape
+    lying = (weight.mT if transposed else weight).contiguous()
+    rows, across, block = (width, depth, (columns, DEPTH)) if transposed else (depth, width, (DEPTH, columns))
+    return Copies(lying, (experts * rows, across), (across, 1), block), rows
+
+
+def _ragged(tensor: torch.Tensor, columns: int) -> Copies:
+    """For copies within a group of rows, whose bounds the copy is given: row r of ``[begin, begin + size)`` has the
+    coordinates ``FAR, begin + size, FAR - size + r``. Addresses wrap around at 2⁶⁴: the first two put it in its place.
+    """
+    stride = tensor.stride(0)
+    return Copies(tensor, (ANY, ANY, FAR, columns), (2**34 - stride, stride, stride, 1), (1, 1, 128, DEPTH))
+
+
+def _described(args: tuple[Any, ...]) -> Iterable[Any]:
+    """The arguments of a launch as Triton takes them."""
+    for arg in args:
+        if isinstance(arg, Copies):
+            layout = gl.NVMMASharedLayout.get_default_for(list(arg.block), gl.bfloat16)
+            yield TensorDescriptor(arg.base, list(arg.shape), list(arg.strides), list(arg.block), layout)
+        else:
+            yield arg
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,52 @@
+"""Launches of Triton kernels without what Triton does at every call: going through all arguments to find out which of
+the kernels that it has compiled they need.
+
+Here the caller says so by a key, which must hold whatever the compiled kernel depends on: the device, the types of
+arguments, whether addresses are multiples of 16, numbers (Triton compiles for their divisibility) and constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+
+try:
+    from triton import __version__ as _TRITON
+except ImportError:  # torch for the CPU comes without it, and nothing is launched
+    _TRITON = ""
+
+DIRECT = _TRITON.startswith("3.6.")
+"""Whether compiled kernels are called directly. What they take is not the same in every version of Triton: in those
+that this was not tried with, each launch is an ordinary one."""
+
+
+class Launches:
+    """The launches of one kernel, which ``@triton.jit`` or ``@gluon.jit`` made."""
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel = kernel
+        self._options = options
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        args: tuple[Any, ...],
+        described: Callable[[tuple[Any, ...]], Iterable[Any]] = tuple,
+    ) -> None:
+        """Launch with all arguments, constants too, in their order. Triton compiles for what ``described`` returns."""
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*args)
+            return
+        compiled = self._kernel[grid](*described(args), **self._options)
+        if DIRECT:
+            self._compiled[key] = compiled
+
+
+def pointers(*tensors: torch.Tensor | None) -> Hashable:
+    """What a kernel is compiled for of tensors whose addresses it is given."""
+    return tuple([tensor is not None and (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors])

@@ -1,0 +1,157 @@
+"""On a Hopper: grouped products in Gluon against torch's, for groups that end anywhere."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxshard.fused import hopper_products
+from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu
+from tests.fused.reference import distances, fused, problem
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+GROUPS = {
+    "ragged": ([130, 0, 1, 300, 64, 17], 0),
+    "one expert has all, and a tail": ([0, 0, 513, 0], 37),
+    "single rows": ([1] * 40, 3),
+    "many tiles": ([2100, 0, 1500, 128, 129], 0),
+    "no tokens at all": ([0, 0], 5),
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    reason = hopper_products.refusal(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+class Case:
+    """Tokens, of which those behind the last group are not numbers, and weights as ``nn.Linear`` has them."""
+
+    def __init__(self, counts: list[int], tail: int = 0, depth: int = 576, width: int = 704) -> None:
+        torch.manual_seed(0)
+        self.rows = sum(counts)
+        self.x = torch.randn(self.rows + tail, depth, device="cuda", dtype=BF16)
+        self.x[self.rows :] = torch.nan
+        self.weight = torch.randn(len(counts), width, depth, device="cuda", dtype=BF16) * depth**-0.5
+        self.offsets = torch.tensor(counts, device="cuda").cumsum(0).int()
+        self.routing = torch.rand(self.rows + tail, device="cuda", dtype=BF16)
+
+    def exact(self) -> torch.Tensor:
+        groups = pairwise([0, *self.offsets.tolist()])
+        return torch.cat([self.x[a:b].double() @ self.weight[e].double().t() for e, (a, b) in enumerate(groups)])
+
+
+class Canaries(torch.Tensor):
+    """Makes tensors that are full of sevens, where they would have nothing in particular."""
+
+    def new_empty(self, *size: int) -> torch.Tensor:  # type: ignore[override]
+        return torch.full(size, 7.0, device="cuda", dtype=BF16)
+
+
+def laid(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return weight.mT if transposed else weight.mT.contiguous()
+
+
+@pytest.mark.shows("G3")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_product(groups: str, transposed: bool) -> None:
+    case = Case(*GROUPS[groups])
+    weight = laid(case.weight, transposed)
+    mine = hopper_products.product(case.x, weight, case.offsets)[: case.rows]
+    theirs = F.grouped_mm(case.x, weight, offs=case.offsets)[: case.rows]
+    assert mine.isfinite().all()
+    assert distances({"y": mine}, {"y": case.exact()})["y"] < 3e-3
+    assert distances({"y": mine}, {"y": theirs})["y"] < 3e-3
+    assert torch.equal(hopper_products.product(case.x, weight, case.offsets)[: case.rows], mine)
+
+
+@pytest.mark.shows("G3")
+@pytest.mark.parametrize("glu", [SWIGLU, CLAMPED_GEGLU], ids=["swiglu", "geglu"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_product_with_the_activation(groups: str, weighted: bool, glu: Glu) -> None:
+    case = Case(*GROUPS[groups])
+    case.weight *= 3
+    routing = case.routing if weighted else None
+    pre, _, hidden = hopper_products.up(case.x, case.weight.mT, None, routing, case.offsets, glu)
+    assert distances({"pre": pre[: case.rows]}, {"pre": case.exact()})["pre"] < 3e-3
+    same_as_the_kernel_for_the_activation(case, pre, hidden, routing, glu)
+    gate, up = (half.mT for half in case.weight.chunk(2, 1))
+    apart = hopper_products.up(case.x, gate, up, routing, case.offsets, glu)
+    for mine, joined in zip(apart, (*pre.chunk(2, 1), hidden), strict=True):
+        assert torch.equal(mine[: case.rows], joined[: case.rows])
+
+
+def test_weights_that_lie_the_other_way() -> None:
+    case = Case(*GROUPS["ragged"])
+    there = hopper_products.up(case.x, laid(case.weight, True), None, None, case.offsets)
+    here = hopper_products.up(case.x, laid(case.weight, False), None, None, case.offsets)
+    assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
+    gate, up = (half.mT for half in case.weight.chunk(2, 1))
+    mixed = hopper_products.up(case.x, gate, up.contiguous(), None, case.offsets)
+    assert torch.equal(mixed[2], there[2])
+
+
+@pytest.mark.parametrize(("dtype", "shift"), [(BF16, 1), (torch.float32, 0)])
+def test_routing_weights_of_other_types_and_addresses(dtype: torch.dtype, shift: int) -> None:
+    """After those that are aligned: a kernel that was compiled for them must not be taken."""
+    case = Case(*GROUPS["ragged"])
+    hopper_products.up(case.x, case.weight.mT, None, case.routing, case.offsets)
+    routing = torch.rand(case.rows + 8, device="cuda", dtype=dtype)[shift : shift + case.rows]
+    pre, _, hidden = hopper_products.up(case.x, case.weight.mT, None, routing, case.offsets)
+    same_as_the_kernel_for_the_activation(case, pre, hidden, routing, SWIGLU)
+    clone = hopper_products.up(case.x, case.weight.mT, None, routing.clone(), case.offsets)
+    assert torch.equal(clone[2], hidden)
+
+
+def same_as_the_kernel_for_the_activation(
+    case: Case, pre: torch.Tensor, hidden: torch.Tensor, routing: torch.Tensor | None, glu: Glu
+) -> None:
+    from fxshard.fused import activation_kernels
+
+    for _ in range(2):  # the first launch of a kernel goes another way than those behind it
+        theirs = activation_kernels.activate(pre, None, routing, glu)
+        assert torch.equal(hidden[: case.rows], theirs[: case.rows])
+
+
+def test_nothing_is_written_behind_the_groups() -> None:
+    case = Case(*GROUPS["one expert has all, and a tail"])
+    x = case.x.as_subclass(Canaries)
+    results = [
+        hopper_products.product(x, case.weight.mT, case.offsets),
+        *hopper_products.up(x, case.weight.mT, None, None, case.offsets)[::2],
+    ]
+    for result in results:
+        assert (result[case.rows :] == 7).all() and (result[: case.rows] != 7).any(1).all()
+
+
+def test_groups_do_not_see_each_other() -> None:
+    case = Case(*GROUPS["ragged"])
+    alone = hopper_products.product(case.x, case.weight.mT, case.offsets)
+    begin, end = 131, 431  # the group of 300
+    case.x[begin:end] = torch.nan
+    beside = hopper_products.product(case.x, case.weight.mT, case.offsets)
+    assert torch.equal(beside[:begin], alone[:begin]) and torch.equal(beside[end:], alone[end:])
+    assert beside[begin:end].isnan().all()
+
+
+def test_all_products_but_weight_gradients_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        real: Any = getattr(hopper_products, name)
+        monkeypatch.setattr(hopper_products, name, lambda *args: (calls.append(name), real(*args))[1])
+
+    counted("up")
+    counted("product")
+    p = problem([130, 0, 1, 300], hidden=576, inner=704, dtype=BF16, device="cuda")
+    fused(p, implementation="triton").sum().backward()
+    assert calls == ["up", "product", "product", "product"]

@@ -1,0 +1,69 @@
+"""The benchmark of experts: device and host are two figures, and both are drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fxshard.bench import clock, moe
+from fxshard.bench.figures import CHARTS
+
+
+def test_figures_of_a_contender() -> None:
+    layer = moe.make_layer(2, 16, 16, 8, True, "cpu")
+    figures = moe.measure(layer, {"eager": moe.eager, "again": moe.eager}, rounds=2, repeat=1)
+    for found in figures.values():
+        assert found["error"] == 0
+        assert min(found[f"{what}_ms"] for what in ("forward", "step", "host")) > 0
+    assert figures["again"]["step_speedup"] == figures["eager"]["step_ms"] / figures["again"]["step_ms"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_host_is_a_chart_of_its_own(device: str) -> None:
+    found = {name: {"step_ms": 4.0, "host_ms": host} for name, host in (("eager", 0.6), ("triton", 1.2))}
+    results = [{"shape": "8x4096x2048", "routed": True, "figures": found}]
+    step, *host = CHARTS["moe"]({"device": device, "results": results})
+    assert step.bars == (("eager", 4.0), ("fxshard, triton", 4.0))
+    assert [chart.bars for chart in host] == ([(("eager", 0.6), ("fxshard, triton", 1.2))] if device == "cuda" else [])
+
+
+class Device:
+    """A GPU that takes one millisecond for a product, and a host that takes five to launch ten calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.products: list[int] = []
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None: ...
+            def record(self) -> None: ...
+            def synchronize(self) -> None: ...
+            def elapsed_time(self, other: Event) -> float:
+                return 20.0
+
+            def query(self) -> bool:
+                return device.products[-1] <= 5
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.products.append(0))
+        monkeypatch.setattr(torch, "mm", self.multiply)
+        monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.empty(0))
+
+    def multiply(self, *_: Any, out: torch.Tensor) -> None:
+        self.products[-1] += 1
+
+
+def test_calls_are_queued_before_the_first_of_them_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    timer = clock.DeviceClock("cuda")
+    assert timer.milliseconds(lambda: None, 10) == timer.milliseconds(lambda: None, 10) == 2.0
+    assert device.products == [4, 8, 8]  # four were too few, and that is not forgotten
+
+
+def test_calls_that_wait_are_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda self: True)
+    assert clock.DeviceClock("cuda").milliseconds(lambda: None, 10) == 2.0
+    assert device.products == [4, 8, 16, 32, 64]
