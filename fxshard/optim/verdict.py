@@ -18,8 +18,13 @@ from fxshard.config import Muon
 from fxshard.errors import StateError
 
 
+def known_at_once(device: torch.device) -> bool:
+    """Whether the host may look at a number there without waiting for what was launched before."""
+    return device.type != "cuda"
+
+
 @dataclass(frozen=True)
-class _Told:
+class Told:
     """A verdict on its way to the host: for each gradient, and for all of them on all ranks."""
 
     call: int
@@ -33,7 +38,7 @@ class Verdicts:
 
     def __init__(self, choice: Muon) -> None:
         self._mode, self._calls = choice.nan, 0
-        self._told: _Told | None = None
+        self._told: Told | None = None
         self.left_out = 0
         """How many steps were not made, as far as the host knows."""
         self.refused: torch.Tensor | None = None
@@ -48,7 +53,7 @@ class Verdicts:
         assert self._told is None
         self._calls += 1
         self.refused = self.allowed = None
-        if everywhere.device.type == "cuda":
+        if not known_at_once(everywhere.device):
             self.allowed = everywhere.float()
             self.refused = 1 - self.allowed
             self._tell(names, torch.cat([finite, everywhere.view(1)]))
@@ -90,7 +95,7 @@ class Verdicts:
         here.copy_(finite, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(finite.device))
-        self._told = _Told(self._calls, names, here, arrived)
+        self._told = Told(self._calls, names, here, arrived)
 
 
 _WHAT_TO_DO = (
