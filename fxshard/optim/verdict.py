@@ -75,7 +75,8 @@ class Verdicts:
         told, self._told = self._told, None
         if told is None:
             return
-        told.arrived.synchronize()  # of a step ago: what the device has to do since then is not waited for
+        if not told.arrived.query():  # of a step ago: almost always there
+            told.arrived.synchronize()  # what the device was given since then is not waited for
         *finite, everywhere = told.finite.tolist()
         if everywhere:
             return
