@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import fxshard
 from fxshard.optim import muon_rule as rule
@@ -197,6 +198,19 @@ def test_a_refused_step_is_not_counted(late: None) -> None:
         for moments in one.optimizer._moments.values():
             assert moments.counts == moments.steps.tolist()
     assert same(run.everything(), reference.everything())
+
+
+def test_a_step_reads_nothing_and_sends_nothing(late: None) -> None:
+    """On a GPU each of these would make the host wait: numbers read, lists as indices, tensors made of lists."""
+    run = Sharded()
+    run.step(0)
+    deliver(run.model, gradients(1))
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        run.optimizer.step()
+    # Called by the optimizer, not by other operators: fused AdamW for the CPU reads step counts itself.
+    called = {event.key for event in found.events() or () if getattr(event.cpu_parent, "key", "")[:6] != "aten::"}
+    assert "aten::addcmul_" in called  # the step counts of AdamW's parameters
+    assert not called & {f"aten::{name}" for name in ("item", "is_nonzero", "index", "index_put_", "lift_fresh")}
 
 
 def on_ranks() -> tuple[list[str], list[str], bool]:
