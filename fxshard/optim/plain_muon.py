@@ -64,14 +64,14 @@ class PlainMuon(torch.optim.Optimizer):
 
     def _gradients_are_fine(self) -> bool:
         self._verdicts.settle()
-        grads = {
-            name: p.grad
+        named = [
+            (name, p.grad)
             for group in self.param_groups
             for name, p in zip(group["param_names"], group["params"], strict=True)
             if p.grad is not None
-        }
-        finite = rule.finite(list(grads.values()))
-        return self._verdicts.may_step(list(grads), finite, finite.all())
+        ]
+        finite = rule.finite([grad for _, grad in named])
+        return self._verdicts.may_step([name for name, _ in named], finite, finite.all())
 
     def _muon(self, group: dict[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> None:
         params = [parameter for _, parameter in named]
