@@ -279,8 +279,12 @@ def fused_adamw(
     betas: tuple[float, float],
     weight_decay: float,
     eps: float,
+    refused: torch.Tensor | None = None,
 ) -> None:
-    """The kernel behind ``torch.optim.AdamW(fused=True)``, for CPU and CUDA. torch 2.11, 2.13."""
+    """The kernel behind ``torch.optim.AdamW(fused=True)``, for CPU and CUDA. torch 2.11, 2.13.
+
+    It writes nothing if the fp32 number ``refused``, on the device of the tensors, is one.
+    """
     torch._fused_adamw_(
         params,
         grads,
@@ -295,6 +299,7 @@ def fused_adamw(
         eps=eps,
         amsgrad=False,
         maximize=False,
+        found_inf=refused,
     )
 
 

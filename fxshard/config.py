@@ -112,8 +112,9 @@ class Muon:
     of ``fxshard.optim.coefficients``. ``use(name, shape)`` says which parameters are Muon's; by default all matrices
     that are no embeddings or output heads. ``split`` maps name patterns to how fused weights are cut before
     orthogonalisation (a ``Split``, or its ``parts``). ``form`` chooses how Newton–Schulz is computed. ``nan``: what to
-    do when a gradient is not finite, before anything has changed: "raise" a ``StateError``, or "skip" the step with a
-    warning.
+    do when a gradient is not finite: "raise" a ``StateError``, or "skip" the step with a warning. Nothing is changed
+    either way. On a GPU the host does not wait to know: it raises or warns when the next step begins, or when the
+    optimizer's state is read.
 
     >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
     """

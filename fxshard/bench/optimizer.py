@@ -75,7 +75,7 @@ def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, C
 
     ready = started()
     return {
-        "are gradients finite": lambda: rule.all_finite(grads),
+        "are gradients finite": lambda: rule.finite(grads),
         "momentum, rounding and norms": started,
         "products": lambda: [
             iterate(form[shape], begin, iteration, tall=shape[0] > shape[1])

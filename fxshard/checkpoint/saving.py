@@ -26,6 +26,7 @@ from fxshard.checkpoint.surroundings import random_states
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, StateError
 from fxshard.inspect.progress import long_work
 from fxshard.module import ShardedModule
+from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.sharding import Sharding
 
 WRITERS = 2
@@ -96,6 +97,8 @@ def save(
         problems.append(problem)
     device = model._sharding.engine.device
     try:
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.settle()
         held = [*of_model(model), *(of_optimizer(model, optimizer.state) if optimizer is not None else ())]
         record = _record(model, optimizer, ranks)
         objects: dict[tuple[str, ...], bytes] = {("rng", str(ranks.rank)): packed(random_states(device))}

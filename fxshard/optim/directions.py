@@ -19,8 +19,12 @@ def moved_directions(
     splits: Sequence[Split | None],
     group: Mapping[str, Any],
     form: str,
+    refused: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Bring the momenta up to date; the orthogonalized updates, and the factors that remain to be applied to them."""
+    """Bring the momenta up to date; the orthogonalized updates, and the factors that remain to be applied to them.
+
+    Unless the number ``refused`` is there and not zero: then the momenta stay, and the updates mean nothing.
+    """
     in_place = [_cut_in_place(buffer, split) for buffer, split in zip(momenta, splits, strict=True)]
     pieces: dict[int, list[torch.Tensor]] = {}
     for moving in (True, False):
@@ -28,8 +32,8 @@ def moved_directions(
         buffers, of_chosen = [momenta[i] for i in chosen], [grads[i] for i in chosen]
         cuts = [splits[i] for i in chosen]
         if not moving:
-            buffers = rule.momentum_(of_chosen, buffers, group["momentum"], group["nesterov"])
-        done = orthogonal_pieces(buffers, cuts, group, form, of_chosen if moving else None)
+            buffers = rule.momentum_(of_chosen, buffers, group["momentum"], group["nesterov"], refused)
+        done = orthogonal_pieces(buffers, cuts, group, form, of_chosen if moving else None, refused)
         pieces.update(zip(chosen, done, strict=True))
     joined = [
         rule.join_directions(pieces[i], split, buffer.shape, group["scale"])
@@ -44,17 +48,18 @@ def orthogonal_pieces(
     group: Mapping[str, Any],
     form: str,
     grads: Sequence[torch.Tensor] | None = None,
+    refused: torch.Tensor | None = None,
 ) -> list[list[torch.Tensor]]:
     """The matrices of each update, orthogonalized. All at once, so that equal shapes make one batch.
 
-    With ``grads``, the updates are momentum buffers, to be brought up to date on the way.
+    With ``grads``, the updates are momentum buffers, to be brought up to date on the way, unless ``refused``.
     """
     pieces = [rule.split_matrices(update, split) for update, split in zip(updates, splits, strict=True)]
     matrices = [matrix for of_one in pieces for matrix in of_one]
     momentum = None
     if grads is not None:
         parts = [part for grad, split in zip(grads, splits, strict=True) for part in rule.split_matrices(grad, split)]
-        momentum = Momentum(parts, group["momentum"], group["nesterov"])
+        momentum = Momentum(parts, group["momentum"], group["nesterov"], refused)
     done = iter(
         orthogonalize(matrices, steps=group["steps"], coefficients=group["coefficients"], form=form, momentum=momentum)
     )

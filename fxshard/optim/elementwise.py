@@ -3,14 +3,18 @@
 """Momentum, normalisation and update, each as one pass over memory for many tensors, in Triton.
 
 Tensors of one size share a launch: the kernel finds them through a table of addresses. ``fits`` says whether it can.
+Kernels that write state take ``refused``, a number on the device: unless it is zero they leave everything as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+
+from fxshard.optim.sending import sent
 
 try:
     import triton
@@ -48,8 +52,11 @@ if HAS_TRITON:
 
     @triton.jit
     def _momentum_kernel(
-        table, count, size, keep, GRAD: tl.constexpr, STATE: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr
-    ):
+        table, count, size, keep, refused, GRAD: tl.constexpr, STATE: tl.constexpr, NESTEROV: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        if refused is not None and tl.load(refused) != 0:
+            return
         where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = where < size
         momentum = _pointer(table, 1, count, STATE)
@@ -62,8 +69,10 @@ if HAS_TRITON:
 
     @triton.jit
     def _update_kernel(
-        table, count, size, keep, rate, PARAM: tl.constexpr, DIRECTION: tl.constexpr, BLOCK: tl.constexpr
+        table, count, size, keep, rate, refused, PARAM: tl.constexpr, DIRECTION: tl.constexpr, BLOCK: tl.constexpr
     ):
+        if refused is not None and tl.load(refused) != 0:
+            return
         where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = where < size
         param = _pointer(table, 0, count, PARAM)
@@ -77,7 +86,7 @@ if HAS_TRITON:
         x = tl.load(_pointer(table, 0, count, DTYPE) + where, mask=where < size, other=0.0).to(tl.float32)
         # Nothing but infinities and NaN differ from themselves after subtraction from themselves.
         if tl.max((x - x != 0.0).to(tl.int32)) > 0:
-            tl.store(bad, 1)
+            tl.store(bad + tl.load(table + count + tl.program_id(1)), 1)
 
     @triton.jit
     def _squares_kernel(table, count, size, parts, each, sums, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
@@ -104,9 +113,9 @@ if HAS_TRITON:
         tl.store(out + tl.program_id(1).to(tl.int64) * size + where, tl.div_rn(x, norm), mask=inside)
 
 
-def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See ``muon_rule.all_finite``."""
-    bad = torch.zeros((), dtype=torch.int32, device=tensors[0].device)
+def finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """See ``muon_rule.finite``."""
+    bad = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     for size, (dtype,), table in launches(tensors):
         count = table.shape[1]
         _finite_kernel[(triton.cdiv(size, _BLOCK), count)](
@@ -116,7 +125,11 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def momentum_(
-    grads: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor], momentum: float, nesterov: bool
+    grads: Sequence[torch.Tensor],
+    momenta: Sequence[torch.Tensor],
+    momentum: float,
+    nesterov: bool,
+    refused: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """See ``muon_rule.momentum_``."""
     updates = [torch.empty_like(buffer) if nesterov else buffer for buffer in momenta]
@@ -127,6 +140,7 @@ def momentum_(
             count,
             size,
             momentum,
+            refused,
             GRAD=grad,
             STATE=state,
             NESTEROV=nesterov,
@@ -143,6 +157,7 @@ def apply_(
     lr: float,
     weight_decay: float,
     factors: Sequence[float],
+    refused: torch.Tensor | None = None,
 ) -> None:
     """See ``muon_rule.apply_``."""
     for factor in dict.fromkeys(factors):
@@ -155,6 +170,7 @@ def apply_(
                 size,
                 1 - lr * weight_decay,
                 lr * factor,
+                refused,
                 PARAM=param,
                 DIRECTION=direction,
                 BLOCK=_BLOCK,
@@ -181,14 +197,28 @@ def normalize(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -
 
 
 def launches(*columns: Sequence[torch.Tensor]) -> Iterator[tuple[int, tuple[Any, ...], torch.Tensor]]:
-    """(size, dtypes, table of addresses) of tensors that can share a launch."""
-    groups: dict[tuple[Any, ...], list[list[int]]] = {}
-    for row in zip(*columns, strict=True):
+    """(size, dtypes, table) of tensors that can share a launch: rows of addresses, and one of positions in a column."""
+    groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    for position, row in enumerate(zip(*columns, strict=True)):
         if row[0].numel():
             key = (row[0].device, row[0].numel(), *(_DTYPES[tensor.dtype] for tensor in row))
-            groups.setdefault(key, []).append([tensor.data_ptr() for tensor in row])
-    for (device, size, *dtypes), rows in groups.items():
-        addresses = [list(column) for column in zip(*rows, strict=True)]
-        # From pinned memory: the host does not wait for the copy.
-        table = torch.tensor(addresses, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
-        yield size, tuple(dtypes), table
+            groups.setdefault(key, []).append((*(tensor.data_ptr() for tensor in row), position))
+    for (device, size, *dtypes), members in groups.items():
+        yield size, tuple(dtypes), _table(device, tuple(members))
+
+
+def _table(device: torch.device, members: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """Where addresses repeat from step to step, as they do once memory has settled, the table is there already."""
+    if torch.cuda.is_current_stream_capturing():  # into memory of the graph's, filled when that runs
+        return _sent(device, members)
+    # Only work on the stream that the copy is on comes behind it for certain.
+    return _kept(device, torch.cuda.current_stream(device).cuda_stream, members)
+
+
+@lru_cache(maxsize=1024)
+def _kept(device: torch.device, stream: int, members: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    return _sent(device, members)
+
+
+def _sent(device: torch.device, members: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    return sent([list(row) for row in zip(*members, strict=True)], torch.int64, device)

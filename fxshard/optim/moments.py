@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxshard.optim.sending import sent
 from fxshard.plan.layout import aligned
 from fxshard.runtime.bucket import Bucket
 
@@ -29,6 +30,8 @@ class Moments:
         self.counts = [0] * len(bucket.params)
         self.steps = torch.zeros(len(bucket.params), dtype=torch.float32, device=bucket.device)
         self._second_at = self._places()
+        self._counted: list[int] = []
+        self._ones = torch.zeros_like(self.steps)
 
     def _places(self) -> list[int]:
         """Where each parameter's second moment starts."""
@@ -42,16 +45,31 @@ class Moments:
 
     # -- AdamW -------------------------------------------------------------------------------------------------------
 
-    def count_step(self) -> None:
-        """One more step for every parameter of AdamW's that has a gradient."""
+    def count_step(self, allowed: torch.Tensor | None = None) -> None:
+        """One more step for every parameter of AdamW's that has a gradient.
+
+        With ``allowed``, one or zero on the device, the tensor counts only what is allowed, and the numbers assume that
+        it is, until ``take_back``.
+        """
         params, names = self.bucket.params, self.bucket.plan.params
         with_grad = [i for i, p in enumerate(params) if p.grad is not None and names[i] not in self.muon]
         for i in with_grad:
             self.counts[i] += 1
-        if len(with_grad) == len(self.counts):
-            self.steps.add_(1)
-        elif with_grad:
-            self.steps[with_grad] += 1
+        if with_grad != self._counted:
+            # Kept from step to step: to index with a list would copy it every time, and the host would wait for that.
+            ones = [float(i in with_grad) for i in range(len(params))]
+            self._counted, self._ones = with_grad, sent(ones, torch.float32, self.steps.device)
+        if not with_grad:
+            return
+        if allowed is None:
+            self.steps.add_(self._ones)
+        else:
+            self.steps.addcmul_(self._ones, allowed)
+
+    def take_back(self) -> None:
+        """The last step turned out not to be allowed."""
+        for i in self._counted:
+            self.counts[i] -= 1
 
     def stretches(self, group_of: Mapping[int, int]) -> Iterator[tuple[int, list[int]]]:
         """(group, positions) of local neighbours that one call can update: same group, same step, with gradients."""

@@ -13,8 +13,10 @@ from fxshard.errors import StateError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.directions import moved_directions, orthogonal_pieces
 from fxshard.optim.moments import Moments
-from fxshard.optim.plain_muon import check_loaded, groups, refuse
+from fxshard.optim.plain_muon import check_loaded, groups
+from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer
+from fxshard.optim.verdict import Verdicts
 from fxshard.plan.exchange import Batch, Travel
 from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
 from fxshard.runtime.engine import Engine, Sent
@@ -33,13 +35,15 @@ class _Rows:
 class ShardedMuon(ShardedOptimizer):
     """What ``fxshard.compile(..., optimizer=fxshard.Muon(...))`` makes: Muon's groups first, then AdamW's.
 
-    Equal to Newton–Schulz of the full gradient followed by slicing. Momentum is sharded like the parameters.
+    Equal to Newton–Schulz of the full gradient followed by slicing. Momentum is sharded like the parameters. On a GPU,
+    a step whose gradients are not finite changes nothing, and is reported when the next begins or the state is read.
     """
 
     def __init__(self, engine: Engine, choice: Muon, splits: Mapping[str, Split | None]) -> None:
         trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
         named = [pair for bucket in trained for pair in zip(bucket.plan.params, bucket.params, strict=True)]
         self._choice, self._splits = choice, splits
+        self._verdicts = Verdicts(choice)
         super().__init__(engine, groups(choice, named, splits), {"lr": choice.lr})
         self._travelling = {
             travel.name: travel
@@ -49,12 +53,32 @@ class ShardedMuon(ShardedOptimizer):
         }
         self._on_the_way: dict[int, Sent] = {}
         self._views: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._row_factors: dict[tuple[str, str | None], torch.Tensor | float] = {}
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because gradients were not finite. Waits for the last one."""
+        self.settle()
+        return self._verdicts.left_out
+
+    def settle(self, *, may_raise: bool = True) -> None:
+        self._verdicts.settle(self._take_back, may_raise=may_raise)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         check_loaded(self.param_groups, state_dict["param_groups"])
+        self.settle(may_raise=False)  # what the step would have spoilt is about to be replaced
         super().load_state_dict(state_dict)
 
+    def state_was_written(self) -> None:
+        self.settle(may_raise=False)
+        super().state_was_written()
+
     def _may_step(self) -> bool:
+        self.settle()
         if sum(group["kind"] == "muon" for group in self.param_groups) > 1:
             raise StateError(
                 "param_groups has several groups of kind 'muon', but all of Muon's parameters follow the first: give "
@@ -67,12 +91,16 @@ class ShardedMuon(ShardedOptimizer):
             for name, parameter in zip(moments.bucket.plan.params, moments.bucket.params, strict=True)
             if parameter.grad is not None
         }
-        filled = [grad for grad in grads.values() if grad.numel()]
-        if bool(self._engine.on_all_ranks(rule.all_finite(filled))):
-            return True
-        bad = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
-        refuse(self._choice, bad or ["those of another rank"])
-        return False
+        filled = {name: grad for name, grad in grads.items() if grad.numel()}
+        finite = rule.finite(list(filled.values()), self._engine.device)
+        return self._verdicts.may_step(list(filled), finite, self._engine.on_all_ranks(finite.all()))
+
+    def _verdict(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self._verdicts.allowed, self._verdicts.refused
+
+    def _take_back(self) -> None:
+        for moments in self._moments.values():
+            moments.take_back()
 
     def _run(self, instruction: Instruction) -> None:
         match instruction:
@@ -114,13 +142,14 @@ class ShardedMuon(ShardedOptimizer):
         splits = [self._splits[rows.name] for rows in chosen]
         grads, group = [rows.grad for rows in chosen if rows.grad is not None], self._group
         momenta = [rows.momentum for rows in chosen]
-        directions, factors = moved_directions(grads, momenta, splits, group, self._choice.form)
-        rule.apply_([rows.value for rows in chosen], directions, group["lr"], group["weight_decay"], factors)
+        refused = self._verdicts.refused
+        directions, factors = moved_directions(grads, momenta, splits, group, self._choice.form, refused)
+        rule.apply_([rows.value for rows in chosen], directions, group["lr"], group["weight_decay"], factors, refused)
 
     def _momentum(self, chosen: Sequence[_Rows]) -> list[torch.Tensor]:
         grads = [rows.grad for rows in chosen if rows.grad is not None]
-        group = self._group
-        return rule.momentum_(grads, [rows.momentum for rows in chosen], group["momentum"], group["nesterov"])
+        momenta, group = [rows.momentum for rows in chosen], self._group
+        return rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], self._verdicts.refused)
 
     def _orthogonal(self, updates: Sequence[torch.Tensor], splits: Sequence[Split | None]) -> list[list[torch.Tensor]]:
         return orthogonal_pieces(updates, splits, self._group, self._choice.form)
@@ -173,19 +202,22 @@ class ShardedMuon(ShardedOptimizer):
             values.append(rows.value)
             directions.append(direction)
             factors.append(factor)
-        rule.apply_(values, directions, group["lr"], group["weight_decay"], factors)
+        rule.apply_(values, directions, group["lr"], group["weight_decay"], factors, self._verdicts.refused)
 
     def _scaled(self, travel: Travel, direction: torch.Tensor, rank: int) -> tuple[torch.Tensor, float]:
         """Some rows of a direction, and what is left to scale them by: matrices of a split may differ in that."""
-        split, (*_, columns) = self._splits[travel.name], travel.shape
-        one_column = rule.split_matrices(torch.empty(travel.shape[0], 1), split)
-        factors = [rule.scale_factor((*piece.shape[:-1], columns), self._group["scale"]) for piece in one_column]
-        if len(set(factors)) == 1:
-            return direction, factors[0]
-        by_row = [torch.full_like(piece, factor) for piece, factor in zip(one_column, factors, strict=True)]
-        begin = _part(travel, rank)[0] // columns
-        per_row = rule.join_matrices(by_row, split, (travel.shape[0], 1))[begin : begin + direction.shape[0]]
-        return direction.float() * per_row.to(direction.device), 1.0
+        key = (travel.name, self._group["scale"])
+        if key not in self._row_factors:
+            by_row = _row_factors(travel, self._splits[travel.name], key[1])
+            begin = _part(travel, rank)[0] // travel.shape[-1]
+            ours = by_row[begin : begin + direction.shape[0]]
+            # Asked of the whole matrix: where its pieces differ, they are scaled and rounded before the update.
+            alike = len(set(by_row)) == 1
+            self._row_factors[key] = by_row[0] if alike else sent(ours, torch.float32, direction.device)
+        factor = self._row_factors[key]
+        if isinstance(factor, torch.Tensor):
+            return direction.float() * factor.view(-1, 1), 1.0
+        return direction, factor
 
     def _rank(self, batch: Batch) -> int:
         return self._moments[batch.travels[0].bucket].bucket.rank
@@ -194,6 +226,14 @@ class ShardedMuon(ShardedOptimizer):
         if not parts:
             return torch.empty(0, dtype=dtype, device=self._engine.device)
         return torch.cat([part.reshape(-1).to(dtype) for part in parts])
+
+
+def _row_factors(travel: Travel, split: Split | None, scale: str | None) -> list[float]:
+    """What each row of a matrix's direction is scaled by."""
+    one_column = rule.split_matrices(torch.empty(travel.shape[0], 1), split)
+    pieces = [(piece, rule.scale_factor((*piece.shape[:-1], travel.shape[-1]), scale)) for piece in one_column]
+    by_row = [torch.full_like(piece, factor, dtype=torch.float64) for piece, factor in pieces]
+    return rule.join_matrices(by_row, split, (travel.shape[0], 1)).view(-1).tolist()
 
 
 def _held(batch: Batch, rank: int) -> list[Travel]:

@@ -1,6 +1,7 @@
 """The rule of Muon, apart from Newton–Schulz: which parameters, which matrices in them, momentum, scale and update.
 
-Nothing here knows about ranks. Momentum and update are elementwise, so flat shards do as well as whole matrices.
+Nothing here knows about ranks. Momentum and update are elementwise, so flat shards do as well as whole matrices. What
+writes takes ``refused``, a number on the device of the tensors: unless it is zero, everything stays as it was.
 """
 
 from __future__ import annotations
@@ -188,27 +189,37 @@ def join_directions(
     return join_matrices(scaled, split, shape), 1.0
 
 
-def all_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A boolean on the device: no gradient holds an infinity or NaN. For the caller to look at, or to reduce first."""
+def finite(grads: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    """A boolean for each gradient, on the device: it holds no infinity and no NaN. ``device``: where there are none."""
     if not grads:
-        return torch.tensor(True)
+        return torch.ones(0, dtype=torch.bool, device=device)
     if elementwise.fits(grads):
-        return elementwise.all_finite(grads)
+        return elementwise.finite(grads)
     # The largest magnitude is finite exactly if all elements are; a sum of squares can overflow on its own.
     largest = _compat.foreach_norm(list(grads), ord=math.inf)
-    return torch.stack([norm.float() for norm in largest]).isfinite().all()
+    return torch.stack([norm.float() for norm in largest]).isfinite()
 
 
 @torch.no_grad()
 def momentum_(
-    grads: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor], momentum: float, nesterov: bool
+    grads: Sequence[torch.Tensor],
+    momenta: Sequence[torch.Tensor],
+    momentum: float,
+    nesterov: bool,
+    refused: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Bring the momenta up to date, and return what is to be orthogonalised. Elementwise: any shape will do."""
+    """Bring the momenta up to date, and return what is to be orthogonalised. Elementwise: any shape will do.
+
+    Of a refused step, what is returned means nothing.
+    """
     if not grads:
         return []
     if elementwise.fits(grads, momenta):
-        return elementwise.momentum_(grads, momenta, momentum, nesterov)
-    _compat.foreach_lerp_(list(momenta), list(grads), 1 - momentum)
+        return elementwise.momentum_(grads, momenta, momentum, nesterov, refused)
+    if refused is None:
+        _compat.foreach_lerp_(list(momenta), list(grads), 1 - momentum)
+    else:
+        _replace_unless(refused, momenta, _compat.foreach_lerp(list(momenta), list(grads), 1 - momentum))
     if not nesterov:
         return list(momenta)
     return _compat.foreach_lerp(list(grads), list(momenta), momentum)
@@ -221,14 +232,24 @@ def apply_(
     lr: float,
     weight_decay: float,
     factors: Sequence[float],
+    refused: torch.Tensor | None = None,
 ) -> None:
     """p ← (1 − lr·weight_decay)·p − lr·factor·direction, elementwise. The decay knows nothing of the factor."""
     if not params:
         return
     if elementwise.fits(params, directions):
-        elementwise.apply_(params, directions, lr, weight_decay, factors)
+        elementwise.apply_(params, directions, lr, weight_decay, factors, refused)
         return
+    targets = list(params) if refused is None else [parameter.clone() for parameter in params]
     if weight_decay:
-        _compat.foreach_mul_(list(params), 1 - lr * weight_decay)
-    for parameter, direction, factor in zip(params, directions, factors, strict=True):
-        parameter.add_(direction, alpha=-lr * factor)
+        _compat.foreach_mul_(targets, 1 - lr * weight_decay)
+    for target, direction, factor in zip(targets, directions, factors, strict=True):
+        target.add_(direction, alpha=-lr * factor)
+    if refused is not None:
+        _replace_unless(refused, params, targets)
+
+
+def _replace_unless(refused: torch.Tensor, tensors: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+    """Selected, not multiplied: nothing of what is not finite gets through."""
+    for tensor, value in zip(tensors, new, strict=True):
+        tensor.copy_(torch.where(refused != 0, tensor, value))

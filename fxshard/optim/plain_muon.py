@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,20 +13,29 @@ from fxshard.config import Muon
 from fxshard.errors import StateError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.directions import moved_directions
+from fxshard.optim.verdict import Verdicts
 
 
 class PlainMuon(torch.optim.Optimizer):
     """What ``fxshard.Muon(...).build(model)`` makes: Muon's groups first, then AdamW's; see ``group["kind"]``.
 
     LR schedulers, ``param_groups`` and ``state_dict`` work as usual. The name of the coefficients and the number of
-    steps are part of the state and must be the same where it is loaded.
+    steps are part of the state and must be the same where it is loaded. On a GPU, a step whose gradients are not finite
+    changes nothing, and is reported when the next begins or the state is read.
     """
 
     def __init__(self, model: nn.Module | Iterable[tuple[str, torch.Tensor]], choice: Muon) -> None:
         named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         self._choice = choice
         self._splits = rule.matrices(choice, model if isinstance(model, nn.Module) else named)
+        self._verdicts = Verdicts(choice)
         super().__init__(groups(choice, named, self._splits), {"lr": choice.lr})
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because gradients were not finite. Waits for the last one."""
+        self._verdicts.settle()
+        return self._verdicts.left_out
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -45,29 +53,33 @@ class PlainMuon(torch.optim.Optimizer):
                 (self._muon if group["kind"] == "muon" else self._adamw)(group, with_grad)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        self._verdicts.settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         check_loaded(self.param_groups, state_dict["param_groups"])
+        self._verdicts.settle(may_raise=False)  # what the step would have spoilt is about to be replaced
         super().load_state_dict(state_dict)
 
     def _gradients_are_fine(self) -> bool:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not grads or bool(rule.all_finite(grads)):
-            return True
-        names = [
-            name
+        self._verdicts.settle()
+        named = [
+            (name, p.grad)
             for group in self.param_groups
             for name, p in zip(group["param_names"], group["params"], strict=True)
-            if p.grad is not None and not bool(p.grad.isfinite().all())
+            if p.grad is not None
         ]
-        refuse(self._choice, names)
-        return False
+        finite = rule.finite([grad for _, grad in named])
+        return self._verdicts.may_step([name for name, _ in named], finite, finite.all())
 
     def _muon(self, group: dict[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> None:
         params = [parameter for _, parameter in named]
         splits = [self._splits[name] for name, _ in named]
         momenta = [self._momentum(parameter) for parameter in params]
-        directions, factors = moved_directions(_grads(params), momenta, splits, group, self._choice.form)
-        rule.apply_(params, directions, group["lr"], group["weight_decay"], factors)
+        refused = self._verdicts.refused
+        directions, factors = moved_directions(_grads(params), momenta, splits, group, self._choice.form, refused)
+        rule.apply_(params, directions, group["lr"], group["weight_decay"], factors, refused)
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
@@ -86,7 +98,7 @@ class PlainMuon(torch.optim.Optimizer):
                 }
         states = [self.state[parameter] for parameter in params]
         for state in states:
-            state["step"].add_(1)
+            state["step"].add_(1 if self._verdicts.allowed is None else self._verdicts.allowed)
         _compat.fused_adamw(
             params,
             _grads(params),
@@ -97,6 +109,7 @@ class PlainMuon(torch.optim.Optimizer):
             betas=group["betas"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
+            refused=self._verdicts.refused,
         )
 
 
@@ -148,14 +161,3 @@ def check_loaded(ours: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str
                     f"{field}={group[field]!r}; the two do not train alike: pass fxshard.Muon({field}="
                     f"{theirs.get(field)!r}), or start from a fresh optimizer state"
                 )
-
-
-def refuse(choice: Muon, names: Sequence[str]) -> None:
-    """Gradients of ``names`` are not finite: raise, or warn that the step is skipped, as configured."""
-    found = f"gradients are not finite: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if names[5:] else "")
-    if choice.nan == "raise":
-        raise StateError(
-            f"{found}. Nothing was changed: neither parameters nor momentum. Find the cause (a loss that overflows, a "
-            'learning rate too high), or pass fxshard.Muon(nan="skip") to leave such steps out with a warning'
-        )
-    warnings.warn(f"step skipped, {found}; parameters and momentum are as before", RuntimeWarning, stacklevel=3)

@@ -41,9 +41,11 @@ if HAS_GLUON:
 
     @gluon.jit
     def _round_kernel(
-        table, count, size, parts, keep, out, sums, GRAD: gl.constexpr, SOURCE: gl.constexpr, MOVING: gl.constexpr,
-        NESTEROV: gl.constexpr, BLOCK: gl.constexpr,
+        table, count, size, parts, keep, refused, out, sums, GRAD: gl.constexpr, SOURCE: gl.constexpr,
+        MOVING: gl.constexpr, NESTEROV: gl.constexpr, BLOCK: gl.constexpr,
     ):  # fmt: skip
+        if refused is not None and gl.load(refused) != 0:
+            return  # nothing is made of the matrices either: what follows runs on whatever the memory holds
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
         where = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
         inside = where < size
@@ -73,7 +75,7 @@ if HAS_GLUON:
 
 def rounded(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -> torch.Tensor:
     """Round matrices of one size and dtype into the batch ``out``; one over the Frobenius norm of each, in fp32."""
-    return _launch([matrices], out, eps, 0.0, False, False)
+    return _launch([matrices], out, eps, 0.0, False, False, None)
 
 
 def moved(
@@ -83,13 +85,23 @@ def moved(
     nesterov: bool,
     out: torch.Tensor,
     eps: float,
+    refused: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``rounded`` of what ``muon_rule.momentum_`` returns, bit for bit. Momenta are fp32 and brought up to date."""
-    return _launch([momenta, grads], out, eps, keep, True, nesterov)
+    """As ``rounded`` of what ``muon_rule.momentum_`` returns, bit for bit. Momenta are fp32 and brought up to date.
+
+    Unless the number ``refused`` is there and not zero: then they stay as they are, and the results mean nothing.
+    """
+    return _launch([momenta, grads], out, eps, keep, True, nesterov, refused)
 
 
 def _launch(
-    columns: Sequence[Sequence[torch.Tensor]], out: torch.Tensor, eps: float, keep: float, moving: bool, nesterov: bool
+    columns: Sequence[Sequence[torch.Tensor]],
+    out: torch.Tensor,
+    eps: float,
+    keep: float,
+    moving: bool,
+    nesterov: bool,
+    refused: torch.Tensor | None,
 ) -> torch.Tensor:
     scales = torch.empty(len(out), dtype=torch.float32, device=out.device)
     start = 0
@@ -103,6 +115,7 @@ def _launch(
             size,
             parts,
             keep,
+            refused,
             out[start:],
             sums,
             GRAD=dtypes[-1],

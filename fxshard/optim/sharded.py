@@ -69,6 +69,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         moments.clear(i)
         self._bind_state()
 
+    def settle(self, *, may_raise: bool = True) -> None:
+        """Say what is still to be said about the last step, before its state is read. An optimizer that refuses no step
+        has nothing to say.
+        """
+
     def state_was_written(self) -> None:
         """Someone wrote to the state tensors in place, as loading a checkpoint does."""
         for moments in self._moments.values():
@@ -77,6 +82,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _may_step(self) -> bool:
         """Whether the gradients are such that a step may be made; asked on every rank, before anything is changed."""
         return True
+
+    def _verdict(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Numbers on the device by which kernels make the step or not: (1.0 if so, 1.0 if not); None: they make it."""
+        return None, None
 
     def _run(self, instruction: Instruction) -> None:
         match instruction:
@@ -89,8 +98,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _adamw(self, chosen: Sequence[Moments]) -> None:
         group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
+        allowed, refused = self._verdict()
         for moments in chosen:
-            moments.count_step()
+            moments.count_step(allowed)
             for number, positions in moments.stretches(group_of):
                 pieces[number].append(moments.tensors(positions))
         for group, of_group in zip(self.param_groups, pieces, strict=True):
@@ -106,6 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     betas=group["betas"],
                     weight_decay=group["weight_decay"],
                     eps=group["eps"],
+                    refused=refused,
                 )
 
     def _bind_state(self) -> None:

@@ -30,10 +30,12 @@ class Momentum:
     grads: Sequence[torch.Tensor]
     keep: float
     nesterov: bool
+    refused: torch.Tensor | None = None
+    """A number on the device; unless it is zero, the buffers stay as they are."""
 
     def of(self, members: Sequence[int]) -> Momentum:
         """The same for some of the matrices."""
-        return Momentum([self.grads[i] for i in members], self.keep, self.nesterov)
+        return Momentum([self.grads[i] for i in members], self.keep, self.nesterov, self.refused)
 
 
 def normalized(tensors: Sequence[torch.Tensor], momentum: Momentum | None = None) -> torch.Tensor:
@@ -61,7 +63,8 @@ def unscaled(
         buffers, grads = _singles(tensors), _singles(momentum.grads)
         if _can_move(buffers, grads):
             batch = _empty(tensors[0], len(buffers))
-            scale = rounding.moved(grads, buffers, momentum.keep, momentum.nesterov, batch, EPS)
+            keep, nesterov, refused = momentum.keep, momentum.nesterov, momentum.refused
+            scale = rounding.moved(grads, buffers, keep, nesterov, batch, EPS, refused)
             return _padded(batch, multiple), scale
     singles = _singles(_made(tensors, momentum))
     batch = _empty(tensors[0], len(singles))
@@ -86,7 +89,7 @@ def _copied(matrix: torch.Tensor) -> torch.Tensor:
 def _made(tensors: Sequence[torch.Tensor], momentum: Momentum | None) -> Sequence[torch.Tensor]:
     if momentum is None:
         return tensors
-    return momentum_(momentum.grads, tensors, momentum.keep, momentum.nesterov)
+    return momentum_(momentum.grads, tensors, momentum.keep, momentum.nesterov, momentum.refused)
 
 
 def _can_move(buffers: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> bool:

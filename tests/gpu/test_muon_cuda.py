@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 
 import pytest
 import torch
 
 import fxshard
-from fxshard.optim import halves, symmetric
+from fxshard.models import Llama, LlamaConfig
+from fxshard.optim import elementwise, halves, symmetric
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import choose, iterate, orthogonalize
@@ -130,9 +133,9 @@ def test_elementwise_kernels_equal_torch() -> None:
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
     batch = normalized([grads[3]])
     torch.testing.assert_close(batch.cpu(), normalized([grads[3].cpu()]), rtol=1e-2, atol=1e-6)
-    assert rule.all_finite(grads)
+    assert rule.finite(grads).all()
     grads[2][4999] = float("nan")
-    assert not rule.all_finite(grads)
+    assert rule.finite(grads).tolist() == [True, True, False, True]
 
 
 @pytest.mark.shows("O2")
@@ -149,3 +152,142 @@ def test_equals_torch_within_bf16_rounding() -> None:
         torchs.step()
     for one, other, before in zip(mine, theirs, start, strict=True):
         assert (one - other).norm() < 0.03 * (other - before).norm()
+
+
+# -- the host does not wait --------------------------------------------------------------------------------------------
+
+DENSE = LlamaConfig(vocab=512, dim=256, layers=2, heads=4, hidden=704)
+MIXTURE = LlamaConfig(vocab=512, dim=256, layers=2, heads=4, hidden=384, experts=4)
+BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+
+
+def sharded(config: LlamaConfig, nan: str = "raise", **options: object) -> fxshard.ShardedModule:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Llama(config)
+    choice = fxshard.Muon(lr=1e-2, weight_decay=0.1, adamw=fxshard.AdamW(lr=1e-3), nan=nan)
+    return fxshard.compile(model, optimizer=choice, precision=BF16, **options)  # type: ignore[arg-type]
+
+
+def gradients(model: fxshard.ShardedModule, seed: int) -> None:
+    x = torch.randint(0, 512, (2, 128), generator=torch.Generator().manual_seed(seed)).cuda()
+    model(x, x).backward()
+
+
+def everything(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+    """Parameters, momenta, moments and step counts, without asking the optimizer for them."""
+    held = [value for state in model.optimizer.state.values() for _, value in sorted(state.items())]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *held)]
+
+
+def unchanged(model: fxshard.ShardedModule, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(everything(model), before, strict=True))
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXTURE], ids=["dense", "experts"])
+def test_a_step_synchronises_nowhere(config: LlamaConfig) -> None:
+    """torch raises where the host would wait for the device: in the optimizer, and in the whole step."""
+    model = sharded(config)
+    x = torch.randint(0, 512, (2, 128), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def optimizer_step() -> None:
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+    for _ in range(3):
+        model(x, x).backward()
+        optimizer_step()
+    model(x, x).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer_step()
+        model(x, x).backward()
+        optimizer_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert model.optimizer.skipped_steps == 0  # type: ignore[union-attr]
+
+
+def test_tables_are_sent_once() -> None:
+    grads, momenta = ([torch.randn(300, 70, device=CUDA) for _ in range(3)] for _ in range(2))
+    rule.momentum_(grads, momenta, 0.95, False)
+    before = elementwise._kept.cache_info()
+    rule.momentum_(grads, momenta, 0.95, False)
+    after = elementwise._kept.cache_info()
+    assert (after.misses, after.hits) == (before.misses, before.hits + 1)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (3, 256, 704), (301, 1001), (64, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the kernels take one, torch the other
+def test_kernels_write_what_they_are_allowed_to(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    grads, start, params = ([torch.randn(shape, device=CUDA).to(dtype) for _ in range(2)] for _ in range(3))
+
+    def step(refused: torch.Tensor | None) -> list[torch.Tensor]:
+        on_the_way, before, values = copy.deepcopy((start, start, params))
+        directions = orthogonalize(on_the_way, momentum=Momentum(grads, 0.95, True, refused))
+        rule.momentum_(grads, before, 0.95, True, refused)
+        rule.apply_(values, directions, 0.1, 0.2, [1.0, 2.0], refused)
+        return [*on_the_way, *before, *values]
+
+    for mine, theirs in zip(step(torch.zeros((), device=CUDA)), step(None), strict=True):
+        assert torch.equal(mine, theirs)
+    grads[1].view(-1)[-1] = math.nan
+    for mine, theirs in zip(step(torch.ones((), device=CUDA)), [*start, *start, *params], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXTURE], ids=["dense", "experts"])
+@pytest.mark.parametrize("nan", ["raise", "skip"])
+@pytest.mark.parametrize("where", ["layers.1.attention.q.weight", "layers.0.mlp_norm.weight"])
+def test_gradients_that_are_not_finite_change_nothing(config: LlamaConfig, nan: str, where: str) -> None:
+    model = sharded(config, nan, lowering="eager")
+    for step in range(2):
+        gradients(model, step)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    before = everything(model)
+    gradients(model, 2)
+    dict(model.named_parameters())[where].grad.view(-1)[5] = math.nan  # type: ignore[union-attr]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model.optimizer.step()
+    model.optimizer.zero_grad()
+    assert unchanged(model, before)
+    gradients(model, 3)
+    said = rf"not finite in call 3 of step\(\): {where}"
+    if nan == "raise":
+        with pytest.raises(fxshard.StateError, match=said):
+            model.optimizer.step()
+        assert unchanged(model, before)
+        model.optimizer.step()
+    else:
+        with pytest.warns(RuntimeWarning, match=said):
+            model.optimizer.step()
+    assert model.optimizer.skipped_steps == 1  # type: ignore[union-attr]
+    after = everything(model)
+    assert not unchanged(model, before) and all(bool(tensor.isfinite().all()) for tensor in after)
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    shapes = {"a.weight": (512, 512), "experts": (3, 256, 384), "a.bias": (300,)}
+    start = {name: torch.randn(shape, device=CUDA) for name, shape in shapes.items()}
+    results = []
+    for bad in (False, True):
+        params = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
+        optimizer = fxshard.Muon(nan="skip", weight_decay=0.1).build(params.items())
+        for step in range(5):
+            if step == 2 and not bad:
+                continue
+            torch.manual_seed(step)
+            for parameter in params.values():
+                parameter.grad = torch.randn_like(parameter)
+            if step == 2:
+                params["a.bias"].grad[299] = math.inf  # type: ignore[index]
+            with warnings.catch_warnings(record=True):
+                optimizer.step()
+        assert optimizer.skipped_steps == int(bad)
+        results.append([*params.values(), *(value for p in params.values() for value in optimizer.state[p].values())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

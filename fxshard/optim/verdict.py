@@ -1,0 +1,110 @@
+"""Whether the gradients of a step are finite: decided where they are, told to the host when that does not have to wait.
+
+On a GPU the host is ahead of the device, and looking at a number there would make it wait in every step. So the step is
+made at once, by kernels that read the verdict and write nothing if it is against them. The host hears of it when the
+next step begins, or when the state is read: on all ranks at the same place, because a rank that stopped where it
+happened to know would leave the others in a collective. Elsewhere the verdict is known at once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxshard.config import Muon
+from fxshard.errors import StateError
+
+
+def known_at_once(device: torch.device) -> bool:
+    """Whether the host may look at a number there without waiting for what was launched before."""
+    return device.type != "cuda"
+
+
+@dataclass(frozen=True)
+class Told:
+    """A verdict on its way to the host: for each gradient, and for all of them on all ranks."""
+
+    call: int
+    names: Sequence[str]
+    finite: torch.Tensor
+    arrived: torch.cuda.Event
+
+
+class Verdicts:
+    """Judges the gradients of every step of one optimizer."""
+
+    def __init__(self, choice: Muon) -> None:
+        self._mode, self._calls = choice.nan, 0
+        self._told: Told | None = None
+        self.left_out = 0
+        """How many steps were not made, as far as the host knows."""
+        self.refused: torch.Tensor | None = None
+        """What kernels are to read: 1.0 if the step must not be made, else 0.0. None where the host knows."""
+        self.allowed: torch.Tensor | None = None
+        """The opposite."""
+
+    def may_step(self, names: Sequence[str], finite: torch.Tensor, everywhere: torch.Tensor) -> bool:
+        """Whether to go on, given what is finite here and whether all is everywhere; raises if that is known and so
+        configured. What was unknown of an earlier step has been settled before.
+        """
+        assert self._told is None
+        self._calls += 1
+        self.refused = self.allowed = None
+        if not known_at_once(everywhere.device):
+            self.allowed = everywhere.float()
+            self.refused = 1 - self.allowed
+            self._tell(names, torch.cat([finite, everywhere.view(1)]))
+            return True
+        if bool(everywhere):
+            return True
+        self.left_out += 1
+        found = f"gradients are not finite: {_listed(names, finite.tolist())}"
+        if self._mode == "raise":
+            raise StateError(f"{found}. Nothing was changed: neither parameters nor momentum. {_WHAT_TO_DO}")
+        warnings.warn(f"step skipped, {found}; parameters and momentum are as before", RuntimeWarning, stacklevel=3)
+        return False
+
+    def settle(self, take_back: Callable[[], None] | None = None, *, may_raise: bool = True) -> None:
+        """Say what is still to be said about the last step: raise, or warn that it was skipped, as configured.
+
+        ``take_back`` is called first if it was not made, to undo what the host did for it.
+        """
+        told, self._told = self._told, None
+        if told is None:
+            return
+        if not told.arrived.query():  # of a step ago: almost always there
+            told.arrived.synchronize()  # what the device was given since then is not waited for
+        *finite, everywhere = told.finite.tolist()
+        if everywhere:
+            return
+        self.left_out += 1
+        if take_back is not None:
+            take_back()
+        found = f"gradients were not finite in call {told.call} of step(): {_listed(told.names, finite)}"
+        if self._mode == "raise" and may_raise:
+            raise StateError(
+                f"{found}. That step changed nothing, neither parameters nor momentum, and no step was made since: on "
+                f"a GPU this is known when the next step begins or the state is read. {_WHAT_TO_DO}"
+            )
+        warnings.warn(f"{found}; that step was skipped and changed nothing", RuntimeWarning, stacklevel=4)
+
+    def _tell(self, names: Sequence[str], finite: torch.Tensor) -> None:
+        here = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
+        here.copy_(finite, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(finite.device))
+        self._told = Told(self._calls, names, here, arrived)
+
+
+_WHAT_TO_DO = (
+    "Find the cause (a loss that overflows, a learning rate too high), or pass "
+    'fxshard.Muon(nan="skip") to leave such steps out with a warning'
+)
+
+
+def _listed(names: Sequence[str], finite: Sequence[bool], most: int = 5) -> str:
+    bad = [name for name, fine in zip(names, finite, strict=True) if not fine] or ["those of another rank"]
+    return ", ".join(bad[:most]) + (f" and {len(bad) - most} more" if bad[most:] else "")
