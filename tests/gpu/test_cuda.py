@@ -60,21 +60,19 @@ def test_scheduling_options_change_nothing(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_layers_that_are_traced_once_compute_the_same(lowering: str) -> None:
-    left = []
+    """One step: Inductor adds up the gradient of an embedding by atomic additions, whose order nobody knows."""
+    left, graphs = [], []
     for once in (True, False):
         torch.manual_seed(0)
         with torch.device("cuda"):
             plain = Llama(dataclasses.replace(SMALL, layers=7))
-        model = fxshard.compile(
-            plain, precision=BF16, optimizer=fxshard.AdamW(lr=1e-3), lowering=lowering, trace_once=once
-        )
-        losses = []
-        for step in range(2):
-            losses.append(model(tokens(step), tokens(step)))
-            losses[-1].backward()
-            model.optimizer.step()
-            model.optimizer.zero_grad()
-        left.append([*losses, *model.full_state_dict().values()])
+        model = fxshard.compile(plain, precision=BF16, lowering=lowering, trace_once=once)
+        loss = model(tokens(0), tokens(0))
+        loss.backward()
+        grads = [parameter.grad for name, parameter in model.named_parameters() if "embed" not in name]
+        left.append([loss, *grads])
+        graphs.append({phase: str(module.graph) for phase, module in model.graphs.items()})
+    assert graphs[0] == graphs[1]
     assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
 
 

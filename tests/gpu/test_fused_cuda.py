@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,8 @@ def exact(p: Problem, glu: Glu = SWIGLU) -> dict[str, torch.Tensor]:
 
 def check(p: Problem, mine: dict[str, torch.Tensor], glu: Glu = SWIGLU) -> None:
     found = distances(mine, exact(p, glu))
-    assert max(found.values()) < 1.5e-2, found
+    # Where rounding carries a pre-activation over the limit, all of its derivative comes or goes.
+    assert max(found.values()) < (2.5e-2 if glu.limit != math.inf else 1.5e-2), found
 
 
 @pytest.mark.shows("G3", "G4", "G8")
