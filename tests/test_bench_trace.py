@@ -101,6 +101,7 @@ def test_waits_within_steps_and_where() -> None:
         ("triton_poi_fused__to_copy_add_mul_silu_5", None),
         ("triton_red_fused_addmm_0", None),
         ("nvjet_tst_128x256", None),
+        ("_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel_STSM_NENS9_9Copy_AtomIJS27_NS_6", None),
     ],
 )
 def test_kernels_by_name(name: str, kind: str | None) -> None:

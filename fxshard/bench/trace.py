@@ -158,6 +158,8 @@ def kind_of_move(event: Event) -> str | None:
         return "fill"
     if event["cat"] == "gpu_memcpy":
         return "copy"
+    if "cutlass" in name:
+        return None  # a product, whatever its template arguments are called
     generated = GENERATED.match(name)
     if generated:
         only_moves = MOVES.fullmatch(generated["ops"])
