@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from fxshard import _compat
-from fxshard.abridged import Abridged, abridge
 from fxshard.compiled import CompiledGraphs
 from fxshard.config import Options
 from fxshard.errors import CaptureError, ConfigError
@@ -22,7 +21,8 @@ from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.pipeline import before_autograd, before_partition, chosen, schedule
 from fxshard.passes.run import blaming
 from fxshard.passes.split_segments import split_segments
-from fxshard.repetition import Unrepeatable
+from fxshard.repetition.abridged import Abridged, abridge
+from fxshard.repetition.periods import Unrepeatable
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.program import Program
 from fxshard.sharding import Sharding, sharding_of, unsharded

@@ -29,7 +29,9 @@ from fxshard.plan.hardware import hardware as known
 from fxshard.plan.units import UnitPatterns
 from fxshard.precision.policy import check_precision
 from fxshard.profile import Profile
-from fxshard.repetition import Shortened, Unrepeatable, shorten
+from fxshard.repetition.expansion import Shortened
+from fxshard.repetition.periods import Unrepeatable
+from fxshard.repetition.shorten import shorten
 from fxshard.runtime.hollow import hollow_like
 from fxshard.sharding import Sharding, check_placement, plan_model, register, sharding_of, unsharded
 

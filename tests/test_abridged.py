@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import abridged, backend
+from fxshard import backend
+from fxshard.repetition import abridged
 from tests.toy import Llama, batch
 
 STEPS = 2

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fxshard import _compat
-from fxshard.periods import Line, Member, Unrepeatable, references
+from fxshard.repetition.periods import Line, Member, Unrepeatable, references
 
 KEPT = 4
 """Layers that go through autograd: the first and the last may differ, two in between show the period."""
@@ -235,5 +235,5 @@ def _numbered(name: str) -> tuple[str, int]:
 
 
 def _replaced(node: fx.Node, copies: Iterator[fx.Node]) -> Any:
-    """A node's arguments with other nodes in the places of :func:`~fxshard.periods.references`."""
+    """A node's arguments with other nodes in the places of :func:`~fxshard.repetition.periods.references`."""
     return fx.map_arg((node.args, node.kwargs), lambda _: next(copies))

@@ -18,10 +18,8 @@ import torch
 from torch import fx
 
 from fxshard import _compat
-from fxshard.expansion import KEPT, Shortened
-from fxshard.periods import Line, Member, Unrepeatable
-
-__all__ = ["Shortened", "Unrepeatable", "shorten"]
+from fxshard.repetition.expansion import KEPT, Shortened
+from fxshard.repetition.periods import Line, Member
 
 
 def shorten(module: fx.GraphModule, names: Sequence[str | None]) -> Shortened | None:

@@ -4,7 +4,7 @@ AOTAutograd makes the joint graph of a model, and it makes what runs around the 
 want gradients and which outputs alias what. Repeated layers cost it time in both. So it is asked twice, each time about
 a short graph:
 
-1. The graph with four of the layers (:mod:`fxshard.repetition`) gives, expanded, the joint graph of the whole model.
+1. The graph with four of the layers (:mod:`fxshard.repetition.shorten`) gives, expanded, the joint graph of the model.
 2. The whole graph with one node, the *gap*, in place of all layers but the last has every input and every output of the
    model.
    What AOTAutograd learns from it about them is true of the model, and its joint graph gives way to that of 1.
@@ -24,7 +24,8 @@ import torch
 from torch import fx, nn
 
 from fxshard import _compat
-from fxshard.repetition import Unrepeatable, shorten
+from fxshard.repetition.periods import Unrepeatable
+from fxshard.repetition.shorten import shorten
 
 
 @dataclass(frozen=True)
