@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import planning, repetition
 from fxshard.inspect.presets import MoeConfig, moe
+from fxshard.repetition.expansion import Shortened
 from tests.thorough import thorough
 from tests.toy import Llama, batch
 
@@ -64,14 +64,14 @@ class Uneven(nn.Module):
 def traced(example: Example, lowering: str, *, once: bool) -> tuple[fxshard.Schedule, int]:
     """The plan, and how many layers were left out of the trace."""
     removed: list[int] = []
-    original = repetition.Shortened.expand
+    original = Shortened.expand
 
-    def expand(self: repetition.Shortened, joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    def expand(self: Shortened, joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
         whole = original(self, joint)
         removed.append(self.removed)
         return whole
 
-    with mock.patch.object(planning.Shortened, "expand", expand):
+    with mock.patch.object(Shortened, "expand", expand):
         schedule = fxshard.plan(*example, world_size=8, lowering=lowering, trace_once=once)
     return schedule, sum(removed)
 
