@@ -101,7 +101,7 @@ def test_peak_bytes_is_what_arena_and_shards_hold(ran: Ran) -> None:
     for options, found in ran:
         for schedule, held in found:
             predicted = schedule.peak_bytes
-            # A number per bucket, to find changes that leave no trace, and one per parameter, that says who was stepped.
+            # A number per bucket, to find changes that leave no trace, and one per parameter: who was stepped.
             extra = sum(8 + 4 * len(bucket.params) for bucket in schedule.buckets)
             assert held - extra <= predicted <= held * 1.02, f"{options}: {predicted} bytes predicted, {held} held"
 
