@@ -69,6 +69,20 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
 
 
+def start_compile_processes() -> None:
+    """Start the processes in which Inductor compiles GPU kernels, for which nobody waits. torch 2.13; a torch that has no
+    such function starts them when they are first needed.
+
+    That takes seconds, in which kernels are compiled one after the other in this process. Inductor's own backend begins
+    with it; we call what is behind that backend.
+    """
+    from torch._inductor import async_compile
+
+    warm = getattr(async_compile, "maybe_warm_pool", None)
+    if warm is not None:
+        warm()
+
+
 @contextlib.contextmanager
 def lazy_graph_modules() -> Iterator[None]:
     """Modules around graphs write their Python code when they are called, not each time their graph changes: those that

@@ -83,6 +83,8 @@ class Backend:
 
     def _compile_captured(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
+        if self.sharding.options.lowering == "inductor" and self.sharding.engine.device.type == "cuda":
+            _compat.start_compile_processes()  # they are there when the last graph has been traced
         broken = _compat.graph_break(graph)
         if broken is not None:
             self._note_break(broken)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from importlib.metadata import entry_points
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch._inductor import async_compile
 
 import fxshard
+from fxshard import _compat
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import Llama, Mlp
@@ -112,3 +116,12 @@ def interleaved(zero: int) -> bool:
 @pytest.mark.parametrize("zero", [thorough(2), thorough(3)])
 def test_evaluation_between_steps_disturbs_nothing(ranks: Pool, zero: int) -> None:
     assert ranks(2, interleaved, zero) == [True, True]
+
+
+def test_only_gpu_kernels_are_compiled_in_other_processes() -> None:
+    """Inductor's own backend starts them; a CPU's kernels need none."""
+    with mock.patch.object(async_compile, "maybe_warm_pool") as start:
+        fxshard.compile(nn.Linear(4, 4), lowering="inductor")(torch.ones(2, 4))
+        start.assert_not_called()
+        _compat.start_compile_processes()
+        start.assert_called_once()
