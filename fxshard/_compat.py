@@ -70,7 +70,7 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
 
 
 def start_compile_processes() -> None:
-    """Start the processes in which Inductor compiles GPU kernels, for which nobody waits. torch 2.13; a torch that has no
+    """Start the processes in which Inductor compiles GPU kernels, and wait for nothing. torch 2.13; a torch that has no
     such function starts them when they are first needed.
 
     That takes seconds, in which kernels are compiled one after the other in this process. Inductor's own backend begins
