@@ -12,17 +12,13 @@ import torch
 from fxshard.fused import hopper_products
 from fxshard.fused.by_torch import Call, TorchExperts
 
-FEWEST_TOKENS: dict[str, float] = {"up": 0, "product": 0}
-"""From how many tokens per expert on, on average, the kernels compute the first product with the activation, and the
-others. Below it torch does; with ``math.inf`` it always does."""
-
 
 class TritonExperts(TorchExperts):
     """The implementation ``triton``."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        if _enough("product", x, offsets) and hopper_products.multiplies(x, weight):
+        if hopper_products.multiplies(x, weight):
             return hopper_products.product(x, weight, offsets.int())
         return super().product(x, weight, offsets)
 
@@ -30,10 +26,6 @@ class TritonExperts(TorchExperts):
         experts, offsets = call.experts, call.offsets
         x = x.contiguous()
         matrices = (experts.gate,) if experts.up is None else (experts.gate, experts.up)
-        if _enough("up", x, offsets) and hopper_products.multiplies(x, *matrices):
+        if hopper_products.multiplies(x, *matrices):
             return hopper_products.up(x, experts.gate, experts.up, call.weights, offsets.int(), call.glu)
         return super().up(x, call)
-
-
-def _enough(step: str, x: torch.Tensor, offsets: torch.Tensor) -> bool:
-    return x.shape[0] >= FEWEST_TOKENS[step] * offsets.shape[0]

@@ -2,7 +2,7 @@
 # Kernels have no types that Python knows.
 """The grouped product for Hopper in Gluon, the explicit dialect of Triton, plain or with the activation behind it.
 
-As in ``fxshard.optim.symmetric`` a warp that does nothing but start bulk copies runs ahead of eight warps that
+As in ``fxshard.optim.tiles`` a warp that does nothing but start bulk copies runs ahead of eight warps that
 multiply, over tiles of 128 × 256; a persistent program per processor walks the tiles, and a tile is rounded and stored
 while the first products of the next one are under way. Of a product that is ``GATED`` a tile is 128 columns of gate
 and the same ones of up: both are kept, and the activation of them is computed where they are.
@@ -19,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from fxshard.hopper import halves, multiply_stage, release, rounded
 
 FAR = gl.constexpr(2**30)
 """The bound of the row that a ragged descriptor is asked for: groups end there, wherever they begin."""
@@ -115,41 +116,6 @@ def _load(
 
 
 @gluon.jit
-def _step(total, turn, a_bufs, b_bufs, full, ADD: gl.constexpr, B_T: gl.constexpr):
-    """Queue the product of the next stage, once it is filled."""
-    STAGES: gl.constexpr = a_bufs.type.shape[0]
-    stage = turn % STAGES
-    mbarrier.wait(full.index(stage), turn // STAGES & 1)
-    b_buf = b_bufs.index(stage)
-    if B_T:
-        b_buf = b_buf.permute((1, 0))
-    return warpgroup_mma(a_bufs.index(stage), b_buf, total, use_acc=ADD, is_async=True)
-
-
-@gluon.jit
-def _release(total, turn, empty, STAGES: gl.constexpr):
-    """All queued products but the last are done: the stage before it may be filled again."""
-    total = warpgroup_mma_wait(1, (total,))
-    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-    return total
-
-
-@gluon.jit
-def _cut(x, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """The two halves of the columns. Each thread has some of both already: nothing moves."""
-    left, right = x.reshape([128, 2, WIDTH]).permute(0, 2, 1).split()
-    return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
-
-
-@gluon.jit
-def _rounded(x):
-    """fp32 to bf16, here and now: ``fxshard.optim.symmetric`` says why."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=False, pack=2
-    )
-
-
-@gluon.jit
 def _activated(g, u, weights, begin, size, row, layout: gl.constexpr, ASM: gl.constexpr, WEIGHTED: gl.constexpr):
     """From the rounded values, as backward will compute it again. Pair by pair, or it would not fit into registers."""
     if WEIGHTED:
@@ -228,32 +194,32 @@ def _multiply(
     _, begin, size, row, column = _tile(gl.program_id(0), behind, height, across, offsets, experts, BAND)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         sum = gl.zeros([128, 256], gl.float32, whole)
-        sum = _step(sum, turn, a_bufs, b_bufs, full, False, B_T)
+        sum = multiply_stage(sum, turn, a_bufs, b_bufs, full, False, False, B_T)
         _emit(0, p0, p1, p2, p3, out_desc, second_desc, hidden_desc, buffers, weights, old_begin, old_size, old_row,
               old_column, GATED, part, ASM, WEIGHTED)  # fmt: skip
         for piece in gl.static_range(1, PIECES):
-            sum = _step(sum, turn + piece, a_bufs, b_bufs, full, True, B_T)
+            sum = multiply_stage(sum, turn + piece, a_bufs, b_bufs, full, True, False, B_T)
             _emit(piece, p0, p1, p2, p3, out_desc, second_desc, hidden_desc, buffers, weights, old_begin, old_size,
                   old_row, old_column, GATED, part, ASM, WEIGHTED)  # fmt: skip
-            sum = _release(sum, turn + piece, empty, STAGES)
+            sum = release(sum, turn + piece, empty, STAGES)
         turn += PIECES
         # Where the next tile lies is found out while products are under way, not between two tiles.
         _, new_begin, new_size, new_row, new_column = _tile(
             index + gl.num_programs(0), behind, height, across, offsets, experts, BAND
         )
         for _ in range(PIECES * 64, deep, 64):
-            sum = _step(sum, turn, a_bufs, b_bufs, full, True, B_T)
-            sum = _release(sum, turn, empty, STAGES)
+            sum = multiply_stage(sum, turn, a_bufs, b_bufs, full, True, False, B_T)
+            sum = release(sum, turn, empty, STAGES)
             turn += 1
         sum = warpgroup_mma_wait(0, (sum,))
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-        left, right = _cut(sum, 128, half)
-        p0, p1 = _cut(left, 64, part)
-        p2, p3 = _cut(right, 64, part)
-        p0 = _rounded(p0)
-        p1 = _rounded(p1)
-        p2 = _rounded(p2)
-        p3 = _rounded(p3)
+        left, right = halves(sum, 128, half)
+        p0, p1 = halves(left, 64, part)
+        p2, p3 = halves(right, 64, part)
+        p0 = rounded(p0)
+        p1 = rounded(p1)
+        p2 = rounded(p2)
+        p3 = rounded(p3)
         old_begin, old_size, old_row, old_column = begin, size, row, column
         begin, size, row, column = new_begin, new_size, new_row, new_column
     for piece in gl.static_range(PIECES):

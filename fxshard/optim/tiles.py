@@ -16,9 +16,10 @@ try:
         fence_async_shared,
         mbarrier,
         tma,
-        warpgroup_mma,
         warpgroup_mma_wait,
     )
+
+    from fxshard.hopper import halves, multiply_stage, release, rounded
 
     HAS_GLUON = True
 except ImportError:  # torch for the CPU comes without Triton: ``available`` says so
@@ -83,22 +84,6 @@ if HAS_GLUON:
                 turn += 1
 
     @gluon.jit
-    def _halves(x, layout: gl.constexpr):
-        left, right = x.reshape([128, 2, 128]).permute(0, 2, 1).split()
-        return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
-
-    @gluon.jit
-    def _rounded(x):
-        """fp32 to bf16, here and now.
-
-        Left to itself the compiler converts where the value is stored, and keeps the sums in fp32 until then, in the
-        registers that the products of the next tile already write: it would have to wait for each of them.
-        """
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=False, pack=2
-        )
-
-    @gluon.jit
     def _polynomial(product, buffer, row, column, a, b, c, layout: gl.constexpr):
         """a·I + b·A + c·A² on one half tile, in fp32; the half tile of A is in ``buffer``."""
         r = row * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
@@ -112,27 +97,6 @@ if HAS_GLUON:
         for _ in gl.static_range(TIMES):
             product = product * scale
         return gl.where(gl.full_like(product, scale) == 0.0, 0.0, product)
-
-    @gluon.jit
-    def _step(total, turn, a_bufs, b_bufs, full, ADD: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr):
-        """Queue the product of the next stage, once it is filled."""
-        STAGES: gl.constexpr = a_bufs.type.shape[0]
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        a_buf = a_bufs.index(stage)
-        b_buf = b_bufs.index(stage)
-        if A_T:
-            a_buf = a_buf.permute((1, 0))
-        if B_T:
-            b_buf = b_buf.permute((1, 0))
-        return warpgroup_mma(a_buf, b_buf, total, use_acc=ADD, is_async=True)
-
-    @gluon.jit
-    def _release(total, turn, empty, STAGES: gl.constexpr):
-        """All queued products but the last are done: the stage before it may be filled again."""
-        total = warpgroup_mma_wait(1, (total,))
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-        return total
 
     @gluon.jit
     def _store(out_desc, epilogue, value, top, row, column, nowhere, PIECE: gl.constexpr, SYMMETRIC: gl.constexpr):
@@ -179,17 +143,17 @@ if HAS_GLUON:
         for index in range(gl.program_id(0), total, gl.num_programs(0)):
             top = matrix * rows
             sum = gl.zeros([128, 256], gl.float32, whole)
-            sum = _step(sum, turn, a_bufs, b_bufs, full, False, A_T, B_T)
+            sum = multiply_stage(sum, turn, a_bufs, b_bufs, full, False, A_T, B_T)
             _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 0, SYMMETRIC)
-            sum = _step(sum, turn + 1, a_bufs, b_bufs, full, True, A_T, B_T)
+            sum = multiply_stage(sum, turn + 1, a_bufs, b_bufs, full, True, A_T, B_T)
             _store(out_desc, epilogue, left, old_top, old_row, 2 * old_column, nowhere, 1, SYMMETRIC)
-            sum = _release(sum, turn + 1, empty, STAGES)
-            sum = _step(sum, turn + 2, a_bufs, b_bufs, full, True, A_T, B_T)
+            sum = release(sum, turn + 1, empty, STAGES)
+            sum = multiply_stage(sum, turn + 2, a_bufs, b_bufs, full, True, A_T, B_T)
             _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 2, SYMMETRIC)
-            sum = _release(sum, turn + 2, empty, STAGES)
-            sum = _step(sum, turn + 3, a_bufs, b_bufs, full, True, A_T, B_T)
+            sum = release(sum, turn + 2, empty, STAGES)
+            sum = multiply_stage(sum, turn + 3, a_bufs, b_bufs, full, True, A_T, B_T)
             _store(out_desc, epilogue, right, old_top, old_row, 2 * old_column + 1, nowhere, 3, SYMMETRIC)
-            sum = _release(sum, turn + 3, empty, STAGES)
+            sum = release(sum, turn + 3, empty, STAGES)
             if POLYNOMIAL:
                 tma.store_wait(0)
                 mbarrier.expect(given, 2 * d_desc.block_type.nbytes)
@@ -201,12 +165,12 @@ if HAS_GLUON:
             # Where the next tile lies is found out while products are under way, not between two tiles.
             new_matrix, new_row, new_column = _tile(index + gl.num_programs(0), height, across, SYMMETRIC, BAND)
             for _ in range(256, depth, 64):
-                sum = _step(sum, turn, a_bufs, b_bufs, full, True, A_T, B_T)
-                sum = _release(sum, turn, empty, STAGES)
+                sum = multiply_stage(sum, turn, a_bufs, b_bufs, full, True, A_T, B_T)
+                sum = release(sum, turn, empty, STAGES)
                 turn += 1
             sum = warpgroup_mma_wait(0, (sum,))
             mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-            new_left, new_right = _halves(sum, half)
+            new_left, new_right = halves(sum, 128, half)
             if POLYNOMIAL:
                 mbarrier.wait(given, parity)
                 parity ^= 1
@@ -215,8 +179,8 @@ if HAS_GLUON:
             if SCALED:
                 new_left = _scaled(new_left, scale, SCALED)
                 new_right = _scaled(new_right, scale, SCALED)
-            left = _rounded(new_left)
-            right = _rounded(new_right)
+            left = rounded(new_left)
+            right = rounded(new_right)
             old_top, old_row, old_column = top, row, column
             matrix, row, column = new_matrix, new_row, new_column
         for piece in gl.static_range(2):
