@@ -17,7 +17,6 @@ linearly. The cap of ``4 · ⌈log2 N⌉`` (from 17 nodes on) is a choice betwee
 from __future__ import annotations
 
 from math import ceil, log2
-from typing import Literal
 
 from fxshard.plan.hardware import Hardware
 
@@ -55,26 +54,6 @@ def all_to_all_seconds(size: float, ranks: int, hardware: Hardware, *, stride: i
     outside = size * max(0, ranks - per_node) / ranks / hardware.inter_bandwidth
     latency = hardware.intra_latency if nodes == 1 else hardware.inter_latency
     return max(inside, outside) + latency
-
-
-def collective_seconds(
-    kind: Literal["gather", "reduce"], size: float, ranks: int, hardware: Hardware, all_reduce: bool = False
-) -> float:
-    """A gather, or a reduction that leaves each rank its shard (with ``all_reduce``: the full buffer)."""
-    if kind == "gather":
-        return all_gather_seconds(size, ranks, hardware)
-    return (all_reduce_seconds if all_reduce else reduce_scatter_seconds)(size, ranks, hardware)
-
-
-def replicated_reduce_seconds(size: float, shards: int, ranks: int, hardware: Hardware) -> float:
-    """Reduce gradients of which there are ``ranks / shards`` replicas: scatter over shards, then sum over replicas.
-
-    One formula for all placements: a reduce-scatter where there is one replica, an all-reduce where there is one shard,
-    both for HSDP.
-    """
-    replicas = max(1, ranks // shards)
-    scatter = reduce_scatter_seconds(size, shards, hardware)
-    return scatter + all_reduce_seconds(size / shards, replicas, hardware, stride=shards)
 
 
 def _split(ranks: int, hardware: Hardware, stride: int) -> tuple[int, int]:

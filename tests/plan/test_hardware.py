@@ -12,9 +12,7 @@ from fxshard.plan.collectives import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
-    collective_seconds,
     reduce_scatter_seconds,
-    replicated_reduce_seconds,
 )
 from fxshard.plan.hardware import PRESETS, Hardware, hardware
 
@@ -92,19 +90,6 @@ def test_ranks_far_apart_meet_on_the_network() -> None:
     assert all_gather_seconds(100, 2, TOY, stride=2) == 5 + 1
     assert all_gather_seconds(100, 2, TOY, stride=4) == 50 + 5
     assert all_reduce_seconds(100, 2, TOY, stride=4) == 110
-
-
-def test_replicas_are_reduced_after_shards() -> None:
-    assert replicated_reduce_seconds(400, 4, 4, TOY) == reduce_scatter_seconds(400, 4, TOY)
-    assert replicated_reduce_seconds(400, 1, 8, TOY) == all_reduce_seconds(400, 8, TOY)
-    assert replicated_reduce_seconds(400, 4, 8, TOY) == 32 + 110
-    assert replicated_reduce_seconds(400, 1, 1, TOY) == 0
-
-
-def test_collective_seconds_chooses() -> None:
-    assert collective_seconds("gather", 400, 4, TOY) == all_gather_seconds(400, 4, TOY)
-    assert collective_seconds("reduce", 400, 4, TOY) == reduce_scatter_seconds(400, 4, TOY)
-    assert collective_seconds("reduce", 400, 4, TOY, all_reduce=True) == all_reduce_seconds(400, 4, TOY)
 
 
 @pytest.mark.parametrize("cost", [all_gather_seconds, reduce_scatter_seconds, all_reduce_seconds, all_to_all_seconds])
