@@ -23,15 +23,21 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Launches as if there were a Hopper, by the names that the kernel has for its arguments."""
-    source = Path(hopper_products.__file__).with_name("hopper_kernels.py").read_text()
-    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    names = [argument.arg for argument in functions["grouped_kernel"].args.args]
     launches: list[dict[str, Any]] = []
 
-    def record(key: object, grid: tuple[int, ...], args: tuple[Any, ...], described: object) -> None:
-        launches.append({"key": key, "grid": grid, **dict(zip(names, args, strict=True))})
+    def recorder(file: str, kernel: str) -> Any:
+        source = Path(hopper_products.__file__).with_name(file).read_text()
+        functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+        names = [argument.arg for argument in functions[kernel].args.args]
 
-    monkeypatch.setattr(hopper_products, "_launches", record, raising=False)
+        def record(key: object, grid: tuple[int, ...], args: tuple[Any, ...], described: object) -> None:
+            launches.append({"key": key, "grid": grid, **dict(zip(names, args, strict=True))})
+
+        return record
+
+    monkeypatch.setattr(hopper_products, "_launches", recorder("hopper_kernels.py", "grouped_kernel"), raising=False)
+    gradients = recorder("hopper_gradient.py", "gradient_kernel")
+    monkeypatch.setattr(hopper_products, "_gradients", gradients, raising=False)
     monkeypatch.setattr(hopper_products, "_processors", lambda device: 132)
     monkeypatch.setattr(hopper_products, "available", lambda device: True)
     return launches
@@ -91,6 +97,33 @@ def test_a_launch_of_a_product_with_the_activation(launched: list[dict[str, Any]
     assert len({launch["key"] for launch in launched}) == 3  # an odd address needs a kernel of its own
 
 
+def test_a_launch_of_a_weight_gradient(launched: list[dict[str, Any]]) -> None:
+    a, b = torch.zeros(600, 704, dtype=BF16), torch.zeros(600, 576, dtype=BF16)
+    offsets = torch.full((8,), 600, dtype=torch.int32)
+    out = hopper_products.gradient(a, b, offsets)
+    (found,) = launched
+    assert out.shape == (8, 704, 576) and found["out_desc"].base is out
+    # A tile that is cut off by its matrix must not end up in the next one.
+    assert found["out_desc"].shape == (8, 704, 576) and found["out_desc"].block == (1, 128, 64)
+    assert found["a_desc"].base is a and found["a_desc"].shape == (ANY, ANY, FAR, 704)
+    assert (found["a_desc"].block, found["b_desc"].block) == ((1, 1, 64, 128), (1, 1, 64, 256))
+    assert [found[name] for name in ("experts", "height", "across")] == [8, 6, 3]
+    assert found["grid"] == (132, 1, 1) and found["offsets"] is offsets
+    hopper_products.gradient(a[:, :128].contiguous(), b[:, :256].contiguous(), offsets[:4])
+    assert launched[1]["grid"] == (4, 1, 1) and launched[1]["key"] == found["key"]
+
+
+def test_which_weight_gradients_the_kernel_computes(launched: list[dict[str, Any]]) -> None:
+    a, b = torch.zeros(600, 704, dtype=BF16), torch.zeros(600, 576, dtype=BF16)
+    odd = torch.zeros(600 * 576 + 1, dtype=BF16)[1:].view(600, 576)
+    assert hopper_products.differentiates(a, b) and hopper_products.differentiates(b, a)
+    assert not hopper_products.differentiates(a, odd) and not hopper_products.differentiates(odd, a)
+    assert not hopper_products.differentiates(a[:0], b[:0])
+    assert not hopper_products.differentiates(a.float(), b.float())
+    assert not hopper_products.differentiates(a, b[:, :132].contiguous())
+    assert not hopper_products.differentiates(torch.zeros(600, 8, dtype=BF16), b)  # the sum of rows
+
+
 def test_what_the_kernels_multiply(launched: list[dict[str, Any]]) -> None:
     x, weight = torch.zeros(600, 512, dtype=BF16), torch.zeros(8, 512, 704, dtype=BF16)
     odd = torch.zeros(8 * 512 * 704 + 1, dtype=BF16)[1:].view(8, 512, 704)
@@ -110,12 +143,19 @@ def test_experts_use_them_where_they_can(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append("product")
         return TorchExperts().product(x, weight, offsets)
 
+    def gradient(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        calls.append("gradient")
+        return TorchExperts().weight_gradient(a, b, offsets)
+
     monkeypatch.setattr(hopper_products, "product", product)
+    monkeypatch.setattr(hopper_products, "gradient", gradient)
     monkeypatch.setattr(hopper_products, "multiplies", lambda x, *weights: x.shape[1] >= 32)
+    monkeypatch.setattr(hopper_products, "differentiates", lambda a, b: a.shape[1] >= 32)
     p = problem([3, 0, 5], hidden=16, inner=32)
     mine = result_and_gradients(p, fused(p, implementation="triton"))
     theirs = result_and_gradients(p, fused(p, implementation="torch"))
-    assert calls == ["product", "product"]  # over the inner size: down, and from both halves back to the input
+    # Over the inner size: down, and from both halves back to the input. Of the gradients, those of both halves.
+    assert calls == ["product", "product", "gradient"]
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 

@@ -143,7 +143,59 @@ def test_groups_do_not_see_each_other() -> None:
     assert beside[begin:end].isnan().all()
 
 
-def test_all_products_but_weight_gradients_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+class Gradients:
+    """Both operands of weight gradients, of which the rows behind the last group are not numbers."""
+
+    def __init__(self, counts: list[int], tail: int, rows: int, columns: int) -> None:
+        torch.manual_seed(0)
+        self.a = torch.randn(sum(counts) + tail, rows, device="cuda", dtype=BF16)
+        self.b = torch.randn(sum(counts) + tail, columns, device="cuda", dtype=BF16)
+        self.a[sum(counts) :] = self.b[sum(counts) :] = torch.nan
+        self.offsets = torch.tensor(counts, device="cuda").cumsum(0).int()
+        self.bounds = list(pairwise([0, *self.offsets.tolist()]))
+
+    def exact(self) -> torch.Tensor:
+        return torch.stack([self.a[i:j].float().t() @ self.b[i:j].float() for i, j in self.bounds])
+
+
+@pytest.mark.shows("G3")
+@pytest.mark.parametrize(("rows", "columns"), [(704, 576), (136, 264), (1024, 512)])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_weight_gradients(groups: str, rows: int, columns: int) -> None:
+    case = Gradients(*GROUPS[groups], rows, columns)
+    # Memory that the result is likely to be made of: what is not written is seen.
+    torch.full((len(case.bounds), rows, columns), 7.0, device="cuda", dtype=BF16)
+    mine = hopper_products.gradient(case.a, case.b, case.offsets)
+    exact = case.exact()
+    for expert, (begin, end) in enumerate(case.bounds):
+        if begin == end:
+            assert (mine[expert] == 0).all()
+        else:
+            assert distances({"g": mine[expert]}, {"g": exact[expert]})["g"] < 3e-3
+    for _ in range(3):
+        assert torch.equal(hopper_products.gradient(case.a, case.b, case.offsets), mine)
+
+
+def test_weight_gradients_of_large_groups() -> None:
+    """More tiles than processors, of many steps, and of very different numbers of them."""
+    case = Gradients([2070, 3, 0, 5011, 64, 1997, 2107, 65], 9, 2048, 1408)
+    mine = hopper_products.gradient(case.a, case.b, case.offsets)
+    theirs = F.grouped_mm(case.a.t(), case.b, offs=case.offsets)
+    full = [expert for expert, (begin, end) in enumerate(case.bounds) if begin < end]
+    assert distances({"g": mine}, {"g": case.exact()})["g"] < 3e-3
+    assert distances({"g": mine[full]}, {"g": theirs[full]})["g"] < 3e-3
+
+
+def test_weight_gradients_do_not_see_other_groups() -> None:
+    case = Gradients(*GROUPS["ragged"], 704, 576)
+    alone = hopper_products.gradient(case.a, case.b, case.offsets)
+    case.a[131:431], case.b[131:431] = torch.nan, torch.inf  # the group of 300
+    beside = hopper_products.gradient(case.a, case.b, case.offsets)
+    others = [0, 1, 2, 4, 5]
+    assert torch.equal(beside[others], alone[others]) and beside[3].isnan().all()
+
+
+def test_all_products_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def counted(name: str) -> None:
@@ -152,6 +204,7 @@ def test_all_products_but_weight_gradients_are_computed_here(monkeypatch: pytest
 
     counted("up")
     counted("product")
+    counted("gradient")
     p = problem([130, 0, 1, 300], hidden=576, inner=704, dtype=BF16, device="cuda")
     fused(p, implementation="triton").sum().backward()
-    assert calls == ["up", "product", "product", "product"]
+    assert sorted(calls) == ["gradient", "gradient", "product", "product", "product", "up"]
