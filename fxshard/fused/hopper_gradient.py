@@ -110,7 +110,6 @@ def _multiply(
     # Before the first tile there is nothing to store: no expert has this number, and the copy goes nowhere.
     old_expert, old_row, old_column = experts, 0, 0
     expert, row, column = _tile(gl.program_id(0), height, across, experts, BAND)
-    _, _, steps = _group(expert, offsets)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         sum = gl.zeros([128, 256], gl.float32, whole)
         sum = multiply_stage(sum, turn, a_bufs, b_bufs, full, False, True, False)
@@ -122,7 +121,8 @@ def _multiply(
         turn += PIECES
         # Where the next tile lies is found out while products are under way, not between two tiles.
         new_expert, new_row, new_column = _tile(index + gl.num_programs(0), height, across, experts, BAND)
-        _, _, new_steps = _group(new_expert, offsets)
+        # Looked up here, not carried along: inlining makes what is loaded for the first tile that of all tiles.
+        _, _, steps = _group(expert, offsets)
         for _ in range(PIECES, steps):
             sum = multiply_stage(sum, turn, a_bufs, b_bufs, full, True, True, False)
             sum = release(sum, turn, empty, STAGES)
@@ -137,7 +137,7 @@ def _multiply(
         p2 = rounded(p2)
         p3 = rounded(p3)
         old_expert, old_row, old_column = expert, row, column
-        expert, row, column, steps = new_expert, new_row, new_column, new_steps
+        expert, row, column = new_expert, new_row, new_column
     for piece in gl.static_range(PIECES):
         _send(piece, p0, p1, p2, p3, out_desc, buffers, old_expert, old_row, old_column)
     tma.store_wait(0)
