@@ -24,6 +24,8 @@ class Compilations:
     segments: int
     compiled: int
     captures: int
+    layers_left_out: int = 0
+    """Layers that were not traced through autograd, because they are like those that were (``trace_once``)."""
 
 
 class SegmentCompiler:

@@ -54,6 +54,7 @@ def measure(layers: int, device: str, dim: int, contender: str) -> dict[str, Any
     found["verify_s"] = time.perf_counter() - start
     found["segments"] = sharded.compilations.segments
     found["compilations"] = sharded.compilations.compiled
+    found["layers_left_out"] = sharded.compilations.layers_left_out
     return found
 
 
