@@ -85,8 +85,6 @@ class Backend:
 
     def _compile_captured(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
-        if self.sharding.options.lowering == "inductor" and self.sharding.engine.device.type == "cuda":
-            _compat.start_compile_processes()  # they are there when the last graph has been traced
         broken = _compat.graph_break(graph)
         if broken is not None:
             self._note_break(broken)
@@ -305,6 +303,8 @@ def backend_of(sharding: Sharding) -> Backend:
     """The one backend of a sharded model, however ``torch.compile`` is reached: it has the schedule and the graphs."""
     if not isinstance(sharding.backend, Backend):
         sharding.backend = Backend(sharding)
+        if sharding.options.lowering == "inductor" and sharding.engine.device.type == "cuda":
+            _compat.start_compile_processes(sharding.engine.device)  # they are there when the model has been traced
     return sharding.backend
 
 
