@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import fxshard
 from fxshard.fused import choose, hopper_products, launch
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.fused.glu import Glu
 from fxshard.fused.hopper_products import ANY, FAR, Copies
+from tests.fused.moe import moe
 from tests.fused.reference import fused, problem, result_and_gradients
+from tests.fused.test_sharded import VOCAB, WEIGHTS, gradients
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
@@ -119,8 +122,13 @@ def test_which_weight_gradients_the_kernel_computes(launched: list[dict[str, Any
     assert hopper_products.differentiates(a, b) and hopper_products.differentiates(b, a)
     assert not hopper_products.differentiates(a, odd) and not hopper_products.differentiates(odd, a)
     assert not hopper_products.differentiates(a[:0], b[:0])
-    assert not hopper_products.differentiates(a.float(), b.float())
+    for dtype in (torch.float32, torch.float16):
+        assert not hopper_products.differentiates(a.to(dtype), b.to(dtype))
+        assert not hopper_products.differentiates(a, b.to(dtype)) and not hopper_products.differentiates(a.to(dtype), b)
     assert not hopper_products.differentiates(a, b[:, :132].contiguous())
+    assert not hopper_products.differentiates(a[:, :132].contiguous(), b)
+    assert not hopper_products.differentiates(a, b[:, :120].contiguous())
+    assert hopper_products.differentiates(a[:, :128].contiguous(), b[:, :128].contiguous())
     assert not hopper_products.differentiates(torch.zeros(600, 8, dtype=BF16), b)  # the sum of rows
 
 
@@ -157,6 +165,25 @@ def test_experts_use_them_where_they_can(monkeypatch: pytest.MonkeyPatch) -> Non
     # Over the inner size: down, and from both halves back to the input. Of the gradients, those of both halves.
     assert calls == ["product", "product", "gradient"]
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_deferred_weight_gradients_are_computed_there_too(defer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.Tensor] = []
+
+    def gradient(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        calls.append(a)
+        return TorchExperts().weight_gradient(a, b, offsets)
+
+    monkeypatch.setitem(choose._REFUSALS, "triton", lambda case: None)
+    monkeypatch.setattr(hopper_products, "differentiates", lambda a, b: True)
+    monkeypatch.setattr(hopper_products, "gradient", gradient)
+    model = fxshard.compile(moe(vocab=VOCAB), lowering="eager", experts="triton", defer_wgrad=defer)
+    tokens = torch.arange(24).view(2, 12)
+    model(tokens, tokens).backward()
+    assert len(calls) == len(WEIGHTS)
+    behind = {name for name, one in gradients(model.graphs["backward"].graph).items() if one.behind_the_embedding}
+    assert behind == ({"layers.0.gate_up", "layers.0.down"} if defer else set())
 
 
 @pytest.mark.parametrize(
