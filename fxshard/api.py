@@ -52,6 +52,7 @@ def compile(
     init: Init | None = None,
     passes: PassList | None = None,
     trace_once: bool = True,
+    cuda_graphs: bool = False,
 ) -> ShardedModule:
     """Shard a model over the data-parallel ranks and compile its training step.
 
@@ -106,6 +107,7 @@ def shard(
     init: Init | None = None,
     passes: PassList | None = None,
     trace_once: bool = True,
+    cuda_graphs: bool = False,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -133,6 +135,7 @@ def shard(
         experts=experts,
         passes=passes,
         trace_once=trace_once,
+        cuda_graphs=cuda_graphs,
     )
     if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
         raise ConfigError(

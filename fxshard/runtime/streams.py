@@ -96,6 +96,12 @@ class Streams(ABC):
     def mark(self) -> Token:
         """What the compute stream has been given so far."""
 
+    def fork(self) -> None:
+        """Let every stream begin behind the current one: a capture of the current one then takes them all in."""
+
+    def join(self) -> None:
+        """The current stream goes on behind all others."""
+
     @abstractmethod
     def _on(self, stream: str) -> AbstractContextManager[object]:
         """What is done inside goes to that stream."""
@@ -127,6 +133,14 @@ class CudaStreams(Streams):
 
     def mark(self) -> Token:
         return CudaToken(torch.cuda.current_stream(self._device).record_event(), self._device)
+
+    def fork(self) -> None:
+        for stream in self._streams.values():
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        for stream in self._streams.values():
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _on(self, stream: str) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[stream])
