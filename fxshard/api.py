@@ -76,6 +76,11 @@ def compile(
     ``reset_parameters``. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
     :class:`fxshard.config.Options`.
     """
+    if cuda_graphs and not fullgraph:
+        raise ConfigError(
+            "cuda_graphs=True needs the whole model in one graph: mend the breaks and leave fullgraph=True, or compile "
+            "without cuda_graphs"
+        )
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
     sharded = shard(**given)
     again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)

@@ -58,6 +58,7 @@ class Program:
         """How many of its results are the caller's; the others are saved for backward. None: all of them."""
         self.takes: dict[Hashable, Take] = {}
         """What was captured of it, by what it found when it started."""
+        self.captures = 0
         self.owner = owner
         self.runs = 0
         self._before_first_run = before_first_run

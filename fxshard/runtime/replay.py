@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from fxshard.runtime.program import Program
 
 CAPTURES = 8
-"""Takes of one program: whoever finds something new at every step captures no more."""
+"""Of one program: whoever finds something new at every step captures no more."""
+MISSES = 2
+"""So many times in a row must a forward be replayed whose backward is not captured, for both to be captured again."""
 
 
 def check_capturable(options: Options, device: torch.device) -> None:
@@ -50,8 +52,8 @@ class Take:
     outputs: tuple[Any, ...]
     """Places of what it computes; values that are the same each time as they are."""
     left: Transition
-    useless: bool = False
-    """Its backward was never captured, and cannot be behind a replay: capture both again."""
+    misses: int = 0
+    """How many of its last replays had a backward of which nothing captured fitted."""
     _tensors: list[Any] | None = field(default=None, repr=False)
 
     def results(self, tape: Tape) -> list[Any]:
@@ -119,7 +121,9 @@ class Replays:
             addresses = claimed.addresses if isinstance(claimed, Loan) else frozenset()
             key = (entry(engine), tuple(_kind(value, addresses) for value in given))
             take = program.takes.get(key)
-            if take is not None and not take.useless:
+            if take is not None and take.misses < MISSES:
+                if isinstance(claimed, Loan):
+                    claimed.take.misses = 0
                 return self._replay(engine, program, take, given)
             why = self._cannot_capture(program, claimed)
             if why is None:
@@ -160,9 +164,9 @@ class Replays:
 
     def _cannot_capture(self, program: Program, claimed: Loan | str | None) -> str | None:
         if isinstance(claimed, Loan) and not claimed.captured:
-            claimed.take.useless = True
+            claimed.take.misses += 1
             return "its forward was replayed, and nothing captured fits"
-        return f"it was captured {CAPTURES} times" if len(program.takes) >= CAPTURES else None
+        return f"it was captured {CAPTURES} times" if program.captures >= CAPTURES else None
 
     def closed(self) -> bool:
         """Whether activations lie where gradients live."""
@@ -212,6 +216,7 @@ class Replays:
         engine.frame.capturing = False
         take = Take(replay, inputs, tuple(map(self._described, results)), watching.transition(self.closed))
         program.takes[key] = take
+        program.captures += 1
         self.captured += 1
         LOG.info("cuda_graphs: captured %s (%d so far)", program.phase, self.captured)
         return self._launch(engine, program, take, results, captured=True)

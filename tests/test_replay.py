@@ -1,0 +1,309 @@
+"""Captured programs: replayed where everything is as it was, run through where it is not, and always right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxshard
+from fxshard.runtime import replay
+from fxshard.runtime.replay import Replays
+from tests.faketape import FakeTape
+from tests.stack import Stack, batch
+from tests.training import llama
+
+BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+Pair = tuple[fxshard.ShardedModule, fxshard.ShardedModule]
+
+
+def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
+    """The same model with and without captured programs."""
+    models = []
+    for _ in range(2):
+        given = {"lowering": "eager", "optimizer": fxshard.AdamW(lr=1e-2), **options}
+        models.append(fxshard.compile(make(), **given))
+    engine = models[0]._sharding.engine
+    engine.replays = Replays(FakeTape(lambda: [b.home._memory for b in engine.buckets if b.home is not None]))
+    return models[0], models[1]
+
+
+def counts(model: fxshard.ShardedModule) -> tuple[int, int]:
+    replays = model._sharding.engine.replays
+    assert replays is not None
+    return replays.captured, replays.replayed
+
+
+def same(models: Pair) -> bool:
+    ours, theirs = (model.state_dict() for model in models)
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def both(models: Pair, act: Callable[[fxshard.ShardedModule], Any]) -> list[Any]:
+    """Do the same with both; tensors that come out must be equal."""
+    ours, theirs = act(models[0]), act(models[1])
+    for mine, other in zip(ours or (), theirs or (), strict=True):
+        assert torch.equal(mine, other)
+    return [ours, theirs]
+
+
+def step(number: int, micro: int = 1) -> Callable[[fxshard.ShardedModule], list[torch.Tensor]]:
+    def act(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        losses = []
+        for rank in range(micro):
+            loss = model(*batch(number, rank))
+            loss.backward()
+            losses.append(loss.detach())
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        return losses + grads
+
+    return act
+
+
+@pytest.mark.parametrize("precision", [None, BF16])
+def test_steps_are_captured_once_and_replayed(precision: fxshard.Precision | None) -> None:
+    models = pair(precision=precision)
+    for number in range(5):
+        both(models, step(number))
+    assert counts(models[0]) == (2, 6)
+    assert same(models)
+
+
+def test_a_transformer_trains_the_same() -> None:
+    models = pair(lambda: llama(layers=2), optimizer=fxshard.Muon(lr=1e-2))
+    x = torch.randint(0, 96, (4, 2, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+
+    def act(model: fxshard.ShardedModule, i: int) -> list[torch.Tensor]:
+        loss = model(x[i], x[i])
+        loss.backward()
+        norm = model.clip_grad_norm_(0.1)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        losses.append((loss, float(loss.detach())))
+        return [loss.detach(), norm]
+
+    for i in range(4):
+        both(models, lambda model, i=i: act(model, i))
+    assert counts(models[0]) == (2, 4) and same(models)
+    assert all(float(loss.detach()) == then for loss, then in losses), "a loss that was kept has changed"
+
+
+@torch._functorch.config.patch(donated_buffer=False)  # or torch refuses retain_graph
+def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right() -> None:
+    """Each of these comes behind two steps, which were captured, and is followed by two that must be right too."""
+    models = pair()
+    for number in range(3):
+        both(models, step(number))
+
+    def finish(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        return grads
+
+    def two_forwards(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        first, second = model(*batch(10, 0)), model(*batch(11, 0))
+        second.backward()
+        first.backward()
+        return [first.detach(), second.detach(), *finish(model)]
+
+    def summed(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(12, 0)) + 2 * model(*batch(13, 0))
+        loss.backward()
+        return [loss.detach(), *finish(model)]
+
+    def retained(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(14, 0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss.detach(), *finish(model)]
+
+    def dropped(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        return [model(*batch(15, 0)).detach()]
+
+    def evaluated(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(16, 0))
+        with torch.no_grad():
+            between = model(*batch(17, 0))
+        loss.backward()
+        with torch.no_grad():
+            behind = model(*batch(18, 0))
+        return [loss.detach(), between, behind, *finish(model)]
+
+    def kept(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        model(*batch(19, 0)).backward()
+        old = [p.grad for p in model.parameters()]
+        then = finish(model)
+        new = step(20)(model)
+        return [*old, *then, *new]
+
+    def cleared_between(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        model(*batch(21, 0)).backward()
+        loss = model(*batch(22, 0))
+        model.optimizer.zero_grad()
+        loss.backward()
+        return [loss.detach(), *finish(model)]
+
+    def foreign(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(23, 0))
+        first = next(model.parameters())
+        first.grad = torch.ones_like(first)
+        loss.backward()
+        return [loss.detach(), *finish(model)]
+
+    kinds = [two_forwards, summed, retained, dropped, evaluated, kept, cleared_between, foreign]
+    for again in range(2):
+        for kind in kinds:
+            before = counts(models[0])
+            both(models, kind)
+            both(models, step(30 + again))
+            both(models, step(31 + again))
+            assert counts(models[0]) > before, f"nothing was captured or replayed around {kind.__name__}"
+    assert same(models)
+    assert counts(models[0])[0] <= 4 * replay.CAPTURES
+    reasons = models[0]._sharding.engine.replays.run_through
+    assert {
+        "activations of an earlier forward are still needed",
+        "autograd keeps the activations (retain_graph)",
+        "its forward ran through",
+        "somebody holds gradients of an earlier step",
+    } <= reasons.keys()
+
+
+@pytest.mark.parametrize("how", ["plain", "no_sync", "zeroed"])
+def test_accumulation_is_captured_too(how: str) -> None:
+    models = pair()
+
+    def act(model: fxshard.ShardedModule, number: int) -> list[torch.Tensor]:
+        losses = []
+        for rank in range(3):
+            if how == "no_sync" and rank < 2:
+                with model.no_sync():
+                    losses.append(model(*batch(number, rank)))
+                    losses[-1].backward()
+            else:
+                losses.append(model(*batch(number, rank)))
+                losses[-1].backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.optimizer.step()
+        model.optimizer.zero_grad(set_to_none=how != "zeroed")
+        return [loss.detach() for loss in losses] + found
+
+    for number in range(5):
+        both(models, lambda model, number=number: act(model, number))
+    before = counts(models[0])
+    both(models, lambda model: act(model, 9))
+    assert counts(models[0]) == (before[0], before[1] + 6), "a step of three micro-batches is replayed as a whole"
+    assert same(models)
+
+
+class Normed(nn.Module):
+    """Forward writes to buffers, and returns more than a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.norm = nn.Linear(7, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.norm(self.lin(x))
+        return F.mse_loss(out, y), out
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_buffers_shapes_and_results_that_are_kept(dynamic: bool | None) -> None:
+    models = pair(Normed, dynamic=dynamic)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def act(model: fxshard.ShardedModule, number: int, rows: int) -> list[torch.Tensor]:
+        x, y = (value[:rows] for value in batch(number, 0))
+        loss, out = model(x, y)
+        loss.backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        kept.append((out, out.detach().clone()))
+        return [loss.detach(), out.detach()]
+
+    for number in range(12):
+        both(models, lambda model, number=number: act(model, number, 6 if number % 3 else 4))
+    assert same(models)
+    assert all(torch.equal(now.detach(), then) for now, then in kept)
+    if dynamic is False:
+        assert counts(models[0])[1] >= 12
+    else:  # from the second shape on sizes are symbols
+        assert models[0]._sharding.engine.replays.run_through["an input is no tensor on the device"] >= 5
+
+
+class _Failing(FakeTape):
+    fails = False
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        if not self.fails:
+            return super().record(run)
+
+        def broken() -> None:
+            run()
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+        return super().record(broken)
+
+
+def test_what_cannot_be_captured_is_named_and_leaves_nothing_behind() -> None:
+    models = pair(precision=BF16)
+    replays = models[0]._sharding.engine.replays
+    assert replays is not None
+    tape = replays._tape = _Failing()
+    both(models, step(0))
+    tape.fails = True
+    with pytest.raises(fxshard.CaptureError, match="forward could not be captured.*\n.*without cuda_graphs"):
+        models[0](*batch(1, 0))
+    tape.fails = False
+    loss = models[0](*batch(1, 0))
+    tape.fails = True
+    with pytest.raises(fxshard.CaptureError, match="backward could not be captured"):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in models[0].parameters())
+    tape.taken = True
+    both(models, step(1))
+    assert "somebody else is capturing" in replays.run_through
+    tape.taken, tape.fails = False, False
+    for number in range(2, 5):
+        both(models, step(number))
+    assert same(models) and replays.replayed
+
+
+def test_profiles_and_endless_captures_run_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pair()
+    for number in range(3):
+        both(models, step(number))
+    before = counts(models[0])
+    for model in models:
+        with model.profile(steps=1) as profile:
+            step(3)(model)
+        assert profile.seconds
+    assert counts(models[0]) == before and same(models)
+    monkeypatch.setattr(replay, "CAPTURES", 1)
+    both(models, lambda model: step(4, micro=2)(model))
+    both(models, lambda model: step(5, micro=2)(model))
+    assert counts(models[0])[0] == before[0]
+    assert "it was captured 1 times" in models[0]._sharding.engine.replays.run_through
+    assert same(models)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({}, "the model is on 'cpu'"), ({"fullgraph": False}, "needs the whole model in one graph")]
+)
+def test_is_refused_where_it_cannot_work(options: dict[str, Any], said: str) -> None:
+    plain = Stack()
+    before = copy.deepcopy(plain.state_dict())
+    with pytest.raises(fxshard.ConfigError, match=said):
+        fxshard.compile(plain, cuda_graphs=True, **options)
+    assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
