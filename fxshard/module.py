@@ -25,6 +25,7 @@ from fxshard.runtime.eager_reads import EagerReads
 from fxshard.runtime.hollow import is_hollow
 from fxshard.runtime.norms import clip_gradients
 from fxshard.runtime.recorder import Recorder
+from fxshard.runtime.replay import Captures
 from fxshard.runtime.unreduced import refuse_unreduced
 from fxshard.sharding import Sharding
 
@@ -221,6 +222,12 @@ class ShardedModule(nn.Module):
         """What was compiled so far; ``captures`` grows when another input shape or mode is met."""
         compiler = self._sharding.compiler
         return Compilations(compiler.segments, compiler.compilations, self._backend.captures)
+
+    @property
+    def cuda_graphs(self) -> Captures | None:
+        """How often programs were captured, replayed, or ran through and why; None without ``cuda_graphs=True``."""
+        replays = self._sharding.engine.replays
+        return replays.report() if replays is not None else None
 
     @property
     def zero(self) -> int:

@@ -98,6 +98,10 @@ class FakeTape:
 
         return replay, result
 
+    def pool_bytes(self) -> tuple[int, int]:
+        size = sum(tensor.untyped_storage().nbytes() for tensor in self._pool.values())
+        return size, size
+
     def _noted(self, tensor: torch.Tensor, own: dict[int, torch.Tensor]) -> torch.Tensor:
         """What is not the capture's own is known by its address only, as to a kernel."""
         return tensor if _storage(tensor) in own or not tensor.numel() else self.tensor_at(Place.of(tensor))

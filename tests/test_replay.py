@@ -15,11 +15,11 @@ import fxshard
 from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
+from tests.replaying import SCENARIOS, Pair, accumulated, both, counts, reasons, same, step
 from tests.stack import Stack, batch
 from tests.training import llama
 
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
-Pair = tuple[fxshard.ShardedModule, fxshard.ShardedModule]
 
 
 def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
@@ -31,40 +31,6 @@ def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
     engine = models[0]._sharding.engine
     engine.replays = Replays(FakeTape(lambda: [b.home._memory for b in engine.buckets if b.home is not None]))
     return models[0], models[1]
-
-
-def counts(model: fxshard.ShardedModule) -> tuple[int, int]:
-    replays = model._sharding.engine.replays
-    assert replays is not None
-    return replays.captured, replays.replayed
-
-
-def same(models: Pair) -> bool:
-    ours, theirs = (model.state_dict() for model in models)
-    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def both(models: Pair, act: Callable[[fxshard.ShardedModule], Any]) -> list[Any]:
-    """Do the same with both; tensors that come out must be equal."""
-    ours, theirs = act(models[0]), act(models[1])
-    for mine, other in zip(ours or (), theirs or (), strict=True):
-        assert torch.equal(mine, other)
-    return [ours, theirs]
-
-
-def step(number: int, micro: int = 1) -> Callable[[fxshard.ShardedModule], list[torch.Tensor]]:
-    def act(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        losses = []
-        for rank in range(micro):
-            loss = model(*batch(number, rank))
-            loss.backward()
-            losses.append(loss.detach())
-        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        return losses + grads
-
-    return act
 
 
 @pytest.mark.parametrize("precision", [None, BF16])
@@ -91,7 +57,7 @@ def test_a_transformer_trains_the_same() -> None:
         return [loss.detach(), norm]
 
     for i in range(4):
-        both(models, lambda model, i=i: act(model, i))
+        both(models, act, i)
     assert counts(models[0]) == (2, 4) and same(models)
     assert all(float(loss.detach()) == then for loss, then in losses), "a loss that was kept has changed"
 
@@ -102,66 +68,8 @@ def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right() -> None:
     models = pair()
     for number in range(3):
         both(models, step(number))
-
-    def finish(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        grads = [p.grad.clone() for p in model.parameters()]
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        return grads
-
-    def two_forwards(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        first, second = model(*batch(10, 0)), model(*batch(11, 0))
-        second.backward()
-        first.backward()
-        return [first.detach(), second.detach(), *finish(model)]
-
-    def summed(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        loss = model(*batch(12, 0)) + 2 * model(*batch(13, 0))
-        loss.backward()
-        return [loss.detach(), *finish(model)]
-
-    def retained(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        loss = model(*batch(14, 0))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [loss.detach(), *finish(model)]
-
-    def dropped(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        return [model(*batch(15, 0)).detach()]
-
-    def evaluated(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        loss = model(*batch(16, 0))
-        with torch.no_grad():
-            between = model(*batch(17, 0))
-        loss.backward()
-        with torch.no_grad():
-            behind = model(*batch(18, 0))
-        return [loss.detach(), between, behind, *finish(model)]
-
-    def kept(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        model(*batch(19, 0)).backward()
-        old = [p.grad for p in model.parameters()]
-        then = finish(model)
-        new = step(20)(model)
-        return [*old, *then, *new]
-
-    def cleared_between(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        model(*batch(21, 0)).backward()
-        loss = model(*batch(22, 0))
-        model.optimizer.zero_grad()
-        loss.backward()
-        return [loss.detach(), *finish(model)]
-
-    def foreign(model: fxshard.ShardedModule) -> list[torch.Tensor]:
-        loss = model(*batch(23, 0))
-        first = next(model.parameters())
-        first.grad = torch.ones_like(first)
-        loss.backward()
-        return [loss.detach(), *finish(model)]
-
-    kinds = [two_forwards, summed, retained, dropped, evaluated, kept, cleared_between, foreign]
     for again in range(2):
-        for kind in kinds:
+        for kind in SCENARIOS:
             before = counts(models[0])
             both(models, kind)
             both(models, step(30 + again))
@@ -169,38 +77,21 @@ def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right() -> None:
             assert counts(models[0]) > before, f"nothing was captured or replayed around {kind.__name__}"
     assert same(models)
     assert counts(models[0])[0] <= 4 * replay.CAPTURES
-    reasons = models[0]._sharding.engine.replays.run_through
     assert {
         "activations of an earlier forward are still needed",
         "autograd keeps the activations (retain_graph)",
         "its forward ran through",
         "somebody holds gradients of an earlier step",
-    } <= reasons.keys()
+    } <= reasons(models[0]).keys()
 
 
 @pytest.mark.parametrize("how", ["plain", "no_sync", "zeroed"])
 def test_accumulation_is_captured_too(how: str) -> None:
     models = pair()
-
-    def act(model: fxshard.ShardedModule, number: int) -> list[torch.Tensor]:
-        losses = []
-        for rank in range(3):
-            if how == "no_sync" and rank < 2:
-                with model.no_sync():
-                    losses.append(model(*batch(number, rank)))
-                    losses[-1].backward()
-            else:
-                losses.append(model(*batch(number, rank)))
-                losses[-1].backward()
-        found = [p.grad.clone() for p in model.parameters()]
-        model.optimizer.step()
-        model.optimizer.zero_grad(set_to_none=how != "zeroed")
-        return [loss.detach() for loss in losses] + found
-
     for number in range(5):
-        both(models, lambda model, number=number: act(model, number))
+        both(models, accumulated, number, how)
     before = counts(models[0])
-    both(models, lambda model: act(model, 9))
+    both(models, accumulated, 9, how)
     assert counts(models[0]) == (before[0], before[1] + 6), "a step of three micro-batches is replayed as a whole"
     assert same(models)
 
@@ -233,13 +124,13 @@ def test_buffers_shapes_and_results_that_are_kept(dynamic: bool | None) -> None:
         return [loss.detach(), out.detach()]
 
     for number in range(12):
-        both(models, lambda model, number=number: act(model, number, 6 if number % 3 else 4))
+        both(models, act, number, 6 if number % 3 else 4)
     assert same(models)
     assert all(torch.equal(now.detach(), then) for now, then in kept)
     if dynamic is False:
         assert counts(models[0])[1] >= 12
     else:  # from the second shape on sizes are symbols
-        assert models[0]._sharding.engine.replays.run_through["an input is no tensor on the device"] >= 5
+        assert reasons(models[0])["an input is no tensor on the device"] >= 5
 
 
 class _Failing(FakeTape):
@@ -263,7 +154,7 @@ def test_what_cannot_be_captured_is_named_and_leaves_nothing_behind() -> None:
     tape = replays._tape = _Failing()
     both(models, step(0))
     tape.fails = True
-    with pytest.raises(fxshard.CaptureError, match="forward could not be captured.*\n.*without cuda_graphs"):
+    with pytest.raises(fxshard.CaptureError, match=r"forward could not be captured.*\n.*without cuda_graphs"):
         models[0](*batch(1, 0))
     tape.fails = False
     loss = models[0](*batch(1, 0))
@@ -273,7 +164,7 @@ def test_what_cannot_be_captured_is_named_and_leaves_nothing_behind() -> None:
     assert all(parameter.grad is None for parameter in models[0].parameters())
     tape.taken = True
     both(models, step(1))
-    assert "somebody else is capturing" in replays.run_through
+    assert "somebody else is capturing" in reasons(models[0])
     tape.taken, tape.fails = False, False
     for number in range(2, 5):
         both(models, step(number))
@@ -291,10 +182,10 @@ def test_profiles_and_endless_captures_run_through(monkeypatch: pytest.MonkeyPat
         assert profile.seconds
     assert counts(models[0]) == before and same(models)
     monkeypatch.setattr(replay, "CAPTURES", 1)
-    both(models, lambda model: step(4, micro=2)(model))
-    both(models, lambda model: step(5, micro=2)(model))
+    both(models, step(4, micro=2))
+    both(models, step(5, micro=2))
     assert counts(models[0])[0] == before[0]
-    assert "it was captured 1 times" in models[0]._sharding.engine.replays.run_through
+    assert "it was captured 1 times" in reasons(models[0])
     assert same(models)
 
 

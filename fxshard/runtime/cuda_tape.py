@@ -49,6 +49,9 @@ class Tape(Protocol):
     def tensor_at(self, place: Place) -> torch.Tensor:
         """The tensor at an address, which the tape's memory keeps for it."""
 
+    def pool_bytes(self) -> tuple[int, int]:
+        """Bytes of its memory, and how many of them the allocator counts as allocated."""
+
 
 class CudaTape:
     """Captures CUDA graphs that share one memory pool: at any time only one of them has anything in it.
@@ -81,7 +84,6 @@ class CudaTape:
         return place.over(torch.as_tensor(_Bytes(place), device=self.device))
 
     def pool_bytes(self) -> tuple[int, int]:
-        """Bytes of the pool, and how many of them the allocator counts as allocated. Slow."""
         segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == self._pool]
         return sum(s["total_size"] for s in segments), sum(s["allocated_size"] for s in segments)
 

@@ -42,6 +42,21 @@ def check_capturable(options: Options, device: torch.device) -> None:
         raise ConfigError("cuda_graphs=True needs arena=True: what is captured gathers to the same addresses each time")
 
 
+@dataclass(frozen=True)
+class Captures:
+    """What ``cuda_graphs`` has done so far."""
+
+    captured: int
+    """Graphs: as a rule one for forward and one for backward, for each shape of input."""
+    replayed: int
+    run_through: dict[str, int]
+    """How often a program ran instruction by instruction instead, by reason."""
+    pool_bytes: int
+    """What the graphs' memory pool holds of the device's memory, whatever the allocator says is in use."""
+    idle_bytes: int
+    """How much of that the allocator counts as free, although every replay uses it."""
+
+
 @dataclass
 class Take:
     """One capture of a program."""
@@ -129,6 +144,11 @@ class Replays:
             if why is None:
                 return self._capture(engine, program, key, given, addresses)
         return self._run_through(program, given, claimed, why)
+
+    def report(self) -> Captures:
+        """What was done so far. Looks through the allocator's memory: not for every step."""
+        size, used = self._tape.pool_bytes()
+        return Captures(self.captured, self.replayed, dict(self.run_through), size, size - used)
 
     # -- which of the three ------------------------------------------------------------------------------------------
 

@@ -96,9 +96,11 @@ class Streams(ABC):
     def mark(self) -> Token:
         """What the compute stream has been given so far."""
 
+    @abstractmethod
     def fork(self) -> None:
         """Let every stream begin behind the current one: a capture of the current one then takes them all in."""
 
+    @abstractmethod
     def join(self) -> None:
         """The current stream goes on behind all others."""
 
@@ -116,6 +118,12 @@ class CpuStreams(Streams):
 
     def mark(self) -> Token:
         return _NOTHING
+
+    def fork(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
 
     def _on(self, stream: str) -> AbstractContextManager[object]:
         return nullcontext()
