@@ -155,7 +155,9 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same bytes with a storage of its own, which keeps the first one's alive. torch 2.11, 2.13."""
     from torch.utils.dlpack import from_dlpack, to_dlpack
 
-    return from_dlpack(to_dlpack(tensor))  # a capsule, and no stream: there is nothing to wait for
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # DLPack does not know every small type
+    # A capsule, and no stream: there is nothing to wait for.
+    return from_dlpack(to_dlpack(raw)).view(tensor.dtype)
 
 
 def free_symbols(value: Any) -> set[Any]:

@@ -76,9 +76,11 @@ class FakeTape:
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         spared = {_storage(tensor) for tensor in self._protected()}
         recording = _Recording()
-        with recording:
-            result = run()
-        recording.undo()
+        try:
+            with recording:
+                result = run()
+        finally:
+            recording.undo()
         arguments = [value for _, args, kwargs, _ in recording.calls for value in tree_leaves((args, kwargs))]
         read = {_storage(value) for value in arguments if isinstance(value, torch.Tensor)}
         self._pool.update(recording.own)

@@ -15,7 +15,7 @@ import fxshard
 from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
-from tests.replaying import SCENARIOS, Pair, accumulated, both, counts, reasons, same, step
+from tests.replaying import SCENARIOS, Pair, accumulated, both, counts, finish, reasons, same, step
 from tests.stack import Stack, batch
 from tests.training import llama
 
@@ -33,9 +33,8 @@ def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
     return models[0], models[1]
 
 
-@pytest.mark.parametrize("precision", [None, BF16])
-def test_steps_are_captured_once_and_replayed(precision: fxshard.Precision | None) -> None:
-    models = pair(precision=precision)
+def test_steps_are_captured_once_and_replayed() -> None:
+    models = pair(precision=BF16)
     for number in range(5):
         both(models, step(number))
     assert counts(models[0]) == (2, 6)
@@ -43,7 +42,7 @@ def test_steps_are_captured_once_and_replayed(precision: fxshard.Precision | Non
 
 
 def test_a_transformer_trains_the_same() -> None:
-    models = pair(lambda: llama(layers=2), optimizer=fxshard.Muon(lr=1e-2))
+    models = pair(lambda: llama(layers=1), optimizer=fxshard.Muon(lr=1e-2))
     x = torch.randint(0, 96, (4, 2, 16), generator=torch.Generator().manual_seed(0))
     losses = []
 
@@ -85,7 +84,62 @@ def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right() -> None:
     } <= reasons(models[0]).keys()
 
 
-@pytest.mark.parametrize("how", ["plain", "no_sync", "zeroed"])
+@torch._functorch.config.patch(donated_buffer=False)
+def test_backward_is_captured_behind_a_capture_of_its_forward_only() -> None:
+    """Behind a replay the allocator takes the memory of activations for free. Nor may gradients be written there."""
+    models = pair()
+    both(models, step(0))
+
+    def retaining(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(1, 0))
+        loss.backward(retain_graph=True)
+        return [loss.detach(), *finish(model)]
+
+    both(models, retaining)  # forward is captured here, backward is not
+    assert counts(models[0]) == (1, 0)
+    for _ in range(2):  # forward is replayed, to no avail
+        both(models, step(1))
+    assert counts(models[0]) == (1, 2)
+    assert reasons(models[0])["its forward was replayed, and nothing captured fits"] == 2
+    both(models, step(2))  # both are captured
+    both(models, step(3))
+    assert counts(models[0]) == (3, 4)
+
+    def away_from_home(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(4, 0))
+        some = next(model.parameters())
+        some.grad = torch.ones_like(some)
+        loss.backward()
+        homes = [bucket for bucket in model._sharding.buckets if bucket.home is not None]
+        assert not any(bucket.grad.data_ptr() == bucket.home._memory.data_ptr() for bucket in homes)
+        return [loss.detach(), *finish(model)]
+
+    both(models, away_from_home)
+    both(models, step(5))
+    assert same(models)
+
+
+def test_a_take_belongs_to_what_was_gathered_before() -> None:
+    models = pair(precision=BF16)
+
+    def without_update(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(0, 0))
+        loss.backward()
+        model.optimizer.zero_grad()
+        return [loss.detach()]
+
+    for _ in range(3):
+        both(models, without_update)
+    assert counts(models[0]) == (2, 2)
+    for number in range(4):  # captured where nothing had to be gathered, these must gather
+        both(models, step(number))
+    both(models, without_update)
+    models[0](*batch(9, 0))
+    assert not any(bucket.stale for bucket in models[0]._sharding.buckets), "a replay gathers, too"
+    assert same(models) and counts(models[0])[0] == 4
+
+
+@pytest.mark.parametrize("how", ["no_sync", "zeroed"])
 def test_accumulation_is_captured_too(how: str) -> None:
     models = pair()
     for number in range(5):
