@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +30,9 @@ def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
     for _ in range(2):
         given = {"lowering": "eager", "optimizer": fxshard.AdamW(lr=1e-2), **options}
         models.append(fxshard.compile(make(), **given))
-    engine = models[0]._sharding.engine
-    engine.replays = Replays(FakeTape(lambda: [b.home._memory for b in engine.buckets if b.home is not None]))
+    buckets = [weakref.ref(bucket) for bucket in models[0]._sharding.buckets]
+    homes = lambda: [home._memory for b in buckets if (home := b().home) is not None]  # noqa: E731
+    models[0]._sharding.engine.replays = Replays(FakeTape(homes))
     return models[0], models[1]
 
 
@@ -148,6 +151,18 @@ def test_accumulation_is_captured_too(how: str) -> None:
     both(models, accumulated, 9, how)
     assert counts(models[0]) == (before[0], before[1] + 6), "a step of three micro-batches is replayed as a whole"
     assert same(models)
+
+
+def test_nothing_keeps_a_model_that_is_dropped() -> None:
+    models = pair()
+    for number in range(3):
+        both(models, step(number))
+    models[0](*batch(0, 0))  # never differentiated
+    dies = [weakref.ref(models[0]._sharding.engine), *map(weakref.ref, models[0]._sharding.buckets)]
+    del models
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(reference() for reference in dies)
 
 
 class Normed(nn.Module):

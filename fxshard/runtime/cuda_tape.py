@@ -72,19 +72,25 @@ class CudaTape:
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        self._graphs.append(graph)
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         # It empties the allocator's cache first: what the same program needed when it ran becomes the graph's memory.
         # Other threads (NCCL's watchdog, data loaders) may go on calling CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = run()
+        except BaseException:
+            torch.cuda.set_stream(current)  # torch leaves its own stream behind where a capture cannot be ended
+            raise
+        self._graphs.append(graph)
         return graph.replay, result
 
     def tensor_at(self, place: Place) -> torch.Tensor:
         return place.over(torch.as_tensor(_Bytes(place), device=self.device))
 
     def pool_bytes(self) -> tuple[int, int]:
-        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == self._pool]
+        if self._pool is None:
+            return 0, 0
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self._pool)]
         return sum(s["total_size"] for s in segments), sum(s["allocated_size"] for s in segments)
 
 

@@ -58,6 +58,13 @@ class Captures:
 
 
 @dataclass
+class Misses:
+    """How many of a forward's last replays had a backward of which nothing captured fitted."""
+
+    count: int = 0
+
+
+@dataclass
 class Take:
     """One capture of a program."""
 
@@ -67,8 +74,7 @@ class Take:
     outputs: tuple[Any, ...]
     """Places of what it computes; values that are the same each time as they are."""
     left: Transition
-    misses: int = 0
-    """How many of its last replays had a backward of which nothing captured fitted."""
+    misses: Misses = field(default_factory=Misses)
     _tensors: list[Any] | None = field(default=None, repr=False)
 
     def results(self, tape: Tape) -> list[Any]:
@@ -85,8 +91,8 @@ class Loan:
     of its own: as long as that lives, autograd needs them all.
     """
 
-    def __init__(self, saved: list[Any], device: torch.device, take: Take, captured: bool) -> None:
-        self.take = take
+    def __init__(self, saved: list[Any], device: torch.device, misses: Misses, captured: bool) -> None:
+        self.misses = misses
         self.captured = captured
         """Whether forward was captured just now: only then is the pool in a state in which backward can be."""
         self.reading = False
@@ -136,9 +142,9 @@ class Replays:
             addresses = claimed.addresses if isinstance(claimed, Loan) else frozenset()
             key = (entry(engine), tuple(_kind(value, addresses) for value in given))
             take = program.takes.get(key)
-            if take is not None and take.misses < MISSES:
+            if take is not None and take.misses.count < MISSES:
                 if isinstance(claimed, Loan):
-                    claimed.take.misses = 0
+                    claimed.misses.count = 0
                 return self._replay(engine, program, take, given)
             why = self._cannot_capture(program, claimed)
             if why is None:
@@ -184,7 +190,7 @@ class Replays:
 
     def _cannot_capture(self, program: Program, claimed: Loan | str | None) -> str | None:
         if isinstance(claimed, Loan) and not claimed.captured:
-            claimed.take.misses += 1
+            claimed.misses.count += 1
             return "its forward was replayed, and nothing captured fits"
         return f"it was captured {CAPTURES} times" if program.captures >= CAPTURES else None
 
@@ -261,7 +267,7 @@ class Replays:
         theirs = [value.clone() if isinstance(value, torch.Tensor) else value for value in results[:visible]]
         saved = results[visible:]
         if any(_is_on(value, self._tape.device) for value in saved):
-            self._loan = Loan(saved, self._tape.device, take, captured)
+            self._loan = Loan(saved, self._tape.device, take.misses, captured)
         return (*theirs, *saved)
 
     def _described(self, value: Any) -> Any:
