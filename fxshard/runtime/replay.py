@@ -99,8 +99,8 @@ class Loan:
         """Whether its backward runs through just now."""
         first = next(i for i, value in enumerate(saved) if _is_on(value, device))
         self.addresses = frozenset(value.data_ptr() for value in saved if isinstance(value, torch.Tensor)) - {0}
-        self.anchor = saved[first]
-        saved[first] = _compat.same_memory(self.anchor)
+        self._anchor: torch.Tensor | None = saved[first]
+        saved[first] = _compat.same_memory(saved[first])
         self._storage = _compat.StorageReference(saved[first])
 
     def needed(self) -> bool:
@@ -113,8 +113,11 @@ class Loan:
         for i in mine:
             args[i] = None
         given_back = self._storage.expired()
+        anchor = self._anchor
+        if given_back:
+            self._anchor = None  # or it would outlive its last use in backward
         for i in mine:
-            args[i] = self.anchor
+            args[i] = anchor
         return given_back
 
 
@@ -133,10 +136,10 @@ class Replays:
         """Replay a program that has begun, or capture it, or run it through."""
         given = list(args)
         args.clear()
+        prepare(engine, program.phase)  # while activations are still known to lie where gradients live
+        claimed = self._claim(given) if program.phase is Phase.BACKWARD else None
         for i in program.unused_inputs:
             given[i] = None
-        prepare(engine, program.phase)
-        claimed = self._claim(given) if program.phase is Phase.BACKWARD else None
         why = self._hindrance(engine, program, given, claimed)
         if why is None:
             addresses = claimed.addresses if isinstance(claimed, Loan) else frozenset()
