@@ -69,18 +69,21 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
 
 
-def start_compile_processes() -> None:
-    """Start the processes in which Inductor compiles GPU kernels, and wait for nothing. torch 2.13; a torch that has no
-    such function starts them when they are first needed.
+def start_compile_processes(device: torch.device) -> None:
+    """Start the processes in which Inductor compiles GPU kernels, and wait for nothing. torch 2.11, 2.13.
 
-    That takes seconds, in which kernels are compiled one after the other in this process. Inductor's own backend begins
-    with it; we call what is behind that backend.
+    That takes seconds, in which kernels are compiled one after the other in this process; Inductor's own backend begins
+    with it, and we call what is behind that backend. Each process then compiles a first kernel, which takes longest.
     """
     from torch._inductor import async_compile
 
-    warm = getattr(async_compile, "maybe_warm_pool", None)
-    if warm is not None:
-        warm()
+    async_compile.maybe_warm_pool()
+    for pool in async_compile._pool_set:  # empty where there is no Triton, or somebody does not want them
+        from fxshard.first_kernel import compile_first
+
+        major, minor = torch.cuda.get_device_capability(device)
+        for number in range(async_compile.get_compile_threads()):
+            pool.submit(compile_first, number, 10 * major + minor)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,8 @@ class Backend:
         self.schedules: dict[str, Schedule] = {}
         self.emitted: list[Schedule] = []
         self.captures = 0
+        self.layers_left_out = 0
+        """Layers that were not traced through autograd, being like those that were."""
         self.compiled = CompiledGraphs()
         self.observer: Observer | None = None
         """Who watches the graph that is being compiled, where somebody asked for it."""
@@ -83,8 +85,6 @@ class Backend:
 
     def _compile_captured(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1
-        if self.sharding.options.lowering == "inductor" and self.sharding.engine.device.type == "cuda":
-            _compat.start_compile_processes()  # they are there when the last graph has been traced
         broken = _compat.graph_break(graph)
         if broken is not None:
             self._note_break(broken)
@@ -106,10 +106,13 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compile the graph of a model; its repeated layers go through autograd once, if they can."""
         if self.one_graph and self.sharding.options.trace_once and torch.is_grad_enabled():
-            abridged = abridge(graph, self._input_names(graph, refs), example_inputs, self._decompositions())
+            names = self._input_names(graph, refs)
+            abridged = abridge(graph, names, example_inputs, self._decompositions(), self.rewrite_joint)
             try:
                 if abridged is not None:
-                    return self.compile(Capture(self, refs, abridged), abridged.graph, example_inputs)
+                    compiled = self.compile(Capture(self, refs, abridged), abridged.graph, example_inputs)
+                    self.layers_left_out += abridged.left_out
+                    return compiled
             except Unrepeatable:
                 pass  # known before anything was scheduled
         return self.compile(Capture(self, refs), graph, example_inputs)
@@ -125,6 +128,10 @@ class Backend:
             partition_fn=capture.partition,
             decompositions=self._decompositions(),
         )(graph, example_inputs)
+
+    def rewrite_joint(self, joint: fx.GraphModule) -> fx.GraphModule:
+        """What Inductor does to a graph before it is partitioned, where Inductor lowers it."""
+        return _compat.inductor_joint_passes(joint) if self.sharding.options.lowering == "inductor" else joint
 
     def _decompositions(self) -> dict[Any, Any] | None:
         return _compat.inductor_decompositions() if self.sharding.options.lowering == "inductor" else None
@@ -187,9 +194,8 @@ class Capture:
         self._backend.report("partitioning")
         if self._abridged is not None:
             joint = self._abridged.adopt(joint, kwargs["num_fwd_outputs"])
-        if self._inductor:
-            joint = _compat.inductor_joint_passes(joint)
-        joint = self.whole(joint)
+        else:
+            joint = self.whole(self._backend.rewrite_joint(joint))
         self._tie(joint)
         self._visible = kwargs["num_fwd_outputs"]
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
@@ -215,15 +221,10 @@ class Capture:
     def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._abridged is not None:
             raise Unrepeatable  # nothing is to be differentiated, so nothing was abridged for it
-        if self._inductor:
-            forward = _compat.inductor_joint_passes(forward)
+        forward = self._backend.rewrite_joint(forward)
         self._tie(forward)
         self._schedule({Phase.EVAL: forward})
         return self._lower(Phase.EVAL)
-
-    @property
-    def _inductor(self) -> bool:
-        return self._sharding.options.lowering == "inductor"
 
     def _tie(self, graph: fx.GraphModule) -> None:
         """Tie graph inputs to parameters, by position: training and inference graphs name them differently."""
@@ -305,6 +306,8 @@ def backend_of(sharding: Sharding) -> Backend:
     """The one backend of a sharded model, however ``torch.compile`` is reached: it has the schedule and the graphs."""
     if not isinstance(sharding.backend, Backend):
         sharding.backend = Backend(sharding)
+        if sharding.options.lowering == "inductor" and sharding.engine.device.type == "cuda":
+            _compat.start_compile_processes(sharding.engine.device)  # they are there when the model has been traced
     return sharding.backend
 
 

@@ -24,6 +24,8 @@ class Compilations:
     segments: int
     compiled: int
     captures: int
+    layers_left_out: int = 0
+    """Layers that were not traced through autograd, because they are like those that were (``trace_once``)."""
 
 
 class SegmentCompiler:
@@ -52,7 +54,7 @@ class SegmentCompiler:
         return self._compiled[key]
 
     def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
-        if self.lowering == "eager" or not _computes(segment):
+        if self.lowering == "eager" or not _worth_compiling(segment):
             forward = fx.GraphModule(segment, segment.graph).forward
 
             def run(args: list[Any]) -> Any:
@@ -97,5 +99,7 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {value}"
 
 
-def _computes(segment: fx.GraphModule) -> bool:
-    return any(node.op == "call_function" for node in segment.graph.nodes)
+def _worth_compiling(segment: fx.GraphModule) -> bool:
+    """Not where nothing is computed, nor for a lookup alone, which is one kernel of torch's anyway."""
+    calls = [node for node in segment.graph.nodes if node.op == "call_function"]
+    return bool(calls) and not (len(calls) == 1 and calls[0].target is torch.ops.aten.embedding.default)

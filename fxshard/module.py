@@ -221,7 +221,8 @@ class ShardedModule(nn.Module):
     def compilations(self) -> Compilations:
         """What was compiled so far; ``captures`` grows when another input shape or mode is met."""
         compiler = self._sharding.compiler
-        return Compilations(compiler.segments, compiler.compilations, self._backend.captures)
+        backend = self._backend
+        return Compilations(compiler.segments, compiler.compilations, backend.captures, backend.layers_left_out)
 
     @property
     def cuda_graphs(self) -> Captures | None:

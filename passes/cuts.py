@@ -14,10 +14,10 @@ from torch.utils.flop_counter import flop_registry
 
 from fxshard import _compat
 
+_LOOKUPS = {"embedding", "embedding_dense_backward", "_unsafe_masked_index_put_accumulate"}
+
 _KERNELS = {
-    "embedding",
-    "embedding_dense_backward",
-    "_unsafe_masked_index_put_accumulate",
+    *_LOOKUPS,
     "_grouped_mm",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -32,6 +32,12 @@ def is_heavy(node: fx.Node) -> bool:
         return False
     own = target.namespace == "fxshard"
     return own or target.overloadpacket in flop_registry or _compat.operator_name(target) in _KERNELS
+
+
+def is_lookup(node: fx.Node) -> bool:
+    """An embedding or its gradient: a kernel of its own that multiplies nothing, and is over soon."""
+    target = _compat.operator_of(node)
+    return target is not None and _compat.operator_name(target) in _LOOKUPS
 
 
 class CutPoints:

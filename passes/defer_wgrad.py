@@ -6,7 +6,8 @@ differ move the same products and reduce in the same order:
 
 * the end of backward. Behind the last product stands the last reduction, and nothing hides it. If the bucket that is
   complete last (often the embedding) is at least as large as the one before it, the products of the latter run behind
-  it: its reduction then runs beside them, and the smaller one is left over.
+  it: its reduction then runs beside them, and the smaller one is left over. The same if no product stands between the
+  two, whatever their sizes: as traced nothing would hide either of them.
 * a collective of the model's own (tensor or expert parallel). Products that stand before its start run between its
   start and its wait.
 
@@ -23,7 +24,7 @@ from torch import fx
 from fxshard import _compat
 from fxshard.passes.aliases import is_view
 from fxshard.passes.context import GRADS, PassContext
-from fxshard.passes.cuts import is_heavy
+from fxshard.passes.cuts import is_heavy, is_lookup
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _fill(wait: fx.Node, products: list[Movable]) -> None:
 
 
 def _smallest_last(graph: fx.Graph, products: list[Movable], context: PassContext) -> None:
-    """The products of the last bucket but one run behind the last gradient, if that leaves the smaller for the end."""
+    """The products of the last bucket but one run behind the last gradient, if that leaves less for the end."""
     output = graph.output_node()
     order = {node: i for i, node in enumerate(graph.nodes)}
     complete: dict[int, int] = {}
@@ -119,7 +120,9 @@ def _smallest_last(graph: fx.Graph, products: list[Movable], context: PassContex
     if len(complete) < 2:
         return
     before, last = sorted(complete, key=complete.__getitem__)[-2:]
-    if context.buckets[last].grad_bytes < context.buckets[before].grad_bytes:
+    between = [node for node in order if complete[before] < order[node] <= complete[last]]
+    hides = any(is_heavy(node) and not is_lookup(node) for node in between)
+    if hides and context.buckets[last].grad_bytes < context.buckets[before].grad_bytes:
         return
     for product in products:
         if product.buckets == {before}:

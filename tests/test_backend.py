@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import async_compile
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
 from fxshard import _compat
+from fxshard.lowering import SegmentCompiler
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import Llama, Mlp
@@ -123,5 +125,18 @@ def test_only_gpu_kernels_are_compiled_in_other_processes() -> None:
     with mock.patch.object(async_compile, "maybe_warm_pool") as start:
         fxshard.compile(nn.Linear(4, 4), lowering="inductor")(torch.ones(2, 4))
         start.assert_not_called()
-        _compat.start_compile_processes()
+        _compat.start_compile_processes(torch.device("cuda"))
         start.assert_called_once()
+
+
+def test_a_lookup_alone_is_not_compiled() -> None:
+    """With anything beside it, it is: there is something to fuse."""
+    weight, tokens = torch.randn(8, 4), torch.tensor([3, 0, 7])
+    alone = make_fx(lambda w, i: [torch.ops.aten.embedding(w, i)])(weight, tokens)
+    scaled = make_fx(lambda w, i: [torch.ops.aten.embedding(w, i) * 2])(weight, tokens)
+    with mock.patch.object(_compat, "inductor_compile") as compile:
+        (found,) = SegmentCompiler("inductor")(alone)([weight, tokens])
+        compile.assert_not_called()
+        SegmentCompiler("inductor")(scaled)
+        compile.assert_called_once()
+    assert torch.equal(found, weight[tokens])

@@ -115,14 +115,17 @@ def test_time_to_the_first_step_beside_a_peer() -> None:
             "layers": 8,
             "contender": contender,
             "first_step_s": wall,
+            "imports_s": 2.0,
             "cpu_s": cpu,
             "warm_s": 2.0,
+            "warm_imports_s": 1.0,
             "warm_cpu_s": 1.0,
         }
 
     rows = [row("fxshard", 6.0, 9.0), row("fxshard-trace-all", 3.0, 4.0), row("fsdp2-compile", 4.0, 8.0)]
     lines = table(rows).splitlines()
-    assert "1.50 (1.12)" in lines[1] and "0.75 (0.50)" in lines[2] and lines[2].endswith("0.67")
+    assert " ".join(lines[1].split()).endswith("6.0 s 2.0 s 1.50 1.12 2.0 s 1.0 s 1.00 1.00 0.33 0.25")
+    assert " 0.75  0.50" in lines[2] and lines[2].endswith("0.67         1.00")
     (chart,) = CHARTS["compile-time"](rows)
     assert chart.base == "fsdp2-compile" and ("fxshard-trace-all, again", 2.0) in chart.bars
 

@@ -90,16 +90,16 @@ def analyse(events: Iterable[Event], step: str = STEP) -> Traced | None:
     its last step.
     """
     complete = [event for event in events if event.get("ph") == "X"]
-    steps = sorted(_span(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == step)
+    steps = sorted(span(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == step)
     if not steps:
         raise ValueError(f"no annotation {step!r} in the trace")
     ran = [e for e in complete if e.get("cat") in DEVICE and e["ts"] >= steps[0][0]]
     if not ran:
         return None
     kernels = [e for e in ran if e["cat"] == "kernel"]
-    communication = union(_span(e) for e in kernels if is_communication(e["name"]))
-    compute = union(_span(e) for e in kernels if not is_communication(e["name"]))
-    busy = union(_span(e) for e in ran)
+    communication = union(span(e) for e in kernels if is_communication(e["name"]))
+    compute = union(span(e) for e in kernels if not is_communication(e["name"]))
+    busy = union(span(e) for e in ran)
     gaps = [after[0] - before[1] for before, after in pairwise(busy)]
     each = 1e3 * len(steps)  # of microseconds of all steps, the milliseconds of one
     return Traced(
@@ -169,7 +169,7 @@ def kind_of_move(event: Event) -> str | None:
     return "copy" if COPYING.search(name) and not is_communication(name) else None
 
 
-def _span(event: Event) -> Span:
+def span(event: Event) -> Span:
     return event["ts"], event["ts"] + event["dur"]
 
 
@@ -207,7 +207,7 @@ def _waits(complete: Sequence[Event], steps: Sequence[Span], step: str) -> tuple
 
 
 def _inside(call: Event, around: Iterable[Event]) -> str:
-    begin, end = _span(call)
+    begin, end = span(call)
     enclosing = [
         (e["dur"], e["name"])
         for e in around

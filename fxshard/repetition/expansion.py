@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fxshard import _compat
-from fxshard.repetition.periods import Line, Member, Unrepeatable, references
+from fxshard.repetition.periods import Line, Member, Unrepeatable, described, references, same_operation
 
 KEPT = 4
 """Layers that go through autograd: the first and the last may differ, two in between show the period."""
@@ -68,13 +68,40 @@ class _Expansion:
         if line.fw_period <= 0 or line.bw_period <= 0 or backward[3] < forward[3]:
             raise Unrepeatable
         same_forward = line.equal(self.f[1], self.f[2], line.fw_period)
-        if not same_forward or not line.equal(self.g[2], self.g[3], line.bw_period):
+        if not same_forward or not self._backward_repeats():
             raise Unrepeatable
         self.rates = self._rates()
         self.graph = fx.Graph()
         self.fixed: dict[fx.Node, fx.Node] = {}
         self.again: dict[tuple[bool, int, int], fx.Node] = {}
         self.params: dict[Member, fx.Node] = {}
+
+    def _backward_repeats(self) -> bool:
+        """Whether the last two layers' backward is the same.
+
+        The last layer gets its gradient from the end of the model, where it may stand nearer or be made otherwise than
+        between layers (as a sum of two branches). The two layers before show where the others get theirs.
+        """
+        line, (_, first, second, last) = self.line, self.g
+        for offset in range(line.bw_period):
+            low, high = line.nodes[second + offset], line.nodes[last + offset]
+            if line.alike(low, high):
+                continue
+            before = line.nodes[min(first + offset, len(line.nodes) - 1)]
+            if not line.alike(before, low) or not self._differ_behind(low, high):
+                return False
+        return True
+
+    def _differ_behind(self, low: fx.Node, high: fx.Node) -> bool:
+        """Whether two nodes differ only in what the last layer, ``high``'s, gets from behind all layers."""
+        if not same_operation(low, high):
+            return False
+        for a, b in zip(references(low), references(high), strict=True):
+            behind = b in self.tangents or self.line.boundary <= self.line.at[b] < self.g[3]
+            alike = described(a.meta.get("val")) == described(b.meta.get("val"))
+            if self.line.moves(a, b) is None and not (behind and alike):
+                return False
+        return True
 
     def build(self) -> fx.GraphModule:
         line, removed, f, g = self.line, self.short.removed, self.f, self.g

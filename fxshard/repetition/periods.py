@@ -49,14 +49,12 @@ class Line:
 
     def equal(self, start: int, other: int, length: int) -> bool:
         """Whether two stretches compute the same from what lies one period apart; ``start`` is the earlier layer's."""
-        return all(self._alike(self.nodes[start + o], self.nodes[other + o]) for o in range(length))
+        return all(self.alike(self.nodes[start + o], self.nodes[other + o]) for o in range(length))
 
-    def _alike(self, low: fx.Node, high: fx.Node) -> bool:
-        if low.op != high.op or low.target != high.target or _skeleton(low) != _skeleton(high):
-            return False
-        if _described(low.meta.get("val")) != _described(high.meta.get("val")):
-            return False
-        return all(self.moves(a, b) is not None for a, b in zip(references(low), references(high), strict=True))
+    def alike(self, low: fx.Node, high: fx.Node) -> bool:
+        """Whether two nodes do the same to what lies one period apart; ``low`` is the earlier layer's."""
+        apart = zip(references(low), references(high), strict=False)
+        return same_operation(low, high) and all(self.moves(a, b) is not None for a, b in apart)
 
     def moves(self, low: fx.Node, high: fx.Node) -> bool | None:
         """Whether a reference moves with its layer (True), stays where it is (False), or fits neither (None)."""
@@ -74,6 +72,13 @@ class Line:
         return True if apart == (self.fw_period if forward else -self.bw_period) else None
 
 
+def same_operation(low: fx.Node, high: fx.Node) -> bool:
+    """Whether two nodes call the same on the same kinds of values."""
+    if low.op != high.op or low.target != high.target or _skeleton(low) != _skeleton(high):
+        return False
+    return bool(described(low.meta.get("val")) == described(high.meta.get("val")))
+
+
 def references(node: fx.Node) -> list[fx.Node]:
     """The nodes among a node's arguments, in order, each as often as it is there."""
     refs: list[fx.Node] = []
@@ -86,9 +91,10 @@ def _skeleton(node: fx.Node) -> str:
     return str(fx.map_arg((node.args, node.kwargs), lambda _: None))  # type: ignore[arg-type, return-value]
 
 
-def _described(value: Any) -> Any:
+def described(value: Any) -> Any:
+    """What kind of value a node has."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), tuple(value.stride()), value.dtype, value.device
     if isinstance(value, (tuple, list)):
-        return tuple(_described(item) for item in value)
+        return tuple(described(item) for item in value)
     return value if isinstance(value, (int, float, bool, str)) else type(value)

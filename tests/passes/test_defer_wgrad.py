@@ -60,6 +60,24 @@ def test_nothing_moves_where_the_larger_would_be_left() -> None:
     assert listing(defer_wgrad(module, big_first)) == ["mm(t, t)", "mm_1(t, t)", "output(mm, mm_1)"]
 
 
+def test_the_larger_is_left_where_nothing_else_would_hide_either() -> None:
+    """As with experts: the embedding is smaller than a layer, and no product stands between their last gradients."""
+    draft = Draft()
+    t, x = draft.input("t", *SQUARE), draft.input("x", *SQUARE)
+    tokens = draft.input("tokens", 4, dtype=torch.int64)
+    dw = draft.call(aten.mm.default, t, x)
+    scale = draft.call(aten.sin.default, t)
+    last = draft.call(aten.embedding_dense_backward.default, scale, tokens, 4, -1, False)
+    module = draft.output(dw, scale, last, grads=[ParamRef(0, 0), ParamRef(0, 1), ParamRef(1, 0)])
+    big_first = context(bucket(0, (400, 4), SQUARE), bucket(1, SQUARE), phase=Phase.BACKWARD)
+    assert listing(defer_wgrad(module, big_first)) == [
+        "sin(t)",
+        "embedding_dense_backward(sin, tokens, 4, -1, False)",
+        "mm(t, x)",
+        "output(mm, sin, embedding_dense_backward)",
+    ]
+
+
 def test_off() -> None:
     assert two_layers(first_layer_bytes=64, defer_wgrad=False) == AS_TRACED
 
@@ -123,9 +141,10 @@ def wide_vocabulary(layers: int = 2) -> nn.Module:
 
 
 @pytest.mark.shows("P6")
-def test_less_is_exposed_and_the_schedule_holds() -> None:
+@pytest.mark.parametrize("vocab", [32768, 4096], ids=["large embedding", "small embedding"])
+def test_less_is_exposed_and_the_schedule_holds(vocab: int) -> None:
     with torch.device("meta"):
-        model = Llama(vocab=32768, dim=512, layers=3, heads=4, hidden=1408)
+        model = Llama(vocab=vocab, dim=512, layers=3, heads=4, hidden=1408)
     captured = capture(model, batch(0, 1, 0, 96, size=2, length=512), lowering="eager")
     exposed = {}
     for on in (False, True):
