@@ -73,13 +73,17 @@ class CudaTape:
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        before = generator.clone_state()
         # It empties the allocator's cache first: what the same program needed when it ran becomes the graph's memory.
         # Other threads (NCCL's watchdog, data loaders) may go on calling CUDA meanwhile.
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = run()
         except BaseException:
-            torch.cuda.set_stream(current)  # torch leaves its own stream behind where a capture cannot be ended
+            # Where a capture cannot be ended torch leaves its own stream behind, and random numbers that cannot be drawn.
+            torch.cuda.set_stream(current)
+            generator.graphsafe_set_state(before)
             raise
         self._graphs.append(graph)
         return graph.replay, result
