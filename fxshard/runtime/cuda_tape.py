@@ -81,7 +81,7 @@ class CudaTape:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = run()
         except BaseException:
-            # Where a capture cannot be ended torch leaves its own stream behind, and random numbers that cannot be drawn.
+            # Where a capture cannot be ended torch leaves its own stream, and random numbers that cannot be drawn.
             torch.cuda.set_stream(current)
             generator.graphsafe_set_state(before)
             raise
