@@ -139,6 +139,30 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(hint) if hint is not None else 1
 
 
+class StorageReference:
+    """A weak reference to the memory behind a tensor: it lives as long as any view of it. torch 2.11, 2.13."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._reference: Any = StorageWeakRef(tensor.untyped_storage())
+
+    def expired(self) -> bool:
+        return bool(self._reference.expired())
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return bool(self._reference.cdata == memory_of(tensor))
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same bytes with a storage of its own, which keeps the first one's alive. torch 2.11, 2.13."""
+    from torch.utils.dlpack import from_dlpack, to_dlpack
+
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # DLPack does not know every small type
+    # A capsule, and no stream: there is nothing to wait for.
+    return from_dlpack(to_dlpack(raw)).view(tensor.dtype)
+
+
 def free_symbols(value: Any) -> set[Any]:
     """The symbols in the sizes of a value. torch 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import free_symbols as found

@@ -52,6 +52,7 @@ def compile(
     init: Init | None = None,
     passes: PassList | None = None,
     trace_once: bool = True,
+    cuda_graphs: bool = False,
 ) -> ShardedModule:
     """Shard a model over the data-parallel ranks and compile its training step.
 
@@ -75,6 +76,11 @@ def compile(
     ``reset_parameters``. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s; the other options are those of
     :class:`fxshard.config.Options`.
     """
+    if cuda_graphs and not fullgraph:
+        raise ConfigError(
+            "cuda_graphs=True needs the whole model in one graph: mend the breaks and leave fullgraph=True, or compile "
+            "without cuda_graphs"
+        )
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
     sharded = shard(**given)
     again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
@@ -106,6 +112,7 @@ def shard(
     init: Init | None = None,
     passes: PassList | None = None,
     trace_once: bool = True,
+    cuda_graphs: bool = False,
 ) -> ShardedModule:
     """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
 
@@ -133,6 +140,7 @@ def shard(
         experts=experts,
         passes=passes,
         trace_once=trace_once,
+        cuda_graphs=cuda_graphs,
     )
     if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
         raise ConfigError(

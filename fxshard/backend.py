@@ -186,6 +186,7 @@ class Capture:
         self._arena_bytes = 0
         self._agree: Callable[[], None] | None = None
         self._carries: dict[int, Event] = {}
+        self._visible: int | None = None
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -196,6 +197,7 @@ class Capture:
         else:
             joint = self.whole(self._backend.rewrite_joint(joint))
         self._tie(joint)
+        self._visible = kwargs["num_fwd_outputs"]
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
         joint = before_partition(joint, self.context(Phase.FORWARD))
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
@@ -292,7 +294,8 @@ class Capture:
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
             carries = self._carries if phase is Phase.FORWARD else None
-            program = Program(split, phase, engine, self._arena_bytes, compiler, agree, self._owner, carries)
+            visible = self._visible if phase is Phase.FORWARD else None
+            program = Program(split, phase, engine, self._arena_bytes, compiler, agree, self._owner, carries, visible)
             if self._observer is not None:
                 so_far = "%s: lowered by %s; so far %d segments of the model, %d of them compiled"
                 self._observer.say(so_far, phase, compiler.lowering, compiler.segments, compiler.compilations)

@@ -212,6 +212,8 @@ class Options:
     machine, ``"torch"``, ``"triton"`` or ``"te"`` that one, ``"off"`` leaves them as they are written. ``passes``: a
     list derived from ``fxshard.PASSES``, with passes of one's own. ``trace_once``: layers that repeat go through
     autograd once when a model is compiled, not one by one: the first call takes less time, the graphs are the same.
+    ``cuda_graphs``: from their second run on, forward and backward are captured in CUDA graphs and replayed: the host
+    launches a step in a few calls. Their memory stays reserved between steps.
     """
 
     lowering: str = "inductor"
@@ -226,6 +228,7 @@ class Options:
     experts: str = "auto"
     passes: PassList | None = None
     trace_once: bool = True
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:

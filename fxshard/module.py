@@ -25,6 +25,7 @@ from fxshard.runtime.eager_reads import EagerReads
 from fxshard.runtime.hollow import is_hollow
 from fxshard.runtime.norms import clip_gradients
 from fxshard.runtime.recorder import Recorder
+from fxshard.runtime.replay import Captures
 from fxshard.runtime.unreduced import refuse_unreduced
 from fxshard.sharding import Sharding
 
@@ -222,6 +223,12 @@ class ShardedModule(nn.Module):
         compiler = self._sharding.compiler
         backend = self._backend
         return Compilations(compiler.segments, compiler.compilations, backend.captures, backend.layers_left_out)
+
+    @property
+    def cuda_graphs(self) -> Captures | None:
+        """How often programs were captured, replayed, or ran through and why; None without ``cuda_graphs=True``."""
+        replays = self._sharding.engine.replays
+        return replays.report() if replays is not None else None
 
     @property
     def zero(self) -> int:

@@ -34,6 +34,7 @@ from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels, connect, domain_ranks, shape_of
 from fxshard.runtime.engine import Engine
 from fxshard.runtime.hollow import hollow_like
+from fxshard.runtime.replay import check_capturable
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Hollow parameter → (its sharding, its place). This is how the backend recognises a parameter among graph inputs."""
@@ -85,6 +86,7 @@ def register(hollow: nn.Parameter, sharding: Sharding, ref: ParamRef) -> None:
 
 def unsharded(options: Options, device: torch.device) -> Sharding:
     """The sharding of a model that is not sharded: nothing to gather, everything still lowered the same way."""
+    check_capturable(options, device)
     engine = Engine([], device, options)
     return Sharding((), [], engine, Agreement(None), SegmentCompiler(options.lowering), options, None, None, 0, "none")
 
@@ -111,6 +113,7 @@ def take_apart(
         check_precision(precision)
         check_placement(zero, layout)
         device = _check(model, mesh=mesh)
+        check_capturable(options, device)
         check_initialisable(model, init)
         domain = _domain(mesh, reduction)
         others = meshes_of(groups, mesh, domain)

@@ -167,6 +167,12 @@ def test_buffers_randomness_and_a_result_without_gradient() -> None:
     assert same(Mixed, small, lowering="eager") == [True]
 
 
+@pytest.mark.thorough
+def test_random_numbers_through_inductor() -> None:
+    """It gives each its own place in a table of seeds, which does not repeat from layer to layer."""
+    assert same(Mixed, small, lowering="inductor") == [True]
+
+
 @pytest.mark.parametrize("make", [Inplace, Shared, Residual])
 def test_layers_that_write_in_place_share_a_parameter_or_add_to_a_stream(make: Any) -> None:
     assert same(make, small, lowering="eager") == [True]

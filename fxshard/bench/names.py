@@ -4,6 +4,7 @@ from __future__ import annotations
 
 TRAIN = (
     "fxshard",
+    "fxshard-graphs",
     "fxshard-muon",
     "fxshard-muon-zero1",
     "fxshard-zero2",

@@ -66,7 +66,7 @@ def abridge(
     """Make the joint graph of a captured graph from four of its layers; None where its layers do not repeat.
 
     ``names`` are those of the inputs that are parameters or buffers. Sizes must be known. ``rewrite`` is what happens
-    to a joint graph next: it happens to that of four layers.
+    to a joint graph next: it happens to that of four layers, unless it would number their random numbers.
     """
     if any(_compat.free_symbols(node.meta.get("example_value")) for node in graph.graph.find_nodes(op="placeholder")):
         return None
@@ -79,7 +79,8 @@ def abridge(
         returned = graph.graph.output_node().args[0]
         if not isinstance(returned, Sequence) or outputs != len(returned) or _writes_to_inputs(joint):
             return None  # what layers do to their inputs would have to be told of all of them
-        return Abridged(gapped, short.expand(rewrite(joint)), outputs, short.removed)
+        whole = rewrite(short.expand(joint)) if _random(joint) else short.expand(rewrite(joint))
+        return Abridged(gapped, whole, outputs, short.removed)
     except Unrepeatable:
         return None
 
@@ -117,6 +118,11 @@ def _joint_of(
 def _writes_to_inputs(joint: fx.GraphModule) -> bool:
     copies = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     return any(isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder" for node in copies)
+
+
+def _random(joint: fx.GraphModule) -> bool:
+    operators = filter(None, map(_compat.operator_of, joint.graph.nodes))
+    return any(torch.Tag.nondeterministic_seeded in operator.tags for operator in operators)
 
 
 def _same_kind(a: Any, b: Any) -> bool:

@@ -31,6 +31,10 @@ class Arena:
         return self._memory.numel()
 
     @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    @property
     def planned(self) -> bool:
         return self._planned
 
@@ -63,6 +67,10 @@ class Arena:
         if key not in self._views:
             self._views[key] = make()
         return self._views[key]
+
+    def occupy(self, until: Token) -> None:
+        """All of it is in use until then, whatever was in use before."""
+        self._in_use = [(SlotRange(0, self.bytes), until)] if self.bytes else []
 
     def wait(self) -> None:
         """Order what comes next behind every pending use."""

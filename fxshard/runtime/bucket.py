@@ -13,6 +13,7 @@ from fxshard.precision.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
+from fxshard.runtime.home import Home
 from fxshard.runtime.rows import rows_of
 from fxshard.runtime.unreduced import guard
 
@@ -47,6 +48,8 @@ class Bucket:
         else:
             self.master = self._empty(layout.shard_numel, plan.master_dtype)
         self.grad: torch.Tensor | None = None
+        self.home: Home | None = None
+        """Where the gradient lives once a captured program writes it."""
         self.kept: torch.Tensor | None = None
         """Full gradients of this rank's own micro-batches inside ``no_sync``, not reduced yet."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
@@ -58,7 +61,8 @@ class Bucket:
         self._wrappers: dict[str, _compat.UnevenDTensor] = {}
         self._handed_out: dict[str, torch.Tensor] = {}
         """What state dicts hold of the shard, kept to see what is written through them."""
-        self._gathered_version = -1
+        self.gathered_version = -1
+        """The shard's version when it was last gathered."""
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
@@ -168,10 +172,10 @@ class Bucket:
         Every in-place operation counts up the version that the flat shard shares with its views, and so does every
         optimizer step (``freshness``). Ranks run the same program, so they agree.
         """
-        return self.version != self._gathered_version
+        return self.version != self.gathered_version
 
     def gathered(self) -> None:
-        self._gathered_version = self.version
+        self.gathered_version = self.version
 
     def changed(self) -> None:
         """Someone changes the shard: called on every rank, also on one that holds no row of what is changed."""
@@ -196,7 +200,8 @@ class Bucket:
     def hold_gradient(self) -> torch.Tensor:
         """The gradient of the shard, made when it is first needed."""
         if self.grad is None:
-            self.grad = torch.empty_like(self.master)
+            at_home = self.home.lend() if self.home is not None else None
+            self.grad = at_home if at_home is not None else torch.empty_like(self.master)
             self.grads = [self.as_param(self.grad, name) for name in self.plan.params]
         return self.grad
 
@@ -209,6 +214,12 @@ class Bucket:
         """Give the gradient's memory back if every parameter let go of it."""
         if self.grad is not None and all(parameter.grad is None for parameter in self.params):
             self.grad, self.grads = None, []
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient, and let parameters forget it."""
+        for parameter in self.params:
+            parameter.grad = None
+        self.grad, self.grads = None, []
 
     def prepare_accumulation(self) -> bool:
         """Whether gradients are there already; if so, bring what is there into ``grad``."""

@@ -17,9 +17,11 @@ from fxshard.precision import gathered
 from fxshard.precision.gathered import Transfer, Views
 from fxshard.precision.modes import Copies
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.cuda_tape import CudaTape
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.reductions import Reductions
+from fxshard.runtime.replay import Replays
 from fxshard.runtime.streams import AllOf, Token
 from fxshard.runtime.unseen import Unseen
 
@@ -67,6 +69,8 @@ class Engine:
         self.recorder: Recorder | None = None
         """Times what programs do, while there is one."""
         self._owner: object = None
+        self.replays = Replays(CudaTape(device)) if options.cuda_graphs else None
+        """Captured programs, where they are wanted."""
         self.observed = False
         """Whether operations outside graphs are looked at just now (``eager_reads``); programs step out of that."""
 
@@ -108,6 +112,19 @@ class Engine:
     def end(self) -> None:
         """A program is over: what it reduced is there for whoever comes next."""
         self.gradients.end()
+
+    def settle(self) -> None:
+        """What comes next on this stream comes behind everything that was started."""
+        for token in {id(held.token): held.token for held in self._gathered.values()}.values():
+            token.wait()
+        self.arena.wait()
+
+    def rebase(self, token: Token) -> None:
+        """Everything that was started is over when ``token`` is, and nothing else needs to be known about it."""
+        self._start = token
+        for held in self._gathered.values():
+            held.token = token
+        self.arena.occupy(token)
 
     def abort(self) -> None:
         """A program failed half-way: let what it started end and forget what it held: the next starts clean."""
@@ -222,15 +239,16 @@ class Engine:
             held.token.wait()
             if bucket.plan.resident:
                 # Only now: gloo copies into the buffer from a thread of its own, and a copy counts as a change.
-                self._note_gathered(bucket)
+                self.note_gathered(bucket)
             held.views = self.arena.views(("gathered", index, held.slot, copies), held.transfer.views)
             if bucket.plan.staged_in_arena and held.slot is not None:
                 self.arena.release(held.slot, held.token)  # quantized: the staging buffer is free
                 held.slot = None
         return held.views
 
-    def _note_gathered(self, bucket: Bucket) -> None:
-        if bucket.lags and bucket.stale:
+    def note_gathered(self, bucket: Bucket) -> None:
+        """A bucket that stays in memory holds what the shards hold now."""
+        if bucket.lags and bucket.stale and not self.frame.capturing:
             self._unseen.gathered(bucket)
         bucket.gathered()
 
@@ -253,7 +271,7 @@ class Engine:
                 return gathered.staged(resting, master, staging, bucket.own_slice(staging))
             assert memory is not None
             stale = bucket.stale
-            self._note_gathered(bucket)  # the shard's copies, which stay, are made anew by this transfer
+            self.note_gathered(bucket)  # the shard's copies, which stay, are made anew by this transfer
             return gathered.direct(resting, master, memory, plan.layout.numel, copies, stale)
         flat = memory.view(plan.param_dtype) if memory is not None else bucket.full
         assert flat is not None

@@ -27,6 +27,8 @@ class Frame:
         self.arena = Arena(device, planned=options.arena)
         self.streams = streams_for(device)
         self.phase: Phase | None = None
+        self.capturing = False
+        """Whether what is started now is captured: it runs later, so that nobody can watch it."""
         self._watchdog: Watchdog | None = None
         if any(bucket.channels.domain.ranks > 1 for bucket in buckets):
             self._watchdog = Watchdog(dist.get_rank(), _compat.group_timeout())
@@ -37,12 +39,17 @@ class Frame:
             token.wait()
         return token
 
+    def watch(self, token: Token, what: str) -> None:
+        """Say what it is when something that was started does not end."""
+        if self._watchdog is not None:
+            self._watchdog.watch(token, what)
+
     @contextlib.contextmanager
     def naming(self, kind: Kind, bucket: Bucket) -> Iterator[Callable[[Token], Token]]:
         """Say which event it is when starting a collective fails, or when what was started fails or does not end."""
         event = f"{self.phase or 'eager'} {kind} of {bucket.plan.name!r}"
         watchdog = self._watchdog
-        if watchdog is None:
+        if watchdog is None or self.capturing:
             yield lambda token: token
             return
         with failing(event, watchdog.rank):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from fxshard.inspect.progress import Done, long_work
 from fxshard.lowering import BoxedCallable, SegmentCompiler
 from fxshard.profile import Key
 from fxshard.runtime.engine import Engine
+from fxshard.runtime.replay import Take
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,14 @@ class Program:
         before_first_run: Callable[[], None] | None = None,
         owner: object = None,
         carries: Mapping[int, Event] | None = None,
+        visible: int | None = None,
     ) -> None:
         self.phase = phase
+        self.visible = visible
+        """How many of its results are the caller's; the others are saved for backward. None: all of them."""
+        self.takes: dict[Hashable, Take] = {}
+        """What was captured of it, by what it found when it started."""
+        self.captures = 0
         self.owner = owner
         self.runs = 0
         self._before_first_run = before_first_run
@@ -77,33 +84,42 @@ class Program:
             self._before_first_run()
             self._before_first_run = None
         engine.begin(self.phase, self._arena_bytes, self.owner, self._carries)
+        return self.run_through(args) if engine.replays is None else engine.replays.run(engine, self, args)
+
+    def run_through(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run every instruction; what fails half-way leaves nothing behind."""
+        try:
+            return self.execute(args)
+        except BaseException:
+            self._engine.abort()
+            raise
+
+    def execute(self, args: list[Any]) -> tuple[Any, ...]:
+        """The instructions, one after the other."""
+        engine = self._engine
         instructions = self._instructions if engine.gradients.synchronises else self._accumulating
         recorder = engine.recorder
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
         args.clear()
-        for i in self._unused_inputs:
+        for i in self.unused_inputs:
             registers[i] = None
         ranges = _compat.profiling()
-        try:
-            for instruction in instructions:
-                values = [registers[i] for i in instruction.inputs]
-                for i in instruction.dead:
-                    registers[i] = None
-                if recorder is not None:
-                    results = recorder.run(instruction.key, instruction.run, values)
-                elif ranges:
-                    with torch.profiler.record_function(instruction.label):
-                        results = instruction.run(values)
-                else:
+        for instruction in instructions:
+            values = [registers[i] for i in instruction.inputs]
+            for i in instruction.dead:
+                registers[i] = None
+            if recorder is not None:
+                results = recorder.run(instruction.key, instruction.run, values)
+            elif ranges:
+                with torch.profiler.record_function(instruction.label):
                     results = instruction.run(values)
-                if instruction.outputs is not None:
-                    for register, result in zip(instruction.outputs, results, strict=True):
-                        if register is not None:
-                            registers[register] = result
-                    del results
-        except BaseException:
-            engine.abort()
-            raise
+            else:
+                results = instruction.run(values)
+            if instruction.outputs is not None:
+                for register, result in zip(instruction.outputs, results, strict=True):
+                    if register is not None:
+                        registers[register] = result
+                del results
         engine.end()
         self.runs += 1
         return tuple(registers[i] if i is not None else None for i in self._returns)
@@ -151,7 +167,7 @@ class Program:
         returned = graph.output_node().args[0]
         assert isinstance(returned, (tuple, list))
         self._returns = tuple(register[node] if isinstance(node, fx.Node) else None for node in returned)
-        self._unused_inputs = tuple(register[node] for node in inputs if not node.users)
+        self.unused_inputs = tuple(register[node] for node in inputs if not node.users)
         self._registers = len(register)
 
     def _without_reducing(self, instruction: Instruction, event: Event | None) -> list[Instruction]:

@@ -69,6 +69,11 @@ class Reductions:
         self._reducing.clear()
         self._unsettled.clear()
 
+    def forget(self) -> None:
+        """What was started will never run: there is nothing to wait for."""
+        self._reducing.clear()
+        self._unsettled.clear()
+
     def add_gradient(self, index: int, position: int, gradient: torch.Tensor) -> None:
         """A gradient that autograd accumulated outside programs: averaged over the ranks, added to the shard's."""
         bucket = self._frame.buckets[index]

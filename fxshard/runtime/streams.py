@@ -97,6 +97,14 @@ class Streams(ABC):
         """What the compute stream has been given so far."""
 
     @abstractmethod
+    def fork(self) -> None:
+        """Let every stream begin behind the current one: a capture of the current one then takes them all in."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """The current stream goes on behind all others."""
+
+    @abstractmethod
     def _on(self, stream: str) -> AbstractContextManager[object]:
         """What is done inside goes to that stream."""
 
@@ -110,6 +118,12 @@ class CpuStreams(Streams):
 
     def mark(self) -> Token:
         return _NOTHING
+
+    def fork(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
 
     def _on(self, stream: str) -> AbstractContextManager[object]:
         return nullcontext()
@@ -127,6 +141,14 @@ class CudaStreams(Streams):
 
     def mark(self) -> Token:
         return CudaToken(torch.cuda.current_stream(self._device).record_event(), self._device)
+
+    def fork(self) -> None:
+        for stream in self._streams.values():
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        for stream in self._streams.values():
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _on(self, stream: str) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[stream])

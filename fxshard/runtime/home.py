@@ -1,0 +1,36 @@
+"""Where a gradient lives whose address a captured program knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fxshard import _compat
+
+
+class Home:
+    """Memory that is lent out, one borrower at a time.
+
+    A captured backward writes the gradient of a shard to the same bytes whenever it is replayed, and a captured forward
+    may keep activations in them meanwhile. So nobody else may use them: each loan is a tensor with a storage of its
+    own over the same bytes, and the next loan is made when that storage, with every view of it, is gone.
+    """
+
+    def __init__(self, memory: torch.Tensor, closed: Callable[[], bool]) -> None:
+        self._memory = memory
+        self._closed = closed
+        self._borrower: _compat.StorageReference | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody holds what was lent last."""
+        return self._borrower is None or self._borrower.expired()
+
+    def lend(self) -> torch.Tensor | None:
+        """The memory as a tensor, or None where somebody still has it or activations lie in it."""
+        if not self.free or self._closed():
+            return None
+        lent = _compat.same_memory(self._memory)
+        self._borrower = _compat.StorageReference(lent)
+        return lent

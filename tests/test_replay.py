@@ -1,0 +1,269 @@
+"""Captured programs: replayed where everything is as it was, run through where it is not, and always right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxshard
+from fxshard.runtime import replay
+from fxshard.runtime.replay import Replays
+from tests.faketape import FakeTape
+from tests.replaying import SCENARIOS, Pair, accumulated, both, counts, finish, reasons, same, step
+from tests.stack import Stack, batch
+from tests.training import llama
+
+BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+
+
+def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
+    """The same model with and without captured programs."""
+    models = []
+    for _ in range(2):
+        given = {"lowering": "eager", "optimizer": fxshard.AdamW(lr=1e-2), **options}
+        models.append(fxshard.compile(make(), **given))
+    buckets = [weakref.ref(bucket) for bucket in models[0]._sharding.buckets]
+    homes = lambda: [home._memory for b in buckets if (home := b().home) is not None]  # noqa: E731
+    models[0]._sharding.engine.replays = Replays(FakeTape(homes))
+    return models[0], models[1]
+
+
+def test_steps_are_captured_once_and_replayed() -> None:
+    models = pair(precision=BF16)
+    for number in range(5):
+        both(models, step(number))
+    assert counts(models[0]) == (2, 6)
+    assert same(models)
+
+
+def test_a_transformer_trains_the_same() -> None:
+    models = pair(lambda: llama(layers=1), optimizer=fxshard.Muon(lr=1e-2))
+    x = torch.randint(0, 96, (4, 2, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+
+    def act(model: fxshard.ShardedModule, i: int) -> list[torch.Tensor]:
+        loss = model(x[i], x[i])
+        loss.backward()
+        norm = model.clip_grad_norm_(0.1)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        losses.append((loss, float(loss.detach())))
+        return [loss.detach(), norm]
+
+    for i in range(4):
+        both(models, act, i)
+    assert counts(models[0]) == (2, 4) and same(models)
+    assert all(float(loss.detach()) == then for loss, then in losses), "a loss that was kept has changed"
+
+
+@torch._functorch.config.patch(donated_buffer=False)  # or torch refuses retain_graph
+def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right() -> None:
+    """Each of these comes behind two steps, which were captured, and is followed by two that must be right too."""
+    models = pair()
+    for number in range(3):
+        both(models, step(number))
+    for again in range(2):
+        for kind in SCENARIOS:
+            before = counts(models[0])
+            both(models, kind)
+            both(models, step(30 + again))
+            both(models, step(31 + again))
+            assert counts(models[0]) > before, f"nothing was captured or replayed around {kind.__name__}"
+    assert same(models)
+    assert counts(models[0])[0] <= 4 * replay.CAPTURES
+    assert {
+        "activations of an earlier forward are still needed",
+        "autograd keeps the activations (retain_graph)",
+        "its forward ran through",
+        "somebody holds gradients of an earlier step",
+    } <= reasons(models[0]).keys()
+
+
+@torch._functorch.config.patch(donated_buffer=False)
+def test_backward_is_captured_behind_a_capture_of_its_forward_only() -> None:
+    """Behind a replay the allocator takes the memory of activations for free. Nor may gradients be written there."""
+    models = pair()
+    both(models, step(0))
+
+    def retaining(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(1, 0))
+        loss.backward(retain_graph=True)
+        return [loss.detach(), *finish(model)]
+
+    both(models, retaining)  # forward is captured here, backward is not
+    assert counts(models[0]) == (1, 0)
+    for _ in range(2):  # forward is replayed, to no avail
+        both(models, step(1))
+    assert counts(models[0]) == (1, 2)
+    assert reasons(models[0])["its forward was replayed, and nothing captured fits"] == 2
+    both(models, step(2))  # both are captured
+    both(models, step(3))
+    assert counts(models[0]) == (3, 4)
+
+    def away_from_home(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(4, 0))
+        some = next(model.parameters())
+        some.grad = torch.ones_like(some)
+        loss.backward()
+        homes = [bucket for bucket in model._sharding.buckets if bucket.home is not None]
+        assert not any(bucket.grad.data_ptr() == bucket.home._memory.data_ptr() for bucket in homes)
+        return [loss.detach(), *finish(model)]
+
+    both(models, away_from_home)
+    both(models, step(5))
+    assert same(models)
+
+
+def test_a_take_belongs_to_what_was_gathered_before() -> None:
+    models = pair(precision=BF16)
+
+    def without_update(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(*batch(0, 0))
+        loss.backward()
+        model.optimizer.zero_grad()
+        return [loss.detach()]
+
+    for _ in range(3):
+        both(models, without_update)
+    assert counts(models[0]) == (2, 2)
+    for number in range(4):  # captured where nothing had to be gathered, these must gather
+        both(models, step(number))
+    both(models, without_update)
+    models[0](*batch(9, 0))
+    assert not any(bucket.stale for bucket in models[0]._sharding.buckets), "a replay gathers, too"
+    assert same(models) and counts(models[0])[0] == 4
+
+
+@pytest.mark.parametrize("how", ["no_sync", "zeroed"])
+def test_accumulation_is_captured_too(how: str) -> None:
+    models = pair()
+    for number in range(5):
+        both(models, accumulated, number, how)
+    before = counts(models[0])
+    both(models, accumulated, 9, how)
+    assert counts(models[0]) == (before[0], before[1] + 6), "a step of three micro-batches is replayed as a whole"
+    assert same(models)
+
+
+def test_nothing_keeps_a_model_that_is_dropped() -> None:
+    models = pair()
+    for number in range(3):
+        both(models, step(number))
+    models[0](*batch(0, 0))  # never differentiated
+    dies = [weakref.ref(models[0]._sharding.engine), *map(weakref.ref, models[0]._sharding.buckets)]
+    del models
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(reference() for reference in dies)
+
+
+class Normed(nn.Module):
+    """Forward writes to buffers, and returns more than a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.norm = nn.Linear(7, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.norm(self.lin(x))
+        return F.mse_loss(out, y), out
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_buffers_shapes_and_results_that_are_kept(dynamic: bool | None) -> None:
+    models = pair(Normed, dynamic=dynamic)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def act(model: fxshard.ShardedModule, number: int, rows: int) -> list[torch.Tensor]:
+        x, y = (value[:rows] for value in batch(number, 0))
+        loss, out = model(x, y)
+        loss.backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        kept.append((out, out.detach().clone()))
+        return [loss.detach(), out.detach()]
+
+    for number in range(12):
+        both(models, act, number, 6 if number % 3 else 4)
+    assert same(models)
+    assert all(torch.equal(now.detach(), then) for now, then in kept)
+    if dynamic is False:
+        assert counts(models[0])[1] >= 12
+    else:  # from the second shape on sizes are symbols
+        assert reasons(models[0])["an input is no tensor on the device"] >= 5
+
+
+class _Failing(FakeTape):
+    fails = False
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        if not self.fails:
+            return super().record(run)
+
+        def broken() -> None:
+            run()
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+        return super().record(broken)
+
+
+def test_what_cannot_be_captured_is_named_and_leaves_nothing_behind() -> None:
+    models = pair(precision=BF16)
+    replays = models[0]._sharding.engine.replays
+    assert replays is not None
+    tape = replays._tape = _Failing()
+    both(models, step(0))
+    tape.fails = True
+    with pytest.raises(fxshard.CaptureError, match=r"forward could not be captured.*\n.*without cuda_graphs"):
+        models[0](*batch(1, 0))
+    tape.fails = False
+    loss = models[0](*batch(1, 0))
+    tape.fails = True
+    with pytest.raises(fxshard.CaptureError, match="backward could not be captured"):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in models[0].parameters())
+    tape.taken = True
+    both(models, step(1))
+    assert "somebody else is capturing" in reasons(models[0])
+    tape.taken, tape.fails = False, False
+    for number in range(2, 5):
+        both(models, step(number))
+    assert same(models) and replays.replayed
+
+
+def test_profiles_and_endless_captures_run_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pair()
+    for number in range(3):
+        both(models, step(number))
+    before = counts(models[0])
+    for model in models:
+        with model.profile(steps=1) as profile:
+            step(3)(model)
+        assert profile.seconds
+    assert counts(models[0]) == before and same(models)
+    monkeypatch.setattr(replay, "CAPTURES", 1)
+    both(models, step(4, micro=2))
+    both(models, step(5, micro=2))
+    assert counts(models[0])[0] == before[0]
+    assert "it was captured 1 times" in reasons(models[0])
+    assert same(models)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({}, "the model is on 'cpu'"), ({"fullgraph": False}, "needs the whole model in one graph")]
+)
+def test_is_refused_where_it_cannot_work(options: dict[str, Any], said: str) -> None:
+    plain = Stack()
+    before = copy.deepcopy(plain.state_dict())
+    with pytest.raises(fxshard.ConfigError, match=said):
+        fxshard.compile(plain, cuda_graphs=True, **options)
+    assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
