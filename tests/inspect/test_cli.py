@@ -1,6 +1,7 @@
 """The command line, with a plan drawn by hand in place of a real one."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -215,3 +216,11 @@ def test_help_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_asked_for_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "inspect" in capsys.readouterr().out
+
+
+def test_from_a_checkout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m fxshard``, where nothing is installed."""
+    monkeypatch.setattr(sys, "argv", ["fxshard", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fxshard", run_name="__main__")
+    assert ended.value.code == 0 and fxshard.__version__ in capsys.readouterr().out
