@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxshard.bench import clock, moe
+from fxshard.bench import clock, moe, products
 from fxshard.bench.figures import CHARTS
+from fxshard.fused.by_torch import TorchExperts
 
 
 def test_figures_of_a_contender() -> None:
@@ -18,6 +19,26 @@ def test_figures_of_a_contender() -> None:
         assert found["error"] == 0
         assert min(found[f"{what}_ms"] for what in ("forward", "step", "host")) > 0
     assert figures["again"]["step_speedup"] == figures["eager"]["step_ms"] / figures["again"]["step_ms"]
+
+
+class Twice(TorchExperts):
+    """Wrong by a factor of two where weights are differentiated."""
+
+    def weight_gradient(self, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return 2 * super().weight_gradient(a, b, offsets)
+
+
+def test_products_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = moe.make_layer(2, 16, 24, 8, False, "cpu")
+    asked = products.products(layer.x.detach(), layer.offsets, layer.gate_up.detach(), layer.down.detach())
+    shapes = {product.name: tuple(product.run(TorchExperts()).shape) for product in asked}
+    assert list(shapes.values()) == [(8, 24), (8, 16), (8, 24), (8, 16), (2, 48, 16), (2, 16, 24)]
+    figures = products.measure(asked, {"torch": TorchExperts(), "twice": Twice()}, "cpu", rounds=2, repeat=1)
+    assert [found["error"] for found in figures.values()] == [0, 0, 0, 0, 1, 1]
+    assert all(min(found["torch_us"], found["twice_us"]) > 0 for found in figures.values())
+    products.show(asked, {name: {**found, "torch_us": 2.0} for name, found in figures.items()}, ["torch", "twice"])
+    title, first, *_ = capsys.readouterr().out.splitlines()
+    assert title.split() == ["torch", "twice", "error"] and "2 µs" in first
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

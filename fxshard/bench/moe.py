@@ -6,7 +6,7 @@ Contenders take turns; figures are medians over rounds. ``forward`` and ``step``
 device alone: calls are queued before the first of them starts. ``host`` is what Python takes to launch a step on an
 idle device; where steps follow one another it is hidden behind them as long as it is shorter. On a CPU it is the step.
 ``saved`` is what forward leaves behind for backward, ``peak`` what forward and backward need at once, gradients
-included; both on CUDA only.
+included; both on CUDA only. ``--kernels`` times the products of a step one by one as well, against torch's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from fxshard.backend import fxshard_backend
+from fxshard.bench import products
 from fxshard.bench.clock import DeviceClock
-from fxshard.fused.choose import Case, choose, refusal
+from fxshard.fused.choose import Case, choose, implementation, refusal
 from fxshard.inspect.progress import progress
 
 Contender = Callable[["Layer"], torch.Tensor]
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--contenders", default="eager,compile,torch,triton,te")
     parser.add_argument("--rounds", type=int, default=15 if cuda else 5)
     parser.add_argument("--repeat", type=int, default=10 if cuda else 2)
+    parser.add_argument("--kernels", action="store_true", help="the products of a step one by one, too")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     device = "cuda" if cuda else "cpu"
@@ -159,11 +161,22 @@ def main() -> None:
             figures = measure(layer, contenders, arguments.rounds, arguments.repeat)
             results.append({"shape": shape, "routed": routed, "default": choose("auto", case), "figures": figures})
             _show(results[-1])
+            if arguments.kernels and not routed:
+                results[-1]["products"] = _kernels(layer, case, arguments.rounds, arguments.repeat)
             del layer
     if arguments.json:
         with open(arguments.json, "w") as file:
             about = {"tokens": arguments.tokens, "torch": torch.__version__, "device": device}
             json.dump({**about, "results": results}, file, indent=1)
+
+
+def _kernels(layer: Layer, case: Case, rounds: int, repeat: int) -> dict[str, dict[str, float]]:
+    """The products of a step, by torch and by what ``"auto"`` takes."""
+    contenders = {name: implementation(name) for name in ("torch", choose("auto", case))}
+    asked = products.products(layer.x.detach(), layer.offsets, layer.gate_up.detach(), layer.down.detach())
+    figures = products.measure(asked, contenders, case.device.type, rounds, repeat)
+    products.show(asked, figures, list(contenders))
+    return figures
 
 
 def _contenders(names: list[str], case: Case) -> dict[str, Contender]:

@@ -1,4 +1,4 @@
-"""Experts with kernels of our own on a Hopper GPU: all products but the weight gradients, which torch computes.
+"""Experts with kernels of our own for all products, on a Hopper GPU.
 
 The first product, gate and up, and the activation are one kernel. A tile of it computes the same columns of gate and of
 up, so the activation needs nothing from another tile: the pre-activations are written once (backward wants them) and
@@ -29,3 +29,9 @@ class TritonExperts(TorchExperts):
         if hopper_products.multiplies(x, *matrices):
             return hopper_products.up(x, experts.gate, experts.up, call.weights, offsets.int(), call.glu)
         return super().up(x, call)
+
+    def weight_gradient(self, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        a, b = a.contiguous(), b.contiguous()
+        if hopper_products.differentiates(a, b):
+            return hopper_products.gradient(a, b, offsets.int())
+        return super().weight_gradient(a, b, offsets)

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import fxshard
 from fxshard.fused import choose, hopper_products, launch
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.fused.glu import Glu
 from fxshard.fused.hopper_products import ANY, FAR, Copies
+from tests.fused.moe import moe
 from tests.fused.reference import fused, problem, result_and_gradients
+from tests.fused.test_sharded import VOCAB, WEIGHTS, gradients
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
@@ -23,15 +26,21 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Launches as if there were a Hopper, by the names that the kernel has for its arguments."""
-    source = Path(hopper_products.__file__).with_name("hopper_kernels.py").read_text()
-    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    names = [argument.arg for argument in functions["grouped_kernel"].args.args]
     launches: list[dict[str, Any]] = []
 
-    def record(key: object, grid: tuple[int, ...], args: tuple[Any, ...], described: object) -> None:
-        launches.append({"key": key, "grid": grid, **dict(zip(names, args, strict=True))})
+    def recorder(file: str, kernel: str) -> Any:
+        source = Path(hopper_products.__file__).with_name(file).read_text()
+        functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+        names = [argument.arg for argument in functions[kernel].args.args]
 
-    monkeypatch.setattr(hopper_products, "_launches", record, raising=False)
+        def record(key: object, grid: tuple[int, ...], args: tuple[Any, ...], described: object) -> None:
+            launches.append({"key": key, "grid": grid, **dict(zip(names, args, strict=True))})
+
+        return record
+
+    monkeypatch.setattr(hopper_products, "_launches", recorder("hopper_kernels.py", "grouped_kernel"), raising=False)
+    gradients = recorder("hopper_gradient.py", "gradient_kernel")
+    monkeypatch.setattr(hopper_products, "_gradients", gradients, raising=False)
     monkeypatch.setattr(hopper_products, "_processors", lambda device: 132)
     monkeypatch.setattr(hopper_products, "available", lambda device: True)
     return launches
@@ -91,6 +100,38 @@ def test_a_launch_of_a_product_with_the_activation(launched: list[dict[str, Any]
     assert len({launch["key"] for launch in launched}) == 3  # an odd address needs a kernel of its own
 
 
+def test_a_launch_of_a_weight_gradient(launched: list[dict[str, Any]]) -> None:
+    a, b = torch.zeros(600, 704, dtype=BF16), torch.zeros(600, 576, dtype=BF16)
+    offsets = torch.full((8,), 600, dtype=torch.int32)
+    out = hopper_products.gradient(a, b, offsets)
+    (found,) = launched
+    assert out.shape == (8, 704, 576) and found["out_desc"].base is out
+    # A tile that is cut off by its matrix must not end up in the next one.
+    assert found["out_desc"].shape == (8, 704, 576) and found["out_desc"].block == (1, 128, 64)
+    assert found["a_desc"].base is a and found["a_desc"].shape == (ANY, ANY, FAR, 704)
+    assert (found["a_desc"].block, found["b_desc"].block) == ((1, 1, 64, 128), (1, 1, 64, 256))
+    assert [found[name] for name in ("experts", "height", "across")] == [8, 6, 3]
+    assert found["grid"] == (132, 1, 1) and found["offsets"] is offsets
+    hopper_products.gradient(a[:, :128].contiguous(), b[:, :256].contiguous(), offsets[:4])
+    assert launched[1]["grid"] == (4, 1, 1) and launched[1]["key"] == found["key"]
+
+
+def test_which_weight_gradients_the_kernel_computes(launched: list[dict[str, Any]]) -> None:
+    a, b = torch.zeros(600, 704, dtype=BF16), torch.zeros(600, 576, dtype=BF16)
+    odd = torch.zeros(600 * 576 + 1, dtype=BF16)[1:].view(600, 576)
+    assert hopper_products.differentiates(a, b) and hopper_products.differentiates(b, a)
+    assert not hopper_products.differentiates(a, odd) and not hopper_products.differentiates(odd, a)
+    assert not hopper_products.differentiates(a[:0], b[:0])
+    for dtype in (torch.float32, torch.float16):
+        assert not hopper_products.differentiates(a.to(dtype), b.to(dtype))
+        assert not hopper_products.differentiates(a, b.to(dtype)) and not hopper_products.differentiates(a.to(dtype), b)
+    assert not hopper_products.differentiates(a, b[:, :132].contiguous())
+    assert not hopper_products.differentiates(a[:, :132].contiguous(), b)
+    assert not hopper_products.differentiates(a, b[:, :120].contiguous())
+    assert hopper_products.differentiates(a[:, :128].contiguous(), b[:, :128].contiguous())
+    assert not hopper_products.differentiates(torch.zeros(600, 8, dtype=BF16), b)  # the sum of rows
+
+
 def test_what_the_kernels_multiply(launched: list[dict[str, Any]]) -> None:
     x, weight = torch.zeros(600, 512, dtype=BF16), torch.zeros(8, 512, 704, dtype=BF16)
     odd = torch.zeros(8 * 512 * 704 + 1, dtype=BF16)[1:].view(8, 512, 704)
@@ -110,13 +151,39 @@ def test_experts_use_them_where_they_can(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append("product")
         return TorchExperts().product(x, weight, offsets)
 
+    def gradient(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        calls.append("gradient")
+        return TorchExperts().weight_gradient(a, b, offsets)
+
     monkeypatch.setattr(hopper_products, "product", product)
+    monkeypatch.setattr(hopper_products, "gradient", gradient)
     monkeypatch.setattr(hopper_products, "multiplies", lambda x, *weights: x.shape[1] >= 32)
+    monkeypatch.setattr(hopper_products, "differentiates", lambda a, b: a.shape[1] >= 32)
     p = problem([3, 0, 5], hidden=16, inner=32)
     mine = result_and_gradients(p, fused(p, implementation="triton"))
     theirs = result_and_gradients(p, fused(p, implementation="torch"))
-    assert calls == ["product", "product"]  # over the inner size: down, and from both halves back to the input
+    # Over the inner size: down, and from both halves back to the input. Of the gradients, those of both halves.
+    assert calls == ["product", "product", "gradient"]
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_deferred_weight_gradients_are_computed_there_too(defer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.Tensor] = []
+
+    def gradient(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        calls.append(a)
+        return TorchExperts().weight_gradient(a, b, offsets)
+
+    monkeypatch.setitem(choose._REFUSALS, "triton", lambda case: None)
+    monkeypatch.setattr(hopper_products, "differentiates", lambda a, b: True)
+    monkeypatch.setattr(hopper_products, "gradient", gradient)
+    model = fxshard.compile(moe(vocab=VOCAB), lowering="eager", experts="triton", defer_wgrad=defer)
+    tokens = torch.arange(24).view(2, 12)
+    model(tokens, tokens).backward()
+    assert len(calls) == len(WEIGHTS)
+    behind = {name for name, one in gradients(model.graphs["backward"].graph).items() if one.behind_the_embedding}
+    assert behind == ({"layers.0.gate_up", "layers.0.down"} if defer else set())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +14,15 @@ from fxshard.fused import hopper_products
 from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu
 from tests.fused.reference import distances, fused, problem
 
-pytestmark = pytest.mark.gpu
+# Two sides that do not agree about a barrier wait for ever, in a call that no signal interrupts; and a device on which
+# a kernel hangs is of no use to other tests. So a thread ends the run, and says where it was.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60, method="thread")]
 BF16 = torch.bfloat16
 GROUPS = {
     "ragged": ([130, 0, 1, 300, 64, 17], 0),
     "one expert has all, and a tail": ([0, 0, 513, 0], 37),
     "single rows": ([1] * 40, 3),
-    "many tiles": ([2100, 0, 1500, 128, 129], 0),
+    "more tiles than processors": ([4100, 0, 3500, 128, 129], 0),
     "no tokens at all": ([0, 0], 5),
 }
 
@@ -143,7 +146,91 @@ def test_groups_do_not_see_each_other() -> None:
     assert beside[begin:end].isnan().all()
 
 
-def test_all_products_but_weight_gradients_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+class Gradients:
+    """Both operands of weight gradients, of which the rows behind the last group are not numbers."""
+
+    def __init__(self, counts: list[int], tail: int, rows: int, columns: int) -> None:
+        torch.manual_seed(0)
+        self.a = torch.randn(sum(counts) + tail, rows, device="cuda", dtype=BF16)
+        self.b = torch.randn(sum(counts) + tail, columns, device="cuda", dtype=BF16)
+        self.a[sum(counts) :] = self.b[sum(counts) :] = torch.nan
+        self.offsets = torch.tensor(counts, device="cuda").cumsum(0).int()
+        self.bounds = list(pairwise([0, *self.offsets.tolist()]))
+
+    def compute(self) -> torch.Tensor:
+        out = hopper_products.gradient(self.a, self.b, self.offsets)
+        torch.cuda.synchronize()  # if it hangs, then here
+        return out
+
+    def check(self) -> None:
+        """Each group against its own product in fp32, zeros where there is none, and the same bits every time."""
+        # Memory that the result is likely to be made of: what is not written is seen.
+        torch.full((len(self.bounds), self.a.shape[1], self.b.shape[1]), 7.0, device="cuda", dtype=BF16)
+        mine = self.compute()
+        for expert, (begin, end) in enumerate(self.bounds):
+            if begin == end:
+                assert (mine[expert] == 0).all()
+            else:
+                exact = self.a[begin:end].float().t() @ self.b[begin:end].float()
+                assert distances({"g": mine[expert]}, {"g": exact})["g"] < 3e-3
+        for _ in range(3):
+            assert torch.equal(self.compute(), mine)
+
+
+@pytest.mark.shows("G3")
+@pytest.mark.parametrize(("rows", "columns"), [(704, 576), (136, 264), (264, 136), (1024, 512)])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_weight_gradients(groups: str, rows: int, columns: int) -> None:
+    Gradients(*GROUPS[groups], rows, columns).check()
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[512, 320], [320, 512], [512, 512], [2070, 3, 0, 5011, 64, 1997, 2107, 65], [1] * 15, [0] * 7 + [700]],
+    ids=lambda counts: f"{len(counts)} groups of {min(counts)} to {max(counts)}",
+)
+def test_weight_gradients_of_several_tiles_a_program(counts: list[int]) -> None:
+    """Tiles of one program take different numbers of steps. The first case hung while those of the first tile were
+    taken for all: the side that multiplies waited for stages that nobody filled."""
+    Gradients(counts, 9, 2048, 2048).check()
+
+
+def routed(experts: int) -> list[int]:
+    torch.manual_seed(0)
+    return torch.randint(experts, (16384,)).bincount(minlength=experts).tolist()
+
+
+@pytest.mark.shows("G3")
+@pytest.mark.parametrize(
+    ("experts", "rows", "columns"),
+    [(8, 4096, 4096), (8, 4096, 2048), (64, 2816, 2048), (64, 2048, 1408)],
+)
+def test_weight_gradients_at_the_sizes_of_the_benchmark(experts: int, rows: int, columns: int) -> None:
+    case = Gradients(routed(experts), 0, rows, columns)
+    case.check()
+    theirs = F.grouped_mm(case.a.t(), case.b, offs=case.offsets)
+    assert distances({"g": case.compute()}, {"g": theirs})["g"] < 3e-3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weight_gradients_of_random_groups(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [0, 1, 63, 64, 65, 255, 256, 257]
+    counts = [draw.choice([*sizes, draw.randrange(1500)]) for _ in range(draw.randrange(1, 48))]
+    rows, columns = (8 * draw.randrange(16, 130) for _ in range(2))
+    Gradients(counts, draw.randrange(70), rows, columns).check()
+
+
+def test_weight_gradients_do_not_see_other_groups() -> None:
+    case = Gradients(*GROUPS["ragged"], 704, 576)
+    alone = case.compute()
+    case.a[131:431], case.b[131:431] = torch.nan, torch.inf  # the group of 300
+    beside = case.compute()
+    others = [0, 1, 2, 4, 5]
+    assert torch.equal(beside[others], alone[others]) and beside[3].isnan().all()
+
+
+def test_all_products_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def counted(name: str) -> None:
@@ -152,6 +239,7 @@ def test_all_products_but_weight_gradients_are_computed_here(monkeypatch: pytest
 
     counted("up")
     counted("product")
+    counted("gradient")
     p = problem([130, 0, 1, 300], hidden=576, inner=704, dtype=BF16, device="cuda")
     fused(p, implementation="triton").sum().backward()
-    assert calls == ["up", "product", "product", "product"]
+    assert sorted(calls) == ["gradient", "gradient", "product", "product", "product", "up"]
