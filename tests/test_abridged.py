@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard import backend
-from fxshard.repetition import abridged
+from fxshard.repetition import abridged, expansion
+from fxshard.repetition.periods import Unrepeatable, described, references
 from tests.toy import Llama, batch
 
 STEPS = 2
@@ -198,3 +199,38 @@ def test_other_batch_sizes_and_evaluation() -> None:
         assert torch.equal(ours, theirs)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+def expanding(make: Any) -> expansion._Expansion:
+    """A joint graph of four layers, about to be expanded."""
+    caught: list[tuple[expansion.Shortened, Any]] = []
+
+    def catch(short: expansion.Shortened, joint: Any) -> Any:
+        caught.append((short, joint))
+        raise Unrepeatable
+
+    with mock.patch.object(expansion.Shortened, "expand", catch):
+        fxshard.compile(make(), lowering="eager")(*small(0))
+    ((short, joint),) = caught
+    with mock.patch.object(expansion._Expansion, "build", lambda self: self):
+        return short.expand(joint)  # type: ignore[return-value]
+
+
+def test_the_last_layer_may_differ_only_in_what_the_others_get_from_each_other() -> None:
+    """Layers that all refer to one node behind them, and the last to another: no copy of a layer has such a node."""
+    found = expanding(Residual)
+    line, (_, first, second, last) = found.line, found.g
+    offsets = [i for i in range(line.bw_period) if not line.alike(line.nodes[second + i], line.nodes[last + i])]
+    assert offsets and found._backward_repeats()
+    before, low, high = (line.nodes[layer + offsets[0]] for layer in (first, second, last))
+    ((i, theirs),) = [
+        (i, b)
+        for i, (a, b) in enumerate(zip(references(low), references(high), strict=True))
+        if line.moves(a, b) is None
+    ]
+    kind = described(theirs.meta["val"])
+    behind = [node for node in line.nodes[line.boundary : last] if described(node.meta.get("val")) == kind]
+    other = next(node for node in behind if node is not theirs)
+    for node in (before, low):
+        node.replace_input_with(references(node)[i], other)
+    assert not found._backward_repeats()

@@ -88,18 +88,23 @@ class _Expansion:
             if line.alike(low, high):
                 continue
             before = line.nodes[min(first + offset, len(line.nodes) - 1)]
-            if not line.alike(before, low) or not self._differ_behind(low, high):
+            if not line.alike(before, low) or not self._differ_behind(before, low, high):
                 return False
         return True
 
-    def _differ_behind(self, low: fx.Node, high: fx.Node) -> bool:
-        """Whether two nodes differ only in what the last layer, ``high``'s, gets from behind all layers."""
+    def _differ_behind(self, before: fx.Node, low: fx.Node, high: fx.Node) -> bool:
+        """Whether the last layer's node differs only in what it gets from behind all layers, where the two layers
+        before it get theirs from the layer that each of them is followed by.
+        """
         if not same_operation(low, high):
             return False
-        for a, b in zip(references(low), references(high), strict=True):
-            behind = b in self.tangents or self.line.boundary <= self.line.at[b] < self.g[3]
-            alike = described(a.meta.get("val")) == described(b.meta.get("val"))
-            if self.line.moves(a, b) is None and not (behind and alike):
+        at = self.line.at
+        for earlier, own, last in zip(references(before), references(low), references(high), strict=True):
+            if self.line.moves(own, last) is not None:
+                continue
+            between = self.line.moves(earlier, own) is True and self.g[3] <= at[own] < self.g[2]
+            behind = last in self.tangents or self.line.boundary <= at[last] < self.g[3]
+            if not between or not behind or described(own.meta.get("val")) != described(last.meta.get("val")):
                 return False
         return True
 
