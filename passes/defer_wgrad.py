@@ -7,7 +7,7 @@ differ move the same products and reduce in the same order:
 * the end of backward. Behind the last product stands the last reduction, and nothing hides it. If the bucket that is
   complete last (often the embedding) is at least as large as the one before it, the products of the latter run behind
   it: its reduction then runs beside them, and the smaller one is left over. The same if no product stands between the
-  two, whatever their sizes: as traced nothing would hide either of them.
+  two, whatever their sizes: as traced nothing would hide either of them. One rank reduces nothing and moves nothing.
 * a collective of the model's own (tensor or expert parallel). Products that stand before its start run between its
   start and its wait.
 
@@ -120,6 +120,8 @@ def _smallest_last(graph: fx.Graph, products: list[Movable], context: PassContex
     if len(complete) < 2:
         return
     before, last = sorted(complete, key=complete.__getitem__)[-2:]
+    if context.buckets[before].reducing_ranks == context.buckets[last].reducing_ranks == 1:
+        return  # nothing is sent, and every cut costs launches and compilations
     between = [node for node in order if complete[before] < order[node] <= complete[last]]
     hides = any(is_heavy(node) and not is_lookup(node) for node in between)
     if hides and context.buckets[last].grad_bytes < context.buckets[before].grad_bytes:

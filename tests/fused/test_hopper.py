@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fxshard.fused.hopper_products import ANY, FAR, Copies
 from tests.fused.moe import moe
 from tests.fused.reference import fused, problem, result_and_gradients
 from tests.fused.test_sharded import VOCAB, WEIGHTS, gradients
+from tests.pool import Pool
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
@@ -167,23 +169,29 @@ def test_experts_use_them_where_they_can(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("defer", [True, False])
-def test_deferred_weight_gradients_are_computed_there_too(defer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def deferred(defer: bool) -> tuple[int, set[str]]:
+    """How many weight gradients the kernel computes, and which of them behind the embedding's."""
     calls: list[torch.Tensor] = []
 
     def gradient(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         calls.append(a)
         return TorchExperts().weight_gradient(a, b, offsets)
 
-    monkeypatch.setitem(choose._REFUSALS, "triton", lambda case: None)
-    monkeypatch.setattr(hopper_products, "differentiates", lambda a, b: True)
-    monkeypatch.setattr(hopper_products, "gradient", gradient)
-    model = fxshard.compile(moe(vocab=VOCAB), lowering="eager", experts="triton", defer_wgrad=defer)
-    tokens = torch.arange(24).view(2, 12)
-    model(tokens, tokens).backward()
-    assert len(calls) == len(WEIGHTS)
-    behind = {name for name, one in gradients(model.graphs["backward"].graph).items() if one.behind_the_embedding}
-    assert behind == ({"layers.0.gate_up", "layers.0.down"} if defer else set())
+    with (
+        mock.patch.dict(choose._REFUSALS, {"triton": lambda case: None}),
+        mock.patch.multiple(hopper_products, differentiates=lambda a, b: True, gradient=gradient),
+    ):
+        model = fxshard.compile(moe(vocab=VOCAB), lowering="eager", experts="triton", defer_wgrad=defer)
+        tokens = torch.arange(24).view(2, 12)
+        model(tokens, tokens).backward()
+    found = gradients(model.graphs["backward"].graph)
+    return len(calls), {name for name, one in found.items() if one.behind_the_embedding}
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_deferred_weight_gradients_are_computed_there_too(ranks: Pool, defer: bool) -> None:
+    behind = {"layers.0.gate_up", "layers.0.down"} if defer else set()
+    assert ranks(2, deferred, defer) == [(len(WEIGHTS), behind)] * 2
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,16 @@ def test_the_larger_is_left_where_nothing_else_would_hide_either() -> None:
     ]
 
 
+def test_one_rank_reduces_nothing_and_moves_nothing() -> None:
+    draft = Draft()
+    t = draft.input("t", *SQUARE)
+    dw = draft.call(aten.mm.default, t, t)
+    last = draft.call(aten.mm.default, t, t)
+    module = draft.output(dw, last, grads=[ParamRef(0, 0), ParamRef(1, 0)])
+    alone = context(bucket(0, SQUARE, ranks=1), bucket(1, (400, 4), ranks=1), phase=Phase.BACKWARD)
+    assert listing(defer_wgrad(module, alone)) == ["mm(t, t)", "mm_1(t, t)", "output(mm, mm_1)"]
+
+
 def test_off() -> None:
     assert two_layers(first_layer_bytes=64, defer_wgrad=False) == AS_TRACED
 
