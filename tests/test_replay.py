@@ -17,7 +17,7 @@ import fxshard
 from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
-from tests.replaying import SCENARIOS, Pair, accumulated, both, counts, finish, reasons, same, step
+from tests.replaying import SCENARIOS, Pair, accumulated, both, cleared_by_hand, counts, finish, reasons, same, step
 from tests.stack import Stack, batch
 from tests.training import llama
 
@@ -200,6 +200,38 @@ def test_buffers_shapes_and_results_that_are_kept(dynamic: bool | None) -> None:
         assert counts(models[0])[1] >= 12
     else:  # from the second shape on sizes are symbols
         assert reasons(models[0])["an input is no tensor on the device"] >= 5
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (self.lin(x) * mask).square().mean()
+
+
+def test_inputs_that_were_expanded() -> None:
+    models = pair(Masked)
+
+    def act(model: fxshard.ShardedModule, number: int) -> list[torch.Tensor]:
+        x, y = batch(number, 0)
+        loss = model(x, y[:, :1].expand(6, 5))
+        loss.backward()
+        return [loss.detach(), *finish(model)]
+
+    for number in range(4):
+        both(models, act, number)
+    assert counts(models[0]) == (2, 4) and same(models)
+
+
+def test_gradients_may_be_cleared_between_forward_and_backward() -> None:
+    """With one key for both, a backward that adds to gradients would be a replay of one that does not."""
+    models = pair(optimizer=fxshard.AdamW(lr=1e-2))
+    for _ in range(2):
+        both(models, cleared_by_hand)
+    assert counts(models[0])[1] and same(models)
 
 
 class _Failing(FakeTape):
