@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxshard
-from fxshard.runtime import replay
+from fxshard.runtime import program, replay
+from fxshard.runtime.host_values import changes_on_host
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
 from tests.replaying import SCENARIOS, Pair, accumulated, both, cleared_by_hand, counts, finish, reasons, same, step
@@ -232,6 +234,35 @@ def test_gradients_may_be_cleared_between_forward_and_backward() -> None:
     for _ in range(2):
         both(models, cleared_by_hand)
     assert counts(models[0])[1] and same(models)
+
+
+def test_what_is_drawn_on_the_host_is_drawn_each_time() -> None:
+    """A kernel would be captured with the number that it was given; here the model is on ``meta``."""
+    own, aten = torch.device("meta"), torch.ops.aten
+
+    def found(*calls: tuple[Any, str]) -> bool:
+        graph = torch.fx.Graph()
+        graph.placeholder("x").meta["val"] = torch.empty(2, device=own)
+        (x,) = graph.nodes
+        for target, device in calls:
+            args = ([2],) if target in (aten.rand.default, aten.ones.default) else (x,)
+            node = graph.call_function(target, args)
+            node.meta["val"] = torch.empty(2, device=device)
+        graph.output((x,))
+        inner = torch.fx.GraphModule({}, graph)
+        outer = torch.fx.Graph()
+        outer.output(outer.call_module("segment", (outer.placeholder("x"),)))
+        return changes_on_host(torch.fx.GraphModule({"segment": inner}, outer), own)
+
+    assert found((aten.rand.default, "cpu")) and found((aten._to_copy.default, "cpu"))
+    assert not found((aten.rand.default, "meta"), (aten.ones.default, "cpu"), (aten._to_copy.default, "meta"))
+
+    with mock.patch.object(program, "changes_on_host", lambda *_: True):
+        models = pair()
+        for number in range(3):
+            both(models, step(number))
+    assert counts(models[0]) == (0, 0)
+    assert "it draws random numbers on the host, or copies to it" in reasons(models[0])
 
 
 class _Failing(FakeTape):

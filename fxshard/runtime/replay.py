@@ -175,6 +175,8 @@ class Replays:
             return claimed
         if program.runs == 0:
             return "a first run compiles and loads kernels"
+        if program.changes_on_host:
+            return "it draws random numbers on the host, or copies to it"
         if self._tape.busy():
             return "somebody else is capturing"
         if claimed is None and self._loan is not None and self._loan.needed():
