@@ -139,6 +139,20 @@ def cleared_by_hand(model: fxshard.ShardedModule) -> list[torch.Tensor]:
     return found + finish(model)
 
 
+def replaced(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+    """Gradients that the user computes from ours, or drops, ahead of another forward and of an evaluation."""
+    found = []
+    for number in range(4):
+        model(*data(model, 50 + number, 0)).backward()
+        for i, parameter in enumerate(model.parameters()):
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 0.5 if i else None
+        with torch.no_grad():
+            found.append(model(*data(model, 54, 0)))
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found + finish(model)
+
+
 SCENARIOS: list[Act] = [
     two_forwards,
     summed,
@@ -149,6 +163,7 @@ SCENARIOS: list[Act] = [
     foreign,
     retained,
     cleared_by_hand,
+    replaced,
 ]
 
 

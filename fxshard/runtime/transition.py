@@ -101,8 +101,11 @@ class Watching:
     def transition(self, closed: Callable[[], bool]) -> Transition:
         """What has happened since. Gradients that were made meanwhile are at home where they are from now on."""
         buckets = self._engine.buckets
+        backward = self._engine.frame.phase is Phase.BACKWARD  # others leave gradients as they find them
         published = tuple(
-            i for i, b in enumerate(buckets) if b.grad is not None and all(p.grad is not None for p in b.params)
+            i
+            for i, b in enumerate(buckets)
+            if backward and b.grad is not None and all(p.grad is not None for p in b.params)
         )
         for bucket, had in zip(buckets, self._had_gradient, strict=True):
             if bucket.grad is not None and not had and bucket.home is None:
