@@ -217,6 +217,26 @@ def test_buffers_shapes_and_results_that_are_kept(dynamic: bool | None) -> None:
         assert reasons(models[0])["an input is no tensor on the device"] >= 5
 
 
+def test_a_gradient_that_is_kept_is_safe_from_takes_older_than_its_place() -> None:
+    """They knew a gradient elsewhere, where the next one may come to lie again, and nothing of this place."""
+    models = pair()
+    for number in range(3):
+        both(models, step(number))
+    for model in models:
+        step(3)(model)
+        model(*batch(4, 0)).backward()
+    old = [(p.grad, p.grad.clone()) for p in models[0].parameters() if p.grad is not None]
+    assert all(bucket.home is not None and not bucket.home.free for bucket in models[0]._sharding.buckets)
+    for model in models:
+        finish(model)
+        model(*batch(5, 0)).backward()
+    why = "somebody holds gradients of an earlier step"
+    before = reasons(models[0])[why]
+    both(models, step(6))  # adds to gradients that are not at home
+    assert reasons(models[0])[why] == before + 1
+    assert all(torch.equal(now, then) for now, then in old) and same(models)
+
+
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

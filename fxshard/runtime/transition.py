@@ -24,7 +24,7 @@ def hindrance(engine: Engine) -> str | None:
         return "gradients of no_sync() are not reduced yet"
     if not engine.gradients.synchronises and any(b.channels.reducing(b.plan) is not None for b in engine.buckets):
         return "no_sync() keeps gradients"
-    if any(bucket.grad is None and bucket.home is not None and not bucket.home.free for bucket in engine.buckets):
+    if any(bucket.home is not None and not bucket.home.free_but_for(bucket.grad) for bucket in engine.buckets):
         return "somebody holds gradients of an earlier step"
     moved = (held.views is not None and held.slot is None for held in _outside_memory(engine))
     return "a parameter was gathered for a program that has it elsewhere" if any(moved) else None
