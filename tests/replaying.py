@@ -124,7 +124,47 @@ def foreign(model: fxshard.ShardedModule) -> list[torch.Tensor]:
     return [loss.detach(), *finish(model)]
 
 
-SCENARIOS: list[Act] = [two_forwards, summed, dropped, evaluated, kept, cleared_between, foreign, retained]
+def cleared_by_hand(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+    """As ``torch.optim`` clears gradients, between forward and backward; then two micro-batches that add to them."""
+    found = []
+    for number, clears in enumerate([True, True, True, False, False, True, False]):
+        loss = model(*data(model, 40 + number, 0))
+        old = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None] if number == 5 else []
+        if clears:
+            for parameter in model.parameters():
+                parameter.grad = None
+        loss.backward()
+        assert all(torch.equal(now, then) for now, then in old), "gradients that somebody kept were overwritten"
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found + finish(model)
+
+
+def replaced(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+    """Gradients that the user computes from ours, or drops, ahead of another forward and of an evaluation."""
+    found = []
+    for number in range(4):
+        model(*data(model, 50 + number, 0)).backward()
+        for i, parameter in enumerate(model.parameters()):
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 0.5 if i else None
+        with torch.no_grad():
+            found.append(model(*data(model, 54, 0)))
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found + finish(model)
+
+
+SCENARIOS: list[Act] = [
+    two_forwards,
+    summed,
+    dropped,
+    evaluated,
+    kept,
+    cleared_between,
+    foreign,
+    retained,
+    cleared_by_hand,
+    replaced,
+]
 
 
 def accumulated(model: fxshard.ShardedModule, number: int, how: str) -> list[torch.Tensor]:

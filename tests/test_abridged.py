@@ -107,6 +107,32 @@ class Residual(nn.Module):
         return self.norm(x).square().mean()
 
 
+class FirstAgain(nn.Module):
+    """The first layer is used once more behind the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return (x + self.layers[0](x).tanh()).square().mean()
+
+
+class ShortFirst(nn.Module):
+    """A first layer of one operation: inputs stand near the others. What the last returns is the model's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x + torch.tanh(torch.sin(torch.cos(layer(x)) * 0.3) + 1.5) if i else x * layer.bias
+        return x
+
+
 def small(step: int) -> tuple[Tensor]:
     return (torch.randn(4, 8, generator=torch.Generator().manual_seed(step)),)
 
@@ -129,9 +155,9 @@ def trained(make: Any, inputs: Any, *, once: bool, **options: Any) -> tuple[Any,
     with mock.patch.object(backend, "abridge", spy):
         for step in range(STEPS):
             result = model(*inputs(step))
-            (result if isinstance(result, Tensor) else result[0]).backward()
+            (result if isinstance(result, Tensor) else result[0]).sum().backward()
             left += [value.detach() for value in torch.utils._pytree.tree_leaves(result)]
-            left += [parameter.grad.clone() for parameter in model.parameters()]
+            left += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
             model.optimizer.step()
             model.optimizer.zero_grad()
     left += model.full_state_dict().values()
@@ -174,7 +200,7 @@ def test_random_numbers_through_inductor() -> None:
     assert same(Mixed, small, lowering="inductor") == [True]
 
 
-@pytest.mark.parametrize("make", [Inplace, Shared, Residual])
+@pytest.mark.parametrize("make", [Inplace, Shared, Residual, FirstAgain, ShortFirst])
 def test_layers_that_write_in_place_share_a_parameter_or_add_to_a_stream(make: Any) -> None:
     assert same(make, small, lowering="eager") == [True]
 

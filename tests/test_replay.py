@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,24 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxshard
-from fxshard.runtime import replay
+from fxshard.runtime import program, replay
+from fxshard.runtime.host_values import changes_on_host
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
-from tests.replaying import SCENARIOS, Pair, accumulated, both, counts, finish, reasons, same, step
+from tests.replaying import (
+    SCENARIOS,
+    Act,
+    Pair,
+    accumulated,
+    both,
+    cleared_by_hand,
+    counts,
+    finish,
+    reasons,
+    replaced,
+    same,
+    step,
+)
 from tests.stack import Stack, batch
 from tests.training import llama
 
@@ -200,6 +215,88 @@ def test_buffers_shapes_and_results_that_are_kept(dynamic: bool | None) -> None:
         assert counts(models[0])[1] >= 12
     else:  # from the second shape on sizes are symbols
         assert reasons(models[0])["an input is no tensor on the device"] >= 5
+
+
+def test_a_gradient_that_is_kept_is_safe_from_takes_older_than_its_place() -> None:
+    """They knew a gradient elsewhere, where the next one may come to lie again, and nothing of this place."""
+    models = pair()
+    for number in range(3):
+        both(models, step(number))
+    for model in models:
+        step(3)(model)
+        model(*batch(4, 0)).backward()
+    old = [(p.grad, p.grad.clone()) for p in models[0].parameters() if p.grad is not None]
+    assert all(bucket.home is not None and not bucket.home.free for bucket in models[0]._sharding.buckets)
+    for model in models:
+        finish(model)
+        model(*batch(5, 0)).backward()
+    why = "somebody holds gradients of an earlier step"
+    before = reasons(models[0])[why]
+    both(models, step(6))  # adds to gradients that are not at home
+    assert reasons(models[0])[why] == before + 1
+    assert all(torch.equal(now, then) for now, then in old) and same(models)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (self.lin(x) * mask).square().mean()
+
+
+def test_inputs_that_were_expanded() -> None:
+    models = pair(Masked)
+
+    def act(model: fxshard.ShardedModule, number: int) -> list[torch.Tensor]:
+        x, y = batch(number, 0)
+        loss = model(x, y[:, :1].expand(6, 5))
+        loss.backward()
+        return [loss.detach(), *finish(model)]
+
+    for number in range(4):
+        both(models, act, number)
+    assert counts(models[0]) == (2, 4) and same(models)
+
+
+@pytest.mark.parametrize("kind", [cleared_by_hand, replaced])
+def test_gradients_may_be_cleared_or_replaced_at_any_time(kind: Act) -> None:
+    """A backward that adds to gradients is no replay of one that does not; and forward never touches them."""
+    models = pair()
+    for _ in range(2):
+        both(models, kind)
+    assert counts(models[0])[1] and same(models)
+
+
+def test_what_is_drawn_on_the_host_is_drawn_each_time() -> None:
+    """A kernel would be captured with the number that it was given; here the model is on ``meta``."""
+    own, aten = torch.device("meta"), torch.ops.aten
+
+    def found(*calls: tuple[Any, str]) -> bool:
+        graph = torch.fx.Graph()
+        graph.placeholder("x").meta["val"] = torch.empty(2, device=own)
+        (x,) = graph.nodes
+        for target, device in calls:
+            args = ([2],) if target in (aten.rand.default, aten.ones.default) else (x,)
+            node = graph.call_function(target, args)
+            node.meta["val"] = torch.empty(2, device=device)
+        graph.output((x,))
+        inner = torch.fx.GraphModule({}, graph)
+        outer = torch.fx.Graph()
+        outer.output(outer.call_module("segment", (outer.placeholder("x"),)))
+        return changes_on_host(torch.fx.GraphModule({"segment": inner}, outer), own)
+
+    assert found((aten.rand.default, "cpu")) and found((aten._to_copy.default, "cpu"))
+    assert not found((aten.rand.default, "meta"), (aten.ones.default, "cpu"), (aten._to_copy.default, "meta"))
+
+    with mock.patch.object(program, "changes_on_host", lambda *_: True):
+        models = pair()
+        for number in range(3):
+            both(models, step(number))
+    assert counts(models[0]) == (0, 0)
+    assert "it draws random numbers on the host, or copies to it" in reasons(models[0])
 
 
 class _Failing(FakeTape):

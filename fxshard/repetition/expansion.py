@@ -165,9 +165,12 @@ class _Expansion:
         return list(zip(refs, references(other) if other is not None else [None] * len(refs), strict=True))
 
     def _resolve(self, ref: fx.Node, twin: fx.Node | None, shift: int) -> fx.Node:
-        """What ``ref`` is for a layer moved by ``shift``. ``twin`` is what the next or previous layer has there."""
-        layered = self._in_layers(self.line.at[ref]) or self.line.member.get(ref) is not None
-        return self._once(ref) if ref is twin or (twin is None and not layered) else self._moved(ref, shift)
+        """What ``ref`` is for a layer moved by ``shift``. ``twin`` is what the next or previous layer has there.
+
+        Outside of layers that repeat there is none, and a parameter is just that one: the end may use the first layer.
+        """
+        once = ref is twin if twin is not None else not self._in_layers(self.line.at[ref])
+        return self._once(ref) if once else self._moved(ref, shift)
 
     def _in_layers(self, position: int) -> bool:
         return self.f[1] <= position < self.f[3] or self.g[3] <= position < self.g[1]
@@ -176,7 +179,8 @@ class _Expansion:
         member = self.line.member.get(ref)
         if member is not None:
             return self.params[member[0] + shift, member[1]]
-        key = self._key(self.line.at[ref], shift)
+        # What the model is given stands ahead of the layers, and may stand nearer to the second than a period is long.
+        key = self._key(self.line.at[ref], shift) if ref.op != "placeholder" else None
         if key is None:
             return self._once(ref)
         if key not in self.again:

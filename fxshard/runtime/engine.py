@@ -90,6 +90,8 @@ class Engine:
         same, self._owner, self.frame.phase = owner is self._owner, owner, phase
         if self.recorder is not None:
             self.recorder.begin(phase)
+        for bucket in self.buckets:
+            bucket.reclaim_gradient()  # in backward as well: many loops clear gradients between the two
         if phase is Phase.BACKWARD:
             if not same:
                 self._drop()
@@ -98,8 +100,6 @@ class Engine:
                     self.reshard(index)
             self.arena.reserve(arena_bytes)
             return
-        for bucket in self.buckets:
-            bucket.reclaim_gradient()
         grows = self.arena.planned and arena_bytes > self.arena.bytes
         self._keep_carried({} if grows else carries)
         self._evict()

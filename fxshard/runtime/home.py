@@ -27,6 +27,11 @@ class Home:
         """Whether nobody holds what was lent last."""
         return self._borrower is None or self._borrower.expired()
 
+    def free_but_for(self, gradient: torch.Tensor | None) -> bool:
+        """Whether nobody but its owner, who may have this gradient, holds what was lent last."""
+        at_home = gradient is not None and gradient.data_ptr() == self._memory.data_ptr()
+        return self.free or at_home
+
     def lend(self) -> torch.Tensor | None:
         """The memory as a tensor, or None where somebody still has it or activations lie in it."""
         if not self.free or self._closed():

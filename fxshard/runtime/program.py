@@ -22,6 +22,7 @@ from fxshard.inspect.progress import Done, long_work
 from fxshard.lowering import BoxedCallable, SegmentCompiler
 from fxshard.profile import Key
 from fxshard.runtime.engine import Engine
+from fxshard.runtime.host_values import changes_on_host
 from fxshard.runtime.replay import Take
 
 
@@ -59,6 +60,7 @@ class Program:
         self.takes: dict[Hashable, Take] = {}
         """What was captured of it, by what it found when it started."""
         self.captures = 0
+        self.changes_on_host = changes_on_host(graph, engine.device)
         self.owner = owner
         self.runs = 0
         self._before_first_run = before_first_run

@@ -175,6 +175,8 @@ class Replays:
             return claimed
         if program.runs == 0:
             return "a first run compiles and loads kernels"
+        if program.changes_on_host:
+            return "it draws random numbers on the host, or copies to it"
         if self._tape.busy():
             return "somebody else is capturing"
         if claimed is None and self._loan is not None and self._loan.needed():
@@ -308,7 +310,15 @@ def _put(inputs: Sequence[torch.Tensor | None], given: Sequence[Any]) -> None:
     with torch.no_grad():
         for own, value in zip(inputs, given, strict=True):
             if own is not None:
-                own.copy_(value)
+                _unexpanded(own).copy_(_unexpanded(value))
+
+
+def _unexpanded(value: torch.Tensor) -> torch.Tensor:
+    """A tensor without the repetitions that ``expand`` gave it, which torch refuses to write to."""
+    for dim, stride in enumerate(value.stride()):
+        if stride == 0:
+            value = value.narrow(dim, 0, 1)
+    return value
 
 
 def _uncapturable(phase: Phase, error: BaseException) -> str:

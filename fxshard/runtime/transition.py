@@ -24,7 +24,7 @@ def hindrance(engine: Engine) -> str | None:
         return "gradients of no_sync() are not reduced yet"
     if not engine.gradients.synchronises and any(b.channels.reducing(b.plan) is not None for b in engine.buckets):
         return "no_sync() keeps gradients"
-    if any(bucket.grad is None and bucket.home is not None and not bucket.home.free for bucket in engine.buckets):
+    if any(bucket.home is not None and not bucket.home.free_but_for(bucket.grad) for bucket in engine.buckets):
         return "somebody holds gradients of an earlier step"
     moved = (held.views is not None and held.slot is None for held in _outside_memory(engine))
     return "a parameter was gathered for a program that has it elsewhere" if any(moved) else None
@@ -101,8 +101,11 @@ class Watching:
     def transition(self, closed: Callable[[], bool]) -> Transition:
         """What has happened since. Gradients that were made meanwhile are at home where they are from now on."""
         buckets = self._engine.buckets
+        backward = self._engine.frame.phase is Phase.BACKWARD  # others leave gradients as they find them
         published = tuple(
-            i for i, b in enumerate(buckets) if b.grad is not None and all(p.grad is not None for p in b.params)
+            i
+            for i, b in enumerate(buckets)
+            if backward and b.grad is not None and all(p.grad is not None for p in b.params)
         )
         for bucket, had in zip(buckets, self._had_gradient, strict=True):
             if bucket.grad is not None and not had and bucket.home is None:
