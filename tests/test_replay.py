@@ -46,8 +46,15 @@ def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
         given = {"lowering": "eager", "optimizer": fxshard.AdamW(lr=1e-2), **options}
         models.append(fxshard.compile(make(), **given))
     buckets = [weakref.ref(bucket) for bucket in models[0]._sharding.buckets]
-    homes = lambda: [home._memory for b in buckets if (home := b().home) is not None]  # noqa: E731
-    models[0]._sharding.engine.replays = Replays(FakeTape(homes))
+
+    def protected() -> list[torch.Tensor]:
+        """Gradients, at home or not: what is alive when something is captured is not the capture's memory. On a CPU the
+        allocator may later give the same bytes to the pool.
+        """
+        homes = [home._memory for bucket in buckets if (home := bucket().home) is not None]
+        return homes + [grad for bucket in buckets if (grad := bucket().grad) is not None]
+
+    models[0]._sharding.engine.replays = Replays(FakeTape(protected))
     return models[0], models[1]
 
 
