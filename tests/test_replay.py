@@ -281,14 +281,14 @@ def test_what_is_drawn_on_the_host_is_drawn_each_time() -> None:
     """A kernel would be captured with the number that it was given; here the model is on ``meta``."""
     own, aten = torch.device("meta"), torch.ops.aten
 
-    def found(*calls: tuple[Any, str]) -> bool:
+    def found(*calls: tuple[Any, *tuple[str, ...]]) -> bool:
         graph = torch.fx.Graph()
         graph.placeholder("x").meta["val"] = torch.empty(2, device=own)
         (x,) = graph.nodes
-        for target, device in calls:
+        for target, *devices in calls:
             args = ([2],) if target in (aten.rand.default, aten.ones.default) else (x,)
             node = graph.call_function(target, args)
-            node.meta["val"] = torch.empty(2, device=device)
+            node.meta["val"] = tuple(torch.empty(2, device=device) for device in devices)
         graph.output((x,))
         inner = torch.fx.GraphModule({}, graph)
         outer = torch.fx.Graph()
@@ -297,6 +297,7 @@ def test_what_is_drawn_on_the_host_is_drawn_each_time() -> None:
 
     assert found((aten.rand.default, "cpu")) and found((aten._to_copy.default, "cpu"))
     assert not found((aten.rand.default, "meta"), (aten.ones.default, "cpu"), (aten._to_copy.default, "meta"))
+    assert not found((aten._scaled_dot_product_efficient_attention.default, "meta", "cpu")), "it runs on the device"
 
     with mock.patch.object(program, "changes_on_host", lambda *_: True):
         models = pair()

@@ -22,7 +22,9 @@ def changes_on_host(module: fx.GraphModule, device: torch.device) -> bool:
 
 
 def _changes(node: fx.Node, device: torch.device) -> bool:
-    if node.op != "call_function" or node.target is operator.getitem or not _devices(node) - {device}:
+    made = _devices(node)
+    # What has a result on the device runs there: attention, which may describe its random state elsewhere, included.
+    if node.op != "call_function" or node.target is operator.getitem or not made or device in made:
         return False
     called = _compat.operator_of(node)
     random = called is None or torch.Tag.nondeterministic_seeded in called.tags
