@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""What the kernels for matrix products on a Hopper have in common (``optim.tiles``, ``fused.hopper_kernels``).
+"""What the kernels for matrix products on a Hopper have in common (``optim.tiles``, ``fused.hopper_kernels`` and
+``fused.hopper_gradient``).
 
 A warp that copies fills stages of shared memory and says so at the barriers ``full``; warps that multiply take tiles of
 128 × 256 out of them and say at ``empty`` when a stage may be filled again.
@@ -11,6 +12,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def stage_barriers(STAGES: gl.constexpr):
+    """``full`` and ``empty``, a barrier of each for every stage."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    return full, empty
 
 
 @gluon.jit
@@ -41,6 +53,15 @@ def halves(x, WIDTH: gl.constexpr, layout: gl.constexpr):
     """The two halves of the columns, ``WIDTH`` each. Each thread has some of both already: nothing moves."""
     left, right = x.reshape([128, 2, WIDTH]).permute(0, 2, 1).split()
     return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+
+
+@gluon.jit
+def quarters(total, half: gl.constexpr, part: gl.constexpr):
+    """The columns of a tile in four parts, rounded, to be stored one by one."""
+    left, right = halves(total, 128, half)
+    p0, p1 = halves(left, 64, part)
+    p2, p3 = halves(right, 64, part)
+    return rounded(p0), rounded(p1), rounded(p2), rounded(p3)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fxshard.fused.hopper_kernels import FAR
-from fxshard.hopper import halves, multiply_stage, release, rounded
+from fxshard.hopper import multiply_stage, quarters, release, stage_barriers
 
 PIECES = gl.constexpr(4)
 """A tile is stored in as many parts, each behind one of the first steps of the next tile."""
@@ -129,13 +129,7 @@ def _multiply(
             turn += 1
         sum = warpgroup_mma_wait(0, (sum,))
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-        left, right = halves(sum, 128, half)
-        p0, p1 = halves(left, 64, part)
-        p2, p3 = halves(right, 64, part)
-        p0 = rounded(p0)
-        p1 = rounded(p1)
-        p2 = rounded(p2)
-        p3 = rounded(p3)
+        p0, p1, p2, p3 = quarters(sum, half, part)
         old_expert, old_row, old_column = expert, row, column
         expert, row, column = new_expert, new_row, new_column
     for piece in gl.static_range(PIECES):
@@ -154,11 +148,7 @@ def gradient_kernel(
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + A, gl.NVMMASharedLayout.get_default_for(A, dtype))
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + B, gl.NVMMASharedLayout.get_default_for(B, dtype))
     buffers = gl.allocate_shared_memory(dtype, [2, 128, 64], gl.NVMMASharedLayout.get_default_for([128, 64], dtype))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    full, empty = stage_barriers(STAGES)
     total = experts * height * across
     gl.warp_specialize(
         [

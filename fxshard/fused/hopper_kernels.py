@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fxshard.hopper import halves, multiply_stage, release, rounded
+from fxshard.hopper import multiply_stage, quarters, release, stage_barriers
 
 FAR = gl.constexpr(2**30)
 """The bound of the row that a ragged descriptor is asked for: groups end there, wherever they begin."""
@@ -213,13 +213,7 @@ def _multiply(
             turn += 1
         sum = warpgroup_mma_wait(0, (sum,))
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-        left, right = halves(sum, 128, half)
-        p0, p1 = halves(left, 64, part)
-        p2, p3 = halves(right, 64, part)
-        p0 = rounded(p0)
-        p1 = rounded(p1)
-        p2 = rounded(p2)
-        p3 = rounded(p3)
+        p0, p1, p2, p3 = quarters(sum, half, part)
         old_begin, old_size, old_row, old_column = begin, size, row, column
         begin, size, row, column = new_begin, new_size, new_row, new_column
     for piece in gl.static_range(PIECES):
@@ -244,11 +238,7 @@ def grouped_kernel(
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES, 128, 64], gl.NVMMASharedLayout.get_default_for([128, 64], dtype))
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + B_SHAPE, gl.NVMMASharedLayout.get_default_for(B_SHAPE, dtype))
     buffers = gl.allocate_shared_memory(dtype, [2, 128, 64], gl.NVMMASharedLayout.get_default_for([128, 64], dtype))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    full, empty = stage_barriers(STAGES)
     height = gl.max(_tiles_behind(offsets, experts, PADDED, 8), 0)
     total = height * across
     gl.warp_specialize(

@@ -14,6 +14,7 @@ from fxshard.fused.choose import Case, choose, refusal
 from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, interleave_glu
 from tests.fused import models
 from tests.fused.reference import Problem, distances, expert_by_expert, fused, problem, result_and_gradients
+from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -131,12 +132,8 @@ def test_a_step_synchronises_nowhere(name: str) -> None:
     fixed = FixedOffsets(**{field: getattr(p, field) for field in p.__dataclass_fields__})
     fixed.ends = p.offsets
     fused(fixed, implementation=name).backward(upstream)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         fused(fixed, implementation=name).backward(upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.shows("G1", "G7")

@@ -10,6 +10,7 @@ from fxshard.bench.captured import capture
 from fxshard.events import Kind, Phase
 from fxshard.passes.context import ParamRef
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.plan.buckets import BucketPlan
 from tests.passes.graphs import Draft, aten, bucket, context, listing
 from tests.pool import Pool
 from tests.thorough import thorough
@@ -50,14 +51,21 @@ def test_the_smaller_bucket_is_left_for_the_end() -> None:
     ]
 
 
-def test_nothing_moves_where_the_larger_would_be_left() -> None:
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        pytest.param((bucket(0, (400, 4)), bucket(1, SQUARE)), id="the larger would be left"),
+        pytest.param((bucket(0, SQUARE, ranks=1), bucket(1, (400, 4), ranks=1)), id="one rank reduces nothing"),
+    ],
+)
+def test_nothing_moves(buckets: tuple[BucketPlan, BucketPlan]) -> None:
     draft = Draft()
     t = draft.input("t", *SQUARE)
     dw = draft.call(aten.mm.default, t, t)
     last = draft.call(aten.mm.default, t, t)
     module = draft.output(dw, last, grads=[ParamRef(0, 0), ParamRef(1, 0)])
-    big_first = context(bucket(0, (400, 4)), bucket(1, SQUARE), phase=Phase.BACKWARD)
-    assert listing(defer_wgrad(module, big_first)) == ["mm(t, t)", "mm_1(t, t)", "output(mm, mm_1)"]
+    given = context(*buckets, phase=Phase.BACKWARD)
+    assert listing(defer_wgrad(module, given)) == ["mm(t, t)", "mm_1(t, t)", "output(mm, mm_1)"]
 
 
 def test_the_larger_is_left_where_nothing_else_would_hide_either() -> None:
@@ -76,16 +84,6 @@ def test_the_larger_is_left_where_nothing_else_would_hide_either() -> None:
         "mm(t, x)",
         "output(mm, sin, embedding_dense_backward)",
     ]
-
-
-def test_one_rank_reduces_nothing_and_moves_nothing() -> None:
-    draft = Draft()
-    t = draft.input("t", *SQUARE)
-    dw = draft.call(aten.mm.default, t, t)
-    last = draft.call(aten.mm.default, t, t)
-    module = draft.output(dw, last, grads=[ParamRef(0, 0), ParamRef(1, 0)])
-    alone = context(bucket(0, SQUARE, ranks=1), bucket(1, (400, 4), ranks=1), phase=Phase.BACKWARD)
-    assert listing(defer_wgrad(module, alone)) == ["mm(t, t)", "mm_1(t, t)", "output(mm, mm_1)"]
 
 
 def test_off() -> None:
