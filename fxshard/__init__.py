@@ -87,6 +87,8 @@ class _Package(ModuleType):
             return import_module("fxshard.checkpoint")
         if name not in _HOME:
             raise AttributeError(f"module 'fxshard' has no attribute {name!r}")
+        if name in ("compile", "shard"):  # these processes take seconds to start: the rest is imported meanwhile
+            import_module("fxshard._compat").start_compile_processes()
         value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
         self.__dict__[name] = value
         return value

@@ -69,21 +69,35 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
 
 
-def start_compile_processes(device: torch.device) -> None:
-    """Start the processes in which Inductor compiles GPU kernels, and wait for nothing. torch 2.11, 2.13.
+def start_compile_processes() -> None:
+    """Start the processes in which Inductor compiles GPU kernels, if there is a GPU, and wait for nothing.
 
     That takes seconds, in which kernels are compiled one after the other in this process; Inductor's own backend begins
-    with it, and we call what is behind that backend. Each process then compiles a first kernel, which takes longest.
+    with it, and we call what is behind that backend. ``TORCH_WARM_POOL=0`` is respected. torch 2.11, 2.13.
     """
+    if torch.cuda.is_available():
+        from torch._inductor import async_compile
+
+        async_compile.maybe_warm_pool()
+
+
+def warm_compile_processes(device: torch.device) -> None:
+    """Let each of these processes compile a first kernel, which takes longest. torch 2.11, 2.13."""
     from torch._inductor import async_compile
 
-    async_compile.maybe_warm_pool()
     for pool in async_compile._pool_set:  # empty where there is no Triton, or somebody does not want them
         from fxshard.first_kernel import compile_first
 
         major, minor = torch.cuda.get_device_capability(device)
         for number in range(async_compile.get_compile_threads()):
             pool.submit(compile_first, number, 10 * major + minor)
+
+
+def import_what_kernels_import() -> None:
+    """What the first lines of a kernel that Inductor wrote do, in the process that compiles it. torch 2.11, 2.13."""
+    from torch._inductor.runtime import triton_helpers, triton_heuristics  # noqa: F401
+
+    triton_helpers.set_driver_to_gpu()
 
 
 @contextlib.contextmanager

@@ -307,7 +307,8 @@ def backend_of(sharding: Sharding) -> Backend:
     if not isinstance(sharding.backend, Backend):
         sharding.backend = Backend(sharding)
         if sharding.options.lowering == "inductor" and sharding.engine.device.type == "cuda":
-            _compat.start_compile_processes(sharding.engine.device)  # they are there when the model has been traced
+            _compat.start_compile_processes()
+            _compat.warm_compile_processes(sharding.engine.device)  # done when the model has been traced
     return sharding.backend
 
 

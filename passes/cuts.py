@@ -55,6 +55,11 @@ class CutPoints:
         after_heavy = {self._past_outputs(i) for i, node in enumerate(nodes) if is_heavy(node)}
         self._cuts = sorted({first, last} | after_heavy)
 
+    @property
+    def start(self) -> fx.Node:
+        """The first computing node, before which nothing is cut."""
+        return self._nodes[self._cuts[0]]
+
     def at_or_before(self, node: fx.Node) -> fx.Node:
         """The latest cut from which ``node`` is still ahead."""
         return self._nodes[self._cuts[bisect_right(self._cuts, self._position[node]) - 1]]

@@ -1,8 +1,9 @@
 """Forward, backward, evaluation: gather each bucket before its first use and read parameters from it.
 
 Requires parameters tied to inputs. Provides an ``unshard`` and a ``wait`` per bucket the graph uses, the latter at the
-last cut before the bucket's first use; every use of a parameter input becomes a view that ``wait`` gives. An input that
-is only passed on (saved for backward) stays as it is: it is hollow and costs nothing.
+last cut before the bucket's first use, or at the start where there is nothing to wait for; every use of a parameter
+input becomes a view that ``wait`` gives. An input that is only passed on (saved for backward) stays as it is: it is
+hollow and costs nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ def insert_unshard(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
     for bucket_index, uses in _uses_by_bucket(graph).items():
         bucket = context.buckets[bucket_index]
         first = min((user for _, users in uses.values() for user in users), key=order.__getitem__)
-        with graph.inserting_before(cuts.at_or_before(first)):
-            # What is resident was refreshed in forward: backward only needs the views.
-            if not bucket.resident or context.phase is not Phase.BACKWARD:
+        # What is resident was refreshed in forward: backward only needs the views, and takes them where nothing is cut.
+        refreshed = bucket.resident and context.phase is Phase.BACKWARD
+        with graph.inserting_before(cuts.start if refreshed else cuts.at_or_before(first)):
+            if not refreshed:
                 insert(graph, Kind.UNSHARD, bucket, phase=context.phase, group=context.group, why="needed here")
             used = next(ref for ref, users in uses.values() if first in users)
             why = f"first use: {bucket.params[used.position]}"

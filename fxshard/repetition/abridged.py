@@ -200,8 +200,11 @@ class _Jump(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        made = [
-            torch.empty(kind[0], dtype=kind[1], device=kind[2]) if wanted and kind is not None else None
-            for kind, wanted in zip(ctx.kinds, ctx.needs_input_grad[2:], strict=True)
-        ]
-        return None, None, *made
+        wanted = [kind if needed else None for kind, needed in zip(ctx.kinds, ctx.needs_input_grad[2:], strict=True)]
+        # One for all of a kind: nobody looks at them, and tracing one for each parameter takes its time.
+        made = {
+            kind: torch.empty(kind[0], dtype=kind[1], device=kind[2])
+            for kind in dict.fromkeys(wanted)
+            if kind is not None
+        }
+        return None, None, *(made[kind] if kind is not None else None for kind in wanted)

@@ -93,6 +93,13 @@ def test_a_resident_bucket_is_refreshed_in_forward_only(phase: Phase, gathers: i
     assert (kinds.count(Kind.UNSHARD), kinds.count(Kind.WAIT)) == (gathers, 2)
 
 
+def test_views_of_a_resident_bucket_cut_nothing_in_backward() -> None:
+    """There is nothing to wait for: all of them are taken at the start."""
+    resident = (bucket(0, (4,), SQUARE, zero=2), bucket(1, SQUARE, zero=2))
+    module = insert_unshard(two_layers(), context(*resident, phase=Phase.BACKWARD))
+    assert listing(module)[:6] == ["wait b0", "b0[1]", "b0[0]", "wait b1", "b1[0]", "sin(x)"]
+
+
 def test_a_bucket_nobody_computes_with_is_not_gathered() -> None:
     draft = Draft()
     x, w = draft.input("x", 4), draft.input("w", 4, param=ParamRef(0, 0))
