@@ -81,16 +81,21 @@ def start_compile_processes() -> None:
         async_compile.maybe_warm_pool()
 
 
-def warm_compile_processes(device: torch.device) -> None:
-    """Let each of these processes compile a first kernel, which takes longest. torch 2.11, 2.13."""
+def compile_processes() -> tuple[Sequence[Any], int]:
+    """Where functions can be submitted to run in these processes, and how many there are. torch 2.11, 2.13.
+
+    Nowhere, if there is no Triton or somebody does not want them.
+    """
     from torch._inductor import async_compile
 
-    for pool in async_compile._pool_set:  # empty where there is no Triton, or somebody does not want them
-        from fxshard.first_kernel import compile_first
+    return tuple(async_compile._pool_set), async_compile.get_compile_threads()
 
-        major, minor = torch.cuda.get_device_capability(device)
-        for number in range(async_compile.get_compile_threads()):
-            pool.submit(compile_first, number, 10 * major + minor)
+
+def kernel_cache(device: int) -> str:
+    """Where Triton keeps compiled kernels of a device, once Inductor has compiled one. torch 2.11, 2.13."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    return triton_cache_dir(device)
 
 
 def import_what_kernels_import() -> None:

@@ -12,8 +12,10 @@ from torch import fx
 from fxshard import _compat
 from fxshard.compiled import CompiledGraphs
 from fxshard.config import Options
+from fxshard.elsewhere import warm_up
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Event, Kind, Phase
+from fxshard.fused.ahead import compile_ahead
 from fxshard.inspect.observe import Observer, observer
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
@@ -200,6 +202,8 @@ class Capture:
         self._visible = kwargs["num_fwd_outputs"]
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
         joint = before_partition(joint, self.context(Phase.FORWARD))
+        if self._backend.lower is None and self._sharding.engine.device.type == "cuda":
+            compile_ahead(joint.graph, self._sharding.engine.device)
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
         self._backward = _copy(backward)
@@ -308,7 +312,7 @@ def backend_of(sharding: Sharding) -> Backend:
         sharding.backend = Backend(sharding)
         if sharding.options.lowering == "inductor" and sharding.engine.device.type == "cuda":
             _compat.start_compile_processes()
-            _compat.warm_compile_processes(sharding.engine.device)  # done when the model has been traced
+            warm_up(sharding.engine.device)  # done when the model has been traced
     return sharding.backend
 
 

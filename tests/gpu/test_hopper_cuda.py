@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,3 +247,40 @@ def test_all_products_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None
     p = problem([130, 0, 1, 300], hidden=576, inner=704, dtype=BF16, device="cuda")
     fused(p, implementation="triton").sum().backward()
     assert sorted(calls) == ["gradient", "gradient", "product", "product", "product", "up"]
+
+
+AHEAD = """
+import torch
+from fxshard.fused.ahead import Gradient, Product, Up, compile_kernel
+from fxshard.fused.glu import SWIGLU
+
+for kernel in (Up(2, True, SWIGLU, torch.bfloat16), Product(2, True), Product(2, False), Gradient()):
+    compile_kernel(kernel, 90)
+"""
+FIRST_LAUNCHES = """
+import torch, triton
+from tests.fused.reference import fused, problem, result_and_gradients
+
+found = {}
+
+def look(*, src, cache_hit, **_):
+    found.setdefault(src.name, []).append(cache_hit)
+
+triton.knobs.compilation.listener = look
+given = problem([100, 156], hidden=512, inner=1024, dtype=torch.bfloat16, device="cuda")
+result_and_gradients(given, lambda p: fused(p, "triton"))
+print(found["grouped_kernel"], found["gradient_kernel"])
+"""
+
+
+def test_kernels_compiled_ahead_are_those_that_are_launched(tmp_path: Path) -> None:
+    """One process compiles them and looks at no GPU; another one finds each of them on disk at its first launch."""
+
+    def run(script: str, **environment: str) -> str:
+        variables = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), **environment}
+        done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=55)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1] if done.stdout else ""
+
+    run(AHEAD, CUDA_VISIBLE_DEVICES="")
+    assert run(FIRST_LAUNCHES) == "[True, True, True] [True]"
