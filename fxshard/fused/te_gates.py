@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 KERNEL = "GroupedMLP_CuTeGEMMGLU"
 """The operation that Transformer Engine puts in the place of the three (``transformer_engine.pytorch.ops.fused``)."""
 VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+ALLOWS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 CAPABILITY = 10
 INTERLEAVE = 32
 MULTIPLE = 64
@@ -73,6 +74,9 @@ def _device_refusal(case: Case) -> str | None:
     major, minor = torch.cuda.get_device_capability(case.device)
     if major != CAPABILITY:
         return f"Transformer Engine's fused grouped MLP needs compute capability {CAPABILITY}, this is {major}.{minor}"
+    if torch.are_deterministic_algorithms_enabled() or os.environ.get(ALLOWS) == "0":
+        asked = f"torch.use_deterministic_algorithms, or {ALLOWS}=0"
+        return f"its gradients of routing weights are added up in no fixed order, and that is ruled out ({asked})"
     return _frontend_refusal(case.glu)
 
 

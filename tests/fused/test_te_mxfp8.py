@@ -21,6 +21,7 @@ from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp, _stack
 from fxshard.fused.choose import Case
 from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, deinterleave_glu, interleave_glu
 from fxshard.fused.op import grouped_swiglu_gradients
+from fxshard.fused.te_gates import ALLOWS
 from tests.fused import models
 from tests.fused.reference import Problem, distances, expert_by_expert, fused, problem, result_and_gradients
 from tests.fused.te_stand_in import VARIABLE, GroupedMLP_CuTeGEMMGLU, Machine, Sequential
@@ -71,6 +72,7 @@ GATES: dict[str, tuple[dict[str, Any], Callable[[Machine], object], str]] = {
     "variable": ({}, lambda m: m.patch.setenv(VARIABLE, "no"), f"{VARIABLE} is 'no': set it to 1"),
     "version": ({}, lambda m: setattr(m.engine, "__version__", "2.16.1"), "Engine 2.16.1 is older than 2.17"),
     "capability": ({}, lambda m: setattr(m, "capability", (9, 0)), "needs compute capability 10, this is 9.0"),
+    "determinism": ({}, lambda m: m.patch.setenv(ALLOWS, "0"), "in no fixed order, and that is ruled out"),
     "no frontend": ({}, frontend(None), "nvidia-cudnn-frontend is not installed: install 1.23 or later"),
     "frontend": ({}, frontend("1.22.1"), "nvidia-cudnn-frontend 1.22.1 is older than 1.23"),
     "constants": ({"glu": Glu(1.5, 7.0, 1.0, 32)}, frontend("1.23.0"), r"1.23.0 has no .*alpha 1.5.*: 1.24 or later"),
