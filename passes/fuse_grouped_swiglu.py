@@ -197,7 +197,15 @@ def _case(mlp: GatedMlp, tail: _Tail) -> Case:
         inner=int(down.shape[-2]),
         biased=any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, tail.bias)),
         glu=mlp.glu,
+        joined=mlp.up is None,
+        out_by_in=all(_lies_out_by_in(weight) for weight in (mlp.gate.weight, mlp.up_weight, mlp.down.weight)),
     )
+
+
+def _lies_out_by_in(weight: fx.Node | None) -> bool:
+    """Of ``[experts, in, out]``: whether each matrix is the transpose of a contiguous one."""
+    found = value(weight) if weight is not None else None
+    return found is None or (found.stride(-2) == 1 and found.stride(-1) == found.shape[-2])
 
 
 def _form(mlp: GatedMlp, tail: _Tail) -> str:

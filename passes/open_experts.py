@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard.errors import ConfigError
+from fxshard.fused.choose import implementation
 from fxshard.fused.glu_op import add_expert_bias, expert_bias_dot, glu, glu_backward
 from fxshard.fused.op import grouped_product, grouped_swiglu, grouped_swiglu_backward
 from fxshard.passes.context import PassContext, param_inputs
@@ -31,11 +33,21 @@ def open_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModule
     for target, opened in ((grouped_swiglu_backward, _backward), (grouped_swiglu, _forward)):
         for node in graph.find_nodes(op="call_function", target=target):
             if any(_behind(weight) & chosen for weight in node.args[2:5]):
+                _check_opens(node.args[-1])
                 _replace(graph, node, opened)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
     return module
+
+
+def _check_opens(name: str) -> None:
+    """One node is the whole backward of such an implementation: there is nothing in it to quantize."""
+    if implementation(name).recomputes:
+        raise ConfigError(
+            f'experts="{name}" computes experts and their gradients as a whole, and precision= chooses their weights '
+            'for MXFP8 products: leave them out (MXFP8(experts=())), or use experts="auto"'
+        )
 
 
 def _behind(weight: Any) -> set[fx.Node]:

@@ -38,7 +38,7 @@ class TransformerEngineExperts(TorchExperts):
         return out
 
     def _gemm(self, a: Any, b: Any, out: Any, layout: str, counts: list[int], *, single_output: bool) -> None:
-        gemm = _engine().module("cpp_extensions").general_grouped_gemm
+        gemm = engine().module("cpp_extensions").general_grouped_gemm
         none = [None] * len(counts)
         gemm(a, b, out, none, out[0].dtype, layout=layout, m_splits=counts, single_output=single_output)
 
@@ -47,7 +47,7 @@ class TransformerEngineExperts(TorchExperts):
     ) -> torch.Tensor:
         if pre_up is not None or weights is None:  # Transformer Engine's takes a joined projection and weights
             return super().activate(pre, pre_up, weights, glu)
-        tex, scales = _engine().kernels, weights.to(pre.dtype)
+        tex, scales = engine().kernels, weights.to(pre.dtype)
         if glu.name == "SwiGLU":
             return tex.scaled_swiglu(pre, scales, None, glu.interleave)
         return tex.scaled_clamped_swiglu(pre, scales, None, glu.limit, glu.alpha, glu.offset, glu.interleave)
@@ -57,7 +57,7 @@ class TransformerEngineExperts(TorchExperts):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         if pre_up is not None or weights is None:
             return super().differentiate(pre, pre_up, grad, weights, glu)
-        tex, scales = _engine().kernels, weights.to(pre.dtype)
+        tex, scales = engine().kernels, weights.to(pre.dtype)
         constants = () if glu.name == "SwiGLU" else (glu.limit, glu.alpha, glu.offset)
         backward = tex.scaled_dswiglu if glu.name == "SwiGLU" else tex.scaled_clamped_dswiglu
         grad_pre, grad_scales = backward(grad, pre, scales, None, *constants, glu.interleave, True)
@@ -90,13 +90,14 @@ class _Engine:
 
 
 @cache
-def _engine() -> _Engine:
+def engine() -> _Engine:
+    """Transformer Engine, imported by the first who asks."""
     return _Engine()
 
 
 def engine_refusal() -> str | None:
     """Why Transformer Engine cannot be used on this machine, or None."""
-    return _engine().refusal
+    return engine().refusal
 
 
 def _counts(offsets: torch.Tensor) -> list[int]:

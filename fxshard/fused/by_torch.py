@@ -41,12 +41,29 @@ class Call:
     """Whether routing weights scale the second bias, too."""
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """All that backward gives, of what is there. Weights' gradients lie as the weights do."""
+
+    x: torch.Tensor
+    gate: torch.Tensor
+    down: torch.Tensor
+    up: torch.Tensor | None = None
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
 class TorchExperts:
     """The implementation ``torch``; the others replace some of its steps."""
 
     alignment = 1
     """What the number of tokens of each expert must be a multiple of. Where it is not, the pass that puts the operator
     into a graph pads (``padding``)."""
+    recomputes = False
+    """Whether ``forward`` keeps nothing (its pre-activations are empty) and ``gradients``, which computes it again,
+    stands for ``backward`` and all weight gradients."""
 
     # -- the two operators -------------------------------------------------------------------------------------------
 
@@ -73,6 +90,10 @@ class TorchExperts:
         if experts.down_bias is not None and call.weights is not None and call.weighted_bias:
             grad_weights += bias_dot(experts.down_bias, offsets, grad).to(grad_weights.dtype)
         return grad_x, grad_pre, grad_up, hidden, grad_weights
+
+    def gradients(self, grad: torch.Tensor, x: torch.Tensor, call: Call) -> Gradients:
+        """Every gradient at once, from the input alone; for those that say ``recomputes``."""
+        raise NotImplementedError(f"{type(self).__name__} says that it recomputes, and has no gradients()")
 
     # -- steps that other implementations replace --------------------------------------------------------------------
 

@@ -23,6 +23,10 @@ class Case:
     inner: int
     biased: bool = False
     glu: Glu = SWIGLU
+    joined: bool = True
+    """Whether gate and up are one weight."""
+    out_by_in: bool = True
+    """Whether each expert's matrices lie ``[out, in]`` in memory, as those of ``nn.Linear`` do."""
 
 
 def choices() -> tuple[str, ...]:
@@ -79,6 +83,12 @@ def _te() -> TorchExperts:
     return TransformerEngineExperts()
 
 
+def _te_mxfp8() -> TorchExperts:
+    from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp, mxfp8_recipe
+
+    return FusedGroupedMlp(mxfp8_recipe())
+
+
 def _triton_refusal(case: Case) -> str | None:
     from fxshard.fused import hopper_products
 
@@ -112,11 +122,24 @@ def _te_refusal(case: Case) -> str | None:
     return engine_refusal()
 
 
-_MAKE: dict[str, Callable[[], TorchExperts]] = {"torch": TorchExperts, "triton": _triton, "te": _te}
+def _te_mxfp8_refusal(case: Case) -> str | None:
+    from fxshard.fused.te_gates import fused_mlp_refusal
+
+    return fused_mlp_refusal(case)
+
+
+_MAKE: dict[str, Callable[[], TorchExperts]] = {
+    "torch": TorchExperts,
+    "triton": _triton,
+    "te": _te,
+    "te-mxfp8": _te_mxfp8,
+}
 _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "torch": lambda case: None,
     "triton": _triton_refusal,
     "te": _te_refusal,
+    "te-mxfp8": _te_mxfp8_refusal,
 }
 _FASTEST_FIRST = ("triton", "torch")
-"""By the time of a step (docs/benchmarks.md); te was slower everywhere. The last one runs everywhere."""
+"""By the time of a step (docs/benchmarks.md); te was slower everywhere, te-mxfp8 rounds more and was never measured.
+The last one runs everywhere."""

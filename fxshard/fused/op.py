@@ -3,7 +3,8 @@
 Parameters enter as ordinary inputs, again in backward, and every weight gradient is the result of a node of its own
 (``grouped_wgrad``, ``grouped_sum``): sharding gathers and reduces them as it does for any other node, and a weight
 gradient can be moved without moving the rest. Saved for backward are the input and the pre-activations; the activation,
-which is cheap, is computed again.
+which is cheap, is computed again. An implementation that computes all of it again (``recomputes``) has one node for
+backward, ``grouped_swiglu_gradients``, and the input alone is saved.
 
 Tokens are sorted by expert; ``offsets[e]`` is where expert e's tokens end. Rows behind the last offset are undefined,
 as they are for torch's ``grouped_mm``.
@@ -57,6 +58,14 @@ def _backward(
     return _runs(options).backward(grad, _call(offsets, experts, weights, options), pre, pre_up)
 
 
+def _gradients(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *experts, weights = rest[:7]
+    options = rest[7:]
+    found = _runs(options).gradients(grad, x, _call(offsets, Experts(*experts), weights, options))
+    ordered = (found.x, found.gate, found.up, found.down, found.gate_bias, found.up_bias, found.down_bias)
+    return tuple(value if value is not None else x.new_empty(0) for value in (*ordered, found.weights))
+
+
 def _call(offsets: torch.Tensor, experts: Experts, weights: torch.Tensor | None, options: tuple[Any, ...]) -> Call:
     *glu, weighted_bias, _ = options
     # Kernels find a routing weight by the number of its row.
@@ -71,9 +80,11 @@ def _runs(options: tuple[Any, ...]) -> TorchExperts:
 
 
 def _fake_forward(
-    x: torch.Tensor, offsets: torch.Tensor, gate: torch.Tensor, up: Any, down: torch.Tensor, *_: Any
+    x: torch.Tensor, offsets: torch.Tensor, gate: torch.Tensor, up: Any, down: torch.Tensor, *options: Any
 ) -> Any:
     tokens = x.shape[0]
+    if _runs(options).recomputes:
+        return x.new_empty(tokens, down.shape[-1]), x.new_empty(0), x.new_empty(0)
     pre_up = x.new_empty(tokens, up.shape[-1]) if up is not None else x.new_empty(0)
     return x.new_empty(tokens, down.shape[-1]), x.new_empty(tokens, gate.shape[-1]), pre_up
 
@@ -100,6 +111,16 @@ def _fake_backward(
     )
 
 
+def _fake_gradients(
+    grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, gate: Any, up: Any, down: Any, *rest: Any
+) -> Any:
+    def like(value: torch.Tensor | None, memory_format: torch.memory_format) -> torch.Tensor:
+        return x.new_empty(0) if value is None else torch.empty_like(value, memory_format=memory_format)
+
+    weights = (like(value, torch.preserve_format) for value in (gate, up, down))
+    return like(x, torch.contiguous_format), *weights, *(like(value, torch.contiguous_format) for value in rest[:4])
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, offsets, gate, up, down, gate_bias, up_bias, down_bias, weights, *options = inputs
     _, pre, pre_up = output
@@ -112,6 +133,11 @@ def _autograd(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     x, offsets, gate, up, down, gate_bias, up_bias, down_bias, weights, pre, pre_up = ctx.saved_tensors
     name, weighted_bias = ctx.options[-1], ctx.options[-2]
     needs = ctx.needs_input_grad
+    if implementation(name).recomputes:
+        inputs = (gate, up, down, gate_bias, up_bias, down_bias, weights)
+        grad_x, *found = grouped_swiglu_gradients(grad, x, offsets, *inputs, *ctx.options)
+        every = (grad_x, None, *found, *(None for _ in ctx.options))
+        return tuple(value if need else None for value, need in zip(every, needs, strict=True))
     grad_x, grad_pre, grad_up, hidden, grad_weights = grouped_swiglu_backward(
         grad, offsets, gate, up, down, down_bias, weights, pre, pre_up, *ctx.options
     )
@@ -173,6 +199,13 @@ grouped_swiglu_backward = define(
     _backward,
     _fake_backward,
 )
+grouped_swiglu_gradients = define(
+    "grouped_swiglu_gradients(Tensor grad, Tensor x, Tensor offsets, Tensor gate, Tensor? up, Tensor down, "
+    f"Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, Tensor? weights, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
+)
 grouped_product = define(
     "grouped_product(Tensor x, Tensor weight, Tensor offsets, str implementation) -> Tensor",
     lambda x, weight, offsets, name: implementation(name).product(x, weight, offsets),
@@ -215,6 +248,11 @@ def _(x: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -
 @register_flop_formula(torch.ops.fxshard.grouped_swiglu_backward)
 def _(grad: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -> int:
     return _products(grad[0], gate, up, down)
+
+
+@register_flop_formula(torch.ops.fxshard.grouped_swiglu_gradients)
+def _(grad: Any, x: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -> int:
+    return 3 * _products(x[0], gate, up, down)
 
 
 @register_flop_formula(torch.ops.fxshard.grouped_product)

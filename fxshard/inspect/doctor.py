@@ -167,7 +167,7 @@ def _transformer_engine() -> Found:
     from fxshard.fused.by_te import engine_refusal
 
     if importlib.util.find_spec("transformer_engine") is None:
-        return State.MISSING, "not installed; only experts='te' needs it: pip install -e '.[te]'"
+        return State.MISSING, "not installed; only experts='te' and 'te-mxfp8' need it: pip install -e '.[te]'"
     reason = engine_refusal()
     if reason is not None:
         return State.MISSING, reason

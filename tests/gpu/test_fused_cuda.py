@@ -1,8 +1,13 @@
-"""On a GPU: every implementation computes what experts one by one do; the host waits for Transformer Engine alone."""
+"""On a GPU: every implementation computes what experts one by one do; the host waits for Transformer Engine alone.
+
+Transformer Engine's fused grouped MLP (``te-mxfp8``) needs compute capability 10. What leads to it, the same operations
+on the same parameters, runs here in bf16 and in FP8, one by one.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from dataclasses import replace
 
@@ -10,8 +15,10 @@ import pytest
 import torch
 
 import fxshard
+from fxshard.fused import choose as choosing
+from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp
 from fxshard.fused.choose import Case, choose, refusal
-from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, interleave_glu
+from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, deinterleave_glu, interleave_glu
 from tests.fused import models
 from tests.fused.reference import Problem, distances, expert_by_expert, fused, problem, result_and_gradients
 from tests.gpu.waiting import no_waiting
@@ -155,3 +162,107 @@ def test_a_sharded_model_runs_it(name: str) -> None:
     (found,) = fxshard.explain(plain, args, experts=name).fused
     case = Case(torch.device("cuda"), BF16, HIDDEN, INNER)
     assert found.implementation == (choose("auto", case) if name == "auto" else name)
+
+
+# -- Transformer Engine's whole step -----------------------------------------------------------------------------------
+
+STEP = "te-step"
+BLOCKS = Glu(interleave=32)
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FusedGroupedMlp:
+    """The implementation ``te-mxfp8`` with another recipe, to be asked for by a name of its own."""
+    available("te")
+    recipe = None
+    if getattr(request, "param", "bf16") == "fp8":
+        recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling()
+    made = FusedGroupedMlp(recipe)
+    choosing.implementation.cache_clear()
+    monkeypatch.setitem(choosing._MAKE, STEP, lambda: made)
+    monkeypatch.setitem(choosing._REFUSALS, STEP, lambda case: None)
+    return made
+
+
+def in_blocks(p: Problem) -> Problem:
+    bias = p.gate_up_bias
+    return replace(
+        p,
+        gate_up=interleave_glu(p.gate_up.detach(), 32, 1).requires_grad_(),
+        gate_up_bias=None if bias is None else interleave_glu(bias.detach(), 32).requires_grad_(),
+    )
+
+
+def in_halves(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    turned = {key: deinterleave_glu(found[key], 32, 1) for key in ("gate_up", "gate_up_bias") if key in found}
+    return {**found, **turned}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("glu", [SWIGLU, CLAMPED_GEGLU], ids=["swiglu", "geglu"])
+def test_te_step_equals_experts_one_by_one(step: FusedGroupedMlp, weighted: bool, biased: bool, glu: Glu) -> None:
+    p = make(weighted=weighted, biased=biased, scale=1.0 if biased else 3.0)
+    turned = in_blocks(p)
+    mine = result_and_gradients(turned, fused(turned, replace(glu, interleave=32), implementation=STEP))
+    check(p, in_halves(mine), glu)
+    assert not mine["down"][COUNTS.index(0)].any()
+
+
+def test_te_step_leaves_rows_of_no_expert_alone(step: FusedGroupedMlp) -> None:
+    p = make()
+    nothing = torch.full_like(p.x[:50], torch.nan)
+    longer = replace(p, x=torch.cat((p.x.detach(), nothing)).requires_grad_())
+    longer.weights = torch.cat((p.weights.detach(), nothing[:, 0])).requires_grad_()  # type: ignore[union-attr]
+    mine = result_and_gradients(longer, fused(longer, implementation=STEP))
+    tokens = sum(COUNTS)
+    for key in ("output", "x", "weights"):
+        assert not mine[key][tokens:].any()
+    cut = {key: value[:tokens] if key in ("output", "x", "weights") else value for key, value in mine.items()}
+    check(p, cut)
+
+
+@pytest.mark.shows("G8")
+def test_te_step_copies_no_weights(step: FusedGroupedMlp) -> None:
+    p = make([8] * len(COUNTS))
+    weights = 2 * (p.gate_up.numel() + p.down.numel())
+    fused(p, implementation=STEP)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fused(p, implementation=STEP)
+    assert torch.cuda.max_memory_allocated() - before < weights / 4
+
+
+@pytest.mark.shows("G10")
+@pytest.mark.parametrize(("step", "least", "most"), [("bf16", 0.0, 2e-2), ("fp8", 5e-3, 0.15)], indirect=["step"])
+def test_te_step_in_a_sharded_model(step: FusedGroupedMlp, least: float, most: float) -> None:
+    """With padding in front and behind. FP8 must be near, and must not be bf16."""
+    torch.manual_seed(0)
+    plain = models.Joined(6, HIDDEN, INNER, "blocks of 32").to("cuda", BF16)
+    p = make()
+    model = fxshard.compile(copy.deepcopy(plain), zero=3, experts=STEP)
+    found = []
+    for each in (plain, model):
+        p.x.grad = p.weights.grad = None  # type: ignore[union-attr]
+        out = each(p.x, p.offsets, p.weights)
+        out.square().mean().backward()
+        grads = {key: parameter.grad for key, parameter in each.named_parameters()}
+        found.append({"y": out.detach(), "x": p.x.grad, "weights": p.weights.grad, **grads})  # type: ignore[union-attr]
+    away = distances(found[1], found[0])
+    assert max(away.values()) < most and min(away.values()) >= least, away
+
+
+@pytest.mark.shows("G7")
+def test_te_mxfp8_names_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    available("te")
+    variable, case = "NVTE_CUTEDSL_FUSED_GROUPED_MLP", Case(torch.device("cuda"), BF16, HIDDEN, INNER, glu=BLOCKS)
+    monkeypatch.delenv(variable, raising=False)
+    assert f"{variable} is not set" in str(refusal("te-mxfp8", case))
+    monkeypatch.setenv(variable, "1")
+    major, minor = torch.cuda.get_device_capability()
+    if major == 10:
+        pytest.skip("a machine that could run it")
+    assert str(refusal("te-mxfp8", case)).endswith(f"needs compute capability 10, this is {major}.{minor}")
+    with pytest.raises(fxshard.ConfigError, match=r'experts="te-mxfp8" cannot run these experts: .* capability 10'):
+        choose("te-mxfp8", case)
