@@ -268,7 +268,7 @@ def look(*, src, cache_hit, **_):
 
 triton.knobs.compilation.listener = look
 given = problem([100, 156], hidden=512, inner=1024, dtype=torch.bfloat16, device="cuda")
-result_and_gradients(given, lambda p: fused(p, "triton"))
+result_and_gradients(given, fused(given, implementation="triton"))
 print(found["grouped_kernel"], found["gradient_kernel"])
 """
 
