@@ -141,6 +141,11 @@ def returns_view(operator: torch._ops.OpOverload) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
+def is_mutable(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator writes to one of its arguments. torch 2.11, 2.13."""
+    return operator._schema.is_mutable
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a functional collective, as tensor-parallel models have them. torch 2.11, 2.13."""
     target = operator_of(node)

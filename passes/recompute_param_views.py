@@ -1,8 +1,9 @@
-"""Joint graph: nothing that is derived from parameters alone is saved for backward.
+"""Joint graph: nothing that is derived from parameters alone, or made from nothing, is saved for backward.
 
 Requires parameters tied to inputs. Provides ``MUST_RECOMPUTE`` on every node whose inputs are all parameters or such
 nodes: views, casts, transposes. Without it the partitioner saves the gathered weight, and ZeRO-3 silently becomes
-ZeRO-2 in memory.
+ZeRO-2 in memory. It saves zeros, too, which experts add their tokens to: one layer's forward would differ from all
+others' by returning them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxshard.passes.constants import is_constant
 from fxshard.passes.context import PassContext, param_inputs
 
 
 def recompute_param_views(joint: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     derived = set(param_inputs(joint.graph))
     for node in joint.graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and derived.issuperset(node.all_input_nodes):
+        sources = node.all_input_nodes
+        from_parameters = node.op == "call_function" and bool(sources) and derived.issuperset(sources)
+        if from_parameters:
             derived.add(node)
+        if from_parameters or is_constant(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)
     return joint

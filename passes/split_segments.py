@@ -2,7 +2,8 @@
 
 Requires the runtime nodes in their final order, which is kept. Provides a graph of runtime nodes, calls of
 ``segment_0``, ``segment_1``, … and the plumbing between them. Views and symbolic sizes that a later segment needs are
-recomputed there, so a segment never returns an alias of what it was given.
+recomputed there, so a segment never returns an alias of what it was given; so are values made from nothing, which are
+cheaper to make than to keep.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx
 from fxshard import _compat
 from fxshard.events import event_of
 from fxshard.passes.aliases import is_view
+from fxshard.passes.constants import is_constant
 from fxshard.passes.context import PassContext
 
 
@@ -91,7 +93,7 @@ def _recomputed(node: fx.Node, run: int, home: dict[fx.Node, int]) -> bool:
         return False
     if node.op == "get_attr" or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
         return True
-    return is_view(node)
+    return is_view(node) or is_constant(node)
 
 
 def _inputs(nodes: Iterable[fx.Node], run: int, home: dict[fx.Node, int]) -> list[fx.Node]:
@@ -133,15 +135,18 @@ def _segment(
 
     def value(node: fx.Node) -> fx.Node:
         if node not in env:
-            assert _recomputed(node, run, home), f"{node} is neither given to segment {run} nor computed in it"
+            made_again = _recomputed(node, run, home) or is_constant(node)
+            assert made_again, f"{node} is neither given to segment {run} nor computed in it"
             env[node] = graph.node_copy(node, value)
         return env[node]
 
     for node in nodes:
+        if is_constant(node):
+            continue  # made where it is first used, as in the segments of other layers that make it again
         for arg in node.all_input_nodes:
             value(arg)
         env[node] = graph.node_copy(node, value)
-    output = graph.output(tuple(env[node] for node in outputs))
+    output = graph.output(tuple(value(node) for node in outputs))
     # Segments are compiled apart: each must get its inputs in the strides that planning saw.
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     for node in reversed(graph.nodes):  # views that only later segments use; asked of all nodes this would be slow

@@ -15,6 +15,7 @@ from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.updates import update, updates
 from fxshard.ops import mm_into
 from fxshard.passes.aliases import is_view
+from fxshard.passes.constants import is_constant
 from fxshard.passes.context import PARAM
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.cost import node_flops, node_traffic, tensor_bytes
@@ -166,6 +167,8 @@ def _owned_bytes(node: fx.Node) -> int:
     in_bucket = _unpacks(node) or event_of(node) is not None or node.meta.get(PARAM) is not None
     value = node.meta.get("val")
     if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
+        return 0
+    if is_constant(node):  # made again where it is used
         return 0
     return tensor_bytes(value)
 

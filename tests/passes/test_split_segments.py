@@ -70,6 +70,41 @@ def test_runtime_nodes_keep_their_order_and_compute_becomes_calls() -> None:
     ]
 
 
+def adding_to_zeros(*, written: bool = False) -> fx.GraphModule:
+    """Three layers that use the same zeros, as torch leaves them behind; ``written``: the second writes to them."""
+    draft = Draft()
+    x = draft.input("x", *SQUARE)
+    w = [draft.input(f"w{i}", *SQUARE, param=ParamRef(i, 0)) for i in range(3)]
+    zeros = draft.call(aten.zeros.default, SQUARE, device="cpu")
+    zeros.meta["val"] = torch.empty(SQUARE, device="meta")
+    for layer, weight in enumerate(w):
+        base = zeros
+        if written and layer == 1:
+            base = draft.call(aten.add_.Tensor, zeros, 1.0)
+        x = draft.call(aten.mm.default, draft.call(aten.add.Tensor, base, x), weight)
+    return draft.output(x)
+
+
+def test_zeros_are_made_where_they_are_used() -> None:
+    """Not handed on from the first layer: all layers are alike then, and nothing lives as long as the step."""
+    split = split_segments(scheduled(adding_to_zeros()), context(*BUCKETS))
+    assert [listing(segment)[:2] for segment in segments(split)] == [
+        ["zeros((4, 4))", "add(zeros, x)"],
+        ["zeros((4, 4))", "add_1(zeros, mm)"],
+        ["zeros((4, 4))", "add_2(zeros, mm_1)"],
+    ]
+    assert len({structure(segment) for segment in segments(split)}) == 1
+    w = {f"b{i}.0": torch.randn(*SQUARE) for i in range(3)}
+    hollow = torch.full(SQUARE, torch.nan)
+    assert_splits(adding_to_zeros(), Phase.FORWARD, [torch.randn(*SQUARE), hollow, hollow, hollow], w)
+
+
+def test_what_somebody_writes_to_is_made_once() -> None:
+    split = split_segments(scheduled(adding_to_zeros(written=True)), context(*BUCKETS))
+    made = [line for segment in segments(split) for line in listing(segment) if line.startswith("zeros")]
+    assert made == ["zeros((4, 4))"]
+
+
 def assert_splits(
     module: fx.GraphModule, phase: Phase, inputs: list[Tensor], params: dict[str, Tensor]
 ) -> fx.GraphModule:

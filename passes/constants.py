@@ -1,0 +1,28 @@
+"""Values that are made from nothing: zeros to add to, positions, masks of a fixed shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxshard import _compat
+from fxshard.passes.aliases import readers
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether a node makes the same tensor whenever it runs, from numbers alone, and nobody writes to it.
+
+    To make one again costs less than to keep it: torch merges those of all layers into one, which would live from the
+    first layer to the last, and be an input of all of them but one.
+    """
+    target = _compat.operator_of(node)
+    if target is None or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    if any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes):
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and not any(map(_writes, readers([node])))
+
+
+def _writes(node: fx.Node) -> bool:
+    target = _compat.operator_of(node)
+    return target is not None and _compat.is_mutable(target)
