@@ -1,7 +1,7 @@
 """Print the graphs in passes.md: small models, sharded over two ranks by ZeRO-3, pass by pass.
 
 python docs/show_passes.py                # all of them
-python docs/show_passes.py --only mxfp8   # experts, opened, mxfp8, schedule, deferred, replicas or filled
+python docs/show_passes.py --only mxfp8   # experts, opened, mxfp8, schedule, residual, deferred, replicas or filled
 """
 
 import argparse
@@ -34,6 +34,7 @@ from fxshard.passes.pipeline import FARTHEST, INSERTING
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recompute_param_views import recompute_param_views
+from fxshard.passes.save_residuals import save_residuals
 from fxshard.passes.split_segments import split_segments
 from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.plan.buckets import plan_buckets
@@ -71,6 +72,16 @@ class Embedded(nn.Module):
         for layer in self.layers:
             h = layer(h)
         return h.sum()
+
+
+class Residual(Embedded):
+    """The same, but each layer adds to what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + layer(torch.tanh(h))
+        return h.tanh().sum()
 
 
 class Expert(nn.Module):
@@ -150,7 +161,7 @@ def captured(
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *found["refs"])
         if shows:
             show("joint graph, as traced", joint)
-        for run in (open_experts, quantize_linears, recompute_param_views):
+        for run in (open_experts, quantize_linears, recompute_param_views, save_residuals):
             joint = run(joint, context)
             if shows:
                 show(f"joint graph, {run.__name__}", joint, lambda node: node.meta.get("recompute"))
@@ -215,6 +226,11 @@ def filled() -> None:
     memory = fill_arena(model.phases, model.context, memory)
     show("forward of four layers, fill_arena", model.phases[Phase.FORWARD], of=event_of)
     show_places(memory, model)
+
+
+def residual() -> None:
+    """Two layers that add to what they were given, behind an embedding."""
+    captured(Residual(), torch.zeros(4, dtype=torch.int64), shows=True)
 
 
 def deferred() -> None:
@@ -282,7 +298,7 @@ def show(
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (experts, opened, mxfp8, schedule, filled, deferred, replicas)
+PARTS = (experts, opened, mxfp8, schedule, residual, filled, deferred, replicas)
 
 
 def main() -> None:

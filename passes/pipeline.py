@@ -28,6 +28,7 @@ from fxshard.passes.plan_memory import plan_memory
 from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.run import run_passes
+from fxshard.passes.save_residuals import save_residuals
 from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
@@ -35,7 +36,7 @@ from fxshard.plan.memory import MemoryPlan
 BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu)
 """On Dynamo's graph: what these put there brings its own backward."""
 
-JOINT: tuple[Pass, ...] = (open_experts, quantize_linears, recompute_param_views)
+JOINT: tuple[Pass, ...] = (open_experts, quantize_linears, recompute_param_views, save_residuals)
 """On forward and backward in one graph, before it is partitioned."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {

@@ -1,0 +1,63 @@
+"""save_residuals: the sum of a lookup and a product is saved, and the first layer's backward is like all others'."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+import fxshard
+from fxshard import _compat
+from fxshard.models import Llama, LlamaConfig
+from fxshard.passes.save_residuals import save_residuals
+from tests.passes.graphs import Draft, aten, context
+
+
+def stream(*, said: CheckpointPolicy | None = None) -> fx.GraphModule:
+    """A lookup, to which two products are added in turn; ``said`` of the first sum."""
+    draft = Draft()
+    table, tokens = draft.input("table", 16, 4), draft.input("tokens", 3, dtype=torch.int64)
+    weight = draft.input("weight", 4, 4)
+    x = draft.call(aten.embedding.default, table, tokens)
+    product = draft.call(aten.view.default, draft.call(aten.mm.default, x, weight), [3, 4])
+    first = draft.call(aten.add.Tensor, x, product)
+    if said is not None:
+        first.meta["recompute"] = said
+    second = draft.call(aten.add.Tensor, first, draft.call(aten.mm.default, first, weight))
+    return draft.output(draft.call(aten.add.Tensor, second, 1.0))
+
+
+def said(module: fx.GraphModule) -> dict[str, CheckpointPolicy]:
+    return {node.name: node.meta["recompute"] for node in module.graph.nodes if "recompute" in node.meta}
+
+
+def test_the_sum_of_a_lookup_and_a_product_is_saved() -> None:
+    """Through views; torch saves those that follow without being told."""
+    assert said(save_residuals(stream(), context())) == {"add": CheckpointPolicy.MUST_SAVE}
+
+
+def test_what_the_model_says_stands() -> None:
+    recomputed = CheckpointPolicy.MUST_RECOMPUTE
+    assert said(save_residuals(stream(said=recomputed), context())) == {"add": recomputed}
+
+
+def _interpreted(segment: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    return lambda args: fx.Interpreter(segment).run(*args)
+
+
+def test_all_layers_have_the_same_backward() -> None:
+    """One kind of segment for what lies between two layers' gradients, whichever the layer, and no byte more saved."""
+    kinds, saved = [], []
+    for passes in (fxshard.PASSES, fxshard.PASSES.without("save_residuals")):
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab=32, dim=16, layers=3, heads=2, hidden=32)
+        model = fxshard.compile(Llama(config), passes=passes)
+        tokens = torch.randint(0, 32, (2, 8))
+        with mock.patch.object(_compat, "inductor_compile", _interpreted):  # segments as Inductor gets them
+            model(tokens, tokens).backward()
+        kinds.append(model.compilations.compiled)
+        saved.append(model.schedule.saved_bytes)
+    assert kinds[0] == kinds[1] - 1
+    assert saved[0] == saved[1]
