@@ -8,6 +8,10 @@ from torch import fx
 from fxshard import _compat
 from fxshard.passes.aliases import readers
 
+_PURE = ("aten", "prims")
+"""Whose operators are known to make the same of the same numbers. One of a user's may read a file, count its calls, or
+draw random numbers without saying so: it runs as often as the model calls it."""
+
 
 def is_constant(node: fx.Node) -> bool:
     """Whether a node makes the same tensor whenever it runs, from numbers alone, and nobody writes to it.
@@ -16,7 +20,7 @@ def is_constant(node: fx.Node) -> bool:
     first layer to the last, and be an input of all of them but one.
     """
     target = _compat.operator_of(node)
-    if target is None or not isinstance(node.meta.get("val"), torch.Tensor):
+    if target is None or target.namespace not in _PURE or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     if any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes):
         return False
