@@ -15,8 +15,8 @@ from fxshard.passes.save_residuals import save_residuals
 from tests.passes.graphs import Draft, aten, context
 
 
-def stream(*, said: CheckpointPolicy | None = None) -> fx.GraphModule:
-    """A lookup, to which two products are added in turn; ``said`` of the first sum."""
+def stream(*, said: CheckpointPolicy | None = None, read_again: bool = False) -> fx.GraphModule:
+    """A lookup, to which two products are added in turn; ``said`` of the first sum; the first may be read again."""
     draft = Draft()
     table, tokens = draft.input("table", 16, 4), draft.input("tokens", 3, dtype=torch.int64)
     weight = draft.input("weight", 4, 4)
@@ -26,6 +26,8 @@ def stream(*, said: CheckpointPolicy | None = None) -> fx.GraphModule:
     if said is not None:
         first.meta["recompute"] = said
     second = draft.call(aten.add.Tensor, first, draft.call(aten.mm.default, first, weight))
+    if read_again:
+        second = draft.call(aten.mul.Tensor, second, draft.call(aten.cos.default, product))
     return draft.output(draft.call(aten.add.Tensor, second, 1.0))
 
 
@@ -41,6 +43,11 @@ def test_the_sum_of_a_lookup_and_a_product_is_saved() -> None:
 def test_what_the_model_says_stands() -> None:
     recomputed = CheckpointPolicy.MUST_RECOMPUTE
     assert said(save_residuals(stream(said=recomputed), context())) == {"add": recomputed}
+
+
+def test_a_product_that_others_read_is_left_to_torch() -> None:
+    """It would be saved, and the sum as well."""
+    assert said(save_residuals(stream(read_again=True), context())) == {}
 
 
 def _interpreted(segment: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
