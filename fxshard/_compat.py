@@ -75,7 +75,7 @@ def start_compile_processes() -> None:
     That takes seconds, in which kernels are compiled one after the other in this process; Inductor's own backend begins
     with it, and we call what is behind that backend. ``TORCH_WARM_POOL=0`` is respected. torch 2.11, 2.13.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.device_count() > 0:  # is_available() would initialise CUDA: no process forked later could use it
         from torch._inductor import async_compile
 
         async_compile.maybe_warm_pool()

@@ -126,9 +126,13 @@ def test_only_gpu_kernels_are_compiled_in_other_processes() -> None:
         fxshard.compile(nn.Linear(4, 4), lowering="inductor")(torch.ones(2, 4))
         _compat.start_compile_processes()
         start.assert_not_called()
-        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        with (
+            mock.patch.object(torch.cuda, "device_count", return_value=1),
+            mock.patch.object(torch.cuda, "is_available") as initialises_the_driver,
+        ):
             _compat.start_compile_processes()
         start.assert_called_once()
+        initialises_the_driver.assert_not_called()
 
 
 def test_a_lookup_alone_is_not_compiled() -> None:
