@@ -14,7 +14,7 @@ from fxshard.events import META, Event, Kind, Phase, event_of
 from fxshard.inspect.schedule import Schedule
 from fxshard.inspect.updates import update, updates
 from fxshard.ops import mm_into
-from fxshard.passes.aliases import is_view
+from fxshard.passes.aliases import is_view, readers
 from fxshard.passes.constants import is_constant
 from fxshard.passes.context import PARAM
 from fxshard.plan.buckets import BucketPlan
@@ -168,7 +168,7 @@ def _owned_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
         return 0
-    if is_constant(node):  # made again where it is used
+    if is_constant(node) and all(reader.op != "output" for reader in readers([node])):  # made again where it is used
         return 0
     return tensor_bytes(value)
 
