@@ -11,18 +11,25 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxshard.passes.aliases import is_view
 from fxshard.passes.constants import is_constant
 from fxshard.passes.context import PassContext, param_inputs
 
 
 def recompute_param_views(joint: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     derived = set(param_inputs(joint.graph))
+    constants: set[fx.Node] = set()
+    # What a later checkpointed region reads of an earlier one torch saves. It merges what is equal, so one node may
+    # stand for those of all regions: none may be later than it.
+    latest = max((node.meta.get("ac_graph_id", 0) for node in joint.graph.nodes), default=0)
     for node in joint.graph.nodes:
         sources = node.all_input_nodes
         from_parameters = node.op == "call_function" and bool(sources) and derived.issuperset(sources)
         if from_parameters:
             derived.add(node)
-        if from_parameters or is_constant(node):
+        if is_constant(node) or (is_view(node) and sources[0] in constants):
+            constants.add(node)
+        if from_parameters or node in constants:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta.setdefault("ac_graph_id", 0)
+            node.meta["ac_graph_id"] = latest
     return joint

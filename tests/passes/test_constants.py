@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.passes.constants import is_constant
@@ -22,6 +23,24 @@ def another_each_time(size: int) -> Tensor:
 @another_each_time.register_fake
 def _(size: int) -> Tensor:
     return torch.empty(size)
+
+
+class Positions(nn.Module):
+    """Layers that make the same positions, in checkpointed regions of their own; may return others."""
+
+    def __init__(self, *, returns: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        for layer in self.layers:
+            x = checkpoint(_scaled_by_positions, layer, x, use_reentrant=False)
+        return (x.sum(), torch.zeros(1000)) if self.returns else (x.sum(),)
+
+
+def _scaled_by_positions(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.sin(layer(x) * torch.arange(4.0))
 
 
 class Scaled(nn.Module):
@@ -63,3 +82,20 @@ def test_an_operator_of_a_users_runs_once() -> None:
     gradients = full_gradients(model)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_checkpointed_regions_hand_no_constant_on() -> None:
+    """Torch merges the positions of all regions, and saves what a later one reads of an earlier one."""
+    model = fxshard.compile(Positions(), lowering="eager")
+    (loss,) = model(torch.randn(2, 4))
+    saved = [tensor.shape for tensor in loss.grad_fn.saved_tensors if tensor.untyped_storage().nbytes()]
+    assert saved == [(2, 4)] * 3  # what each region was given; parameters are hollow
+
+
+def test_a_constant_that_the_model_returns_is_counted() -> None:
+    held = []
+    for returns in (False, True):
+        model = fxshard.compile(Positions(returns=returns), lowering="eager")
+        model(torch.randn(2, 4))
+        held.append(model.schedule.saved_bytes)
+    assert held[1] == held[0] + 4000
