@@ -8,6 +8,7 @@ Names are imported when they are first used, so that ``fxshard --help`` does not
 
 import sys
 from importlib import import_module
+from multiprocessing import current_process
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,9 @@ class _Package(ModuleType):
             return import_module("fxshard.checkpoint")
         if name not in _HOME:
             raise AttributeError(f"module 'fxshard' has no attribute {name!r}")
-        if name in ("compile", "shard"):  # these processes take seconds to start: the rest is imported meanwhile
+        # These processes take seconds to start: the rest is imported meanwhile. Not where a script is only imported
+        # again, by each worker that a data loader spawns.
+        if name in ("compile", "shard") and current_process().name == "MainProcess":
             import_module("fxshard._compat").start_compile_processes()
         value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
         self.__dict__[name] = value

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -133,6 +137,27 @@ def test_only_gpu_kernels_are_compiled_in_other_processes() -> None:
             _compat.start_compile_processes()
         start.assert_called_once()
         initialises_the_driver.assert_not_called()
+
+
+SPAWNS = """
+import multiprocessing, sys, types
+sys.modules["fxshard._compat"] = types.SimpleNamespace(start_compile_processes=lambda: print("started", flush=True))
+sys.modules["fxshard.api"] = types.SimpleNamespace(compile=None)
+from fxshard import compile
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=print, args=("spawned",))
+    worker.start()
+    worker.join()
+"""
+
+
+def test_processes_that_a_script_spawns_start_none_of_their_own(tmp_path: Path) -> None:
+    """A data loader's workers, for one: they import the script again, and with it the name ``fxshard.compile``."""
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["started", "spawned"]
 
 
 def test_a_lookup_alone_is_not_compiled() -> None:
