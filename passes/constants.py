@@ -14,7 +14,7 @@ draw random numbers without saying so: it runs as often as the model calls it.""
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Whether a node makes the same tensor whenever it runs, from numbers alone, and nobody writes to it.
+    """Whether a node makes the same tensor whenever it runs, from sizes and numbers alone, and nobody writes to it.
 
     To make one again costs less than to keep it: torch merges those of all layers into one, which would live from the
     first layer to the last, and be an input of all of them but one.
@@ -22,7 +22,7 @@ def is_constant(node: fx.Node) -> bool:
     target = _compat.operator_of(node)
     if target is None or target.namespace not in _PURE or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
-    if any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes):
+    if not all(isinstance(source.meta.get("val"), torch.SymInt | int) for source in node.all_input_nodes):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not any(map(_writes, readers([node])))
 

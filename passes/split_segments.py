@@ -132,6 +132,7 @@ def _segment(
     for node in inputs:
         env[node] = graph.placeholder(node.name)
         env[node].meta.update(node.meta)
+        env[node].meta.pop("unbacked_bindings", None)  # a number read from data is read elsewhere, and given here
 
     def value(node: fx.Node) -> fx.Node:
         if node not in env:

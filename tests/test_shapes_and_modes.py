@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -180,3 +181,28 @@ def test_schedulers_clipping_optimizers_and_the_profiler(ranks: Pool) -> None:
     for mine, plain, missing, segments in ranks(2, as_people_expect):
         assert mine == pytest.approx(plain, rel=1e-5)
         assert not missing and segments
+
+
+class Scaling(nn.Module):
+    """Two layers; each scales its result by a number that is read from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = torch.tanh(y) * torch.full((8,), y.detach().max().item())
+        return x.sum()
+
+
+def test_a_number_that_is_read_from_data_reaches_backward() -> None:
+    torch.manual_seed(0)
+    plain = Scaling()
+    model, x = fxshard.compile(copy.deepcopy(plain), lowering="inductor"), torch.randn(4, 8)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        model(x).backward()
+    plain(x).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
