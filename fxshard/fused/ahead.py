@@ -49,10 +49,11 @@ def compile_ahead(graph: fx.Graph, device: torch.device) -> None:
 
 
 def kernels(graph: fx.Graph) -> Iterator[Kernel]:
-    """Kernels of our own that a graph with all its values launches, each as often as it does."""
+    """Kernels of our own that a graph launches, as far as it says what its nodes' values are."""
     for node in graph.nodes:
         find = _FIND.get(node.target)
-        if find is not None and node.args[-1] == "triton":
+        known = all("val" in source.meta for source in node.all_input_nodes)
+        if find is not None and known and node.args[-1] == "triton":
             yield from find(*fx.map_arg(node.args, lambda arg: arg.meta["val"]))
 
 
