@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from fxshard.fused.glu import SWIGLU, Glu
+from fxshard.fused.glu import SWIGLU, Glu, deinterleave_glu, interleave_glu
 from fxshard.fused.op import grouped_swiglu
 
 
@@ -119,3 +119,19 @@ def distances(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
         )
         for name in theirs
     }
+
+
+def in_blocks(p: Problem) -> Problem:
+    """The same with gate and up alternating every 32 columns."""
+    bias = p.gate_up_bias
+    return replace(
+        p,
+        gate_up=interleave_glu(p.gate_up.detach(), 32, 1).requires_grad_(),
+        gate_up_bias=None if bias is None else interleave_glu(bias.detach(), 32).requires_grad_(),
+    )
+
+
+def in_halves(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What ``result_and_gradients`` found of such a problem, for gate and up as halves."""
+    turned = {key: deinterleave_glu(found[key], 32, 1) for key in ("gate_up", "gate_up_bias") if key in found}
+    return {**found, **turned}

@@ -19,11 +19,19 @@ import fxshard
 from fxshard.fused import by_te, choose
 from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp, _stack
 from fxshard.fused.choose import Case
-from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, deinterleave_glu, interleave_glu
+from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu
 from fxshard.fused.op import grouped_swiglu_gradients
 from fxshard.fused.te_gates import ALLOWS
 from tests.fused import models
-from tests.fused.reference import Problem, distances, expert_by_expert, fused, problem, result_and_gradients
+from tests.fused.reference import (
+    distances,
+    expert_by_expert,
+    fused,
+    in_blocks,
+    in_halves,
+    problem,
+    result_and_gradients,
+)
 from tests.fused.te_stand_in import VARIABLE, GroupedMLP_CuTeGEMMGLU, Machine, Sequential
 
 NAME = "te-mxfp8"
@@ -137,20 +145,6 @@ def inputs() -> tuple[torch.Tensor, ...]:
     p = problem(COUNTS, hidden=64, inner=64)
     assert p.weights is not None
     return p.x, p.offsets, p.weights
-
-
-def in_blocks(p: Problem) -> Problem:
-    bias = p.gate_up_bias
-    return replace(
-        p,
-        gate_up=interleave_glu(p.gate_up.detach(), 32, 1).requires_grad_(),
-        gate_up_bias=None if bias is None else interleave_glu(bias.detach(), 32).requires_grad_(),
-    )
-
-
-def in_halves(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    turned = {key: deinterleave_glu(found[key], 32, 1) for key in ("gate_up", "gate_up_bias") if key in found}
-    return {**found, **turned}
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -18,9 +18,18 @@ import fxshard
 from fxshard.fused import choose as choosing
 from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp
 from fxshard.fused.choose import Case, choose, refusal
-from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, deinterleave_glu, interleave_glu
+from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, interleave_glu
 from tests.fused import models
-from tests.fused.reference import Problem, distances, expert_by_expert, fused, problem, result_and_gradients
+from tests.fused.reference import (
+    Problem,
+    distances,
+    expert_by_expert,
+    fused,
+    in_blocks,
+    in_halves,
+    problem,
+    result_and_gradients,
+)
 from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -182,20 +191,6 @@ def step(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fus
     monkeypatch.setitem(choosing._MAKE, STEP, lambda: made)
     monkeypatch.setitem(choosing._REFUSALS, STEP, lambda case: None)
     return made
-
-
-def in_blocks(p: Problem) -> Problem:
-    bias = p.gate_up_bias
-    return replace(
-        p,
-        gate_up=interleave_glu(p.gate_up.detach(), 32, 1).requires_grad_(),
-        gate_up_bias=None if bias is None else interleave_glu(bias.detach(), 32).requires_grad_(),
-    )
-
-
-def in_halves(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    turned = {key: deinterleave_glu(found[key], 32, 1) for key in ("gate_up", "gate_up_bias") if key in found}
-    return {**found, **turned}
 
 
 @pytest.mark.parametrize("weighted", [False, True])
