@@ -10,6 +10,7 @@ import torch
 from fxshard.bench import clock, moe, products
 from fxshard.bench.figures import CHARTS
 from fxshard.fused.by_torch import TorchExperts
+from fxshard.fused.choose import Case
 
 
 def test_figures_of_a_contender() -> None:
@@ -19,6 +20,15 @@ def test_figures_of_a_contender() -> None:
         assert found["error"] == 0
         assert min(found[f"{what}_ms"] for what in ("forward", "step", "host")) > 0
     assert figures["again"]["step_speedup"] == figures["eager"]["step_ms"] / figures["again"]["step_ms"]
+
+
+def test_one_expert_is_a_dense_mlp(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = moe.make_layer(1, 16, 24, 8, True, "cpu")
+    assert moe.error((moe.dense(layer),), (moe.eager(layer),)) < 1e-2
+    case = Case(torch.device("cpu"), torch.bfloat16, 16, 24)
+    assert set(moe._contenders(["dense"], case, 1)) == {"eager", "dense"}
+    assert set(moe._contenders(["dense"], case, 2)) == {"eager"}
+    assert "these are 2" in capsys.readouterr().out
 
 
 class Twice(TorchExperts):

@@ -1,6 +1,7 @@
 """Experts on a device: the fused operator beside torch's grouped GEMM with an eager activation, and that compiled.
 
 python -m fxshard.bench.moe --shapes 8x4096x2048,64x2048x1408 --tokens 16384
+python -m fxshard.bench.moe --shapes 1x4096x11008 --contenders dense,torch,triton   # an MLP as one expert
 
 Contenders take turns; figures are medians over rounds. ``forward`` and ``step`` (forward and backward) are times on the
 device alone: calls are queued before the first of them starts. ``host`` is what Python takes to launch a step on an
@@ -63,6 +64,13 @@ def make_layer(experts: int, hidden: int, inner: int, tokens: int, routed: bool,
 def eager(layer: Layer) -> torch.Tensor:
     gate, up = F.grouped_mm(layer.x, layer.gate_up.mT, offs=layer.offsets).chunk(2, -1)
     out = F.grouped_mm(F.silu(gate) * up, layer.down.mT, offs=layer.offsets)
+    return out if layer.weights is None else out * layer.weights.unsqueeze(-1)
+
+
+def dense(layer: Layer) -> torch.Tensor:
+    """The MLP of a single expert as people write it: products without groups."""
+    gate, up = (layer.x @ layer.gate_up[0].mT).chunk(2, -1)
+    out = (F.silu(gate) * up) @ layer.down[0].mT
     return out if layer.weights is None else out * layer.weights.unsqueeze(-1)
 
 
@@ -157,7 +165,7 @@ def main() -> None:
             case = Case(torch.device(device), torch.bfloat16, hidden, inner)
             layer = make_layer(experts, hidden, inner, arguments.tokens, routed, device)
             torch.compiler.reset()
-            contenders = _contenders(arguments.contenders.split(","), case)
+            contenders = _contenders(arguments.contenders.split(","), case, experts)
             figures = measure(layer, contenders, arguments.rounds, arguments.repeat)
             results.append({"shape": shape, "routed": routed, "default": choose("auto", case), "figures": figures})
             _show(results[-1])
@@ -179,11 +187,15 @@ def _kernels(layer: Layer, case: Case, rounds: int, repeat: int) -> dict[str, di
     return figures
 
 
-def _contenders(names: list[str], case: Case) -> dict[str, Contender]:
+def _contenders(names: list[str], case: Case, experts: int) -> dict[str, Contender]:
     chosen: dict[str, Contender] = {"eager": eager}
     for name in names:
         if name == "compile":
             chosen[name] = torch.compile(eager, dynamic=False)
+        elif name == "dense" and experts == 1:
+            chosen[name] = torch.compile(dense, dynamic=False)
+        elif name == "dense":
+            print(f"dense does not run here: it is one expert, these are {experts}")
         elif name in FUSED:
             reason = refusal(name, case)
             if reason is None:
