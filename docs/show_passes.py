@@ -1,7 +1,7 @@
 """Print the graphs in passes.md: small models, sharded over two ranks by ZeRO-3, pass by pass.
 
 python docs/show_passes.py                # all of them
-python docs/show_passes.py --only mxfp8   # experts, opened, mxfp8, schedule, residual, deferred, replicas or filled
+python docs/show_passes.py --only mxfp8   # one of PARTS, below
 """
 
 import argparse
@@ -18,10 +18,13 @@ import fxshard
 from fxshard import _compat
 from fxshard.config import Options, Precision
 from fxshard.events import Phase, event_of
+from fxshard.fused.by_torch import TorchExperts
+from fxshard.fused.choose import add_implementation
 from fxshard.fused.op import grouped_swiglu
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.fill_arena import fill_arena
+from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
@@ -273,6 +276,22 @@ def experts() -> None:
     print(model.context.experts)
 
 
+class Always(TorchExperts):
+    """As ``torch``, and faster for every dense MLP, or so it says."""
+
+    least_dense_rows = 0
+
+
+def dense() -> None:
+    """One gated MLP, by an implementation that takes it."""
+    add_implementation("always", Always)
+    model = captured(Expert(), torch.randn(4, 8))
+    show("a dense MLP, as Dynamo captured it", model.dynamo)
+    context = replace(model.context, options=replace(model.context.options, experts="always"))
+    show("a dense MLP, fuse_dense_swiglu", fuse_dense_swiglu(model.dynamo, context))
+    print(context.experts)
+
+
 def show_places(memory: MemoryPlan, model: Captured) -> None:
     """What lies where in the arena."""
     for (what, bucket, opened), slot in memory.slots.items():
@@ -298,7 +317,7 @@ def show(
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (experts, opened, mxfp8, schedule, residual, filled, deferred, replicas)
+PARTS = (experts, dense, opened, mxfp8, schedule, residual, filled, deferred, replicas)
 
 
 def main() -> None:

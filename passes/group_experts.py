@@ -51,23 +51,6 @@ def _group(graph: fx.Graph, context: PassContext) -> None:
             except Miss as miss:
                 if str(miss):
                     context.experts.left.append(Left(place(node), f"a loop over gated MLPs, but {miss}"))
-    context.experts.left.extend(Left(place(node), _DENSE) for node in _dense_mlps(graph))
-
-
-_DENSE = "a dense gated MLP, one expert: there is nothing to group, and the compiler fuses its activation"
-
-
-def _dense_mlps(graph: fx.Graph) -> list[fx.Node]:
-    found = []
-    for node in graph.nodes:
-        down = dense_product(node)
-        if down is not None:
-            try:
-                match_gated_mlp(down, dense_product)
-            except Miss:
-                continue
-            found.append(node)
-    return found
 
 
 def _product(graph: fx.Graph, x: Any, weight: Any, offsets: Any, like: fx.Node) -> fx.Node:

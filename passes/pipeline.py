@@ -14,6 +14,7 @@ from fxshard.events import META, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.fill_arena import fill_arena, leading, leading_bytes, leads
+from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
@@ -33,7 +34,7 @@ from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
 
-BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu)
+BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swiglu)
 """On Dynamo's graph: what these put there brings its own backward."""
 
 JOINT: tuple[Pass, ...] = (open_experts, quantize_linears, recompute_param_views, save_residuals)

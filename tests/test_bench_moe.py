@@ -26,9 +26,13 @@ def test_one_expert_is_a_dense_mlp(capsys: pytest.CaptureFixture[str]) -> None:
     layer = moe.make_layer(1, 16, 24, 8, True, "cpu")
     assert moe.error((moe.dense(layer),), (moe.eager(layer),)) < 1e-2
     case = Case(torch.device("cpu"), torch.bfloat16, 16, 24)
-    assert set(moe._contenders(["dense"], case, 1)) == {"eager", "dense"}
-    assert set(moe._contenders(["dense"], case, 2)) == {"eager"}
-    assert "these are 2" in capsys.readouterr().out
+    names = ["dense", "dense-fused"]
+    contenders = moe._contenders(names, case, 1)
+    assert set(contenders) == {"eager", *names}
+    for name in names:
+        assert moe.error((contenders[name](layer),), (moe.eager(layer),)) < 1e-2
+    assert set(moe._contenders(names, case, 2)) == {"eager"}
+    assert capsys.readouterr().out.count("these are 2") == 2
 
 
 class Twice(TorchExperts):
@@ -49,6 +53,13 @@ def test_products_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     products.show(asked, {name: {**found, "torch_us": 2.0} for name, found in figures.items()}, ["torch", "twice"])
     title, first, *_ = capsys.readouterr().out.splitlines()
     assert title.split() == ["torch", "twice", "error"] and "2 µs" in first
+
+
+def test_products_of_one_expert_without_groups() -> None:
+    layer = moe.make_layer(1, 16, 24, 8, False, "cpu")
+    case = Case(torch.device("cpu"), torch.bfloat16, 16, 24)
+    figures = moe._kernels(layer, case, rounds=1, repeat=1)
+    assert all({"dense_us", "torch_us"} < found.keys() and found["error"] < 1e-2 for found in figures.values())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

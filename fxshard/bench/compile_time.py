@@ -1,5 +1,6 @@
 """Time to the first step and number of compilations by depth, each in a fresh process with an empty compiler cache.
 
+python -m fxshard.bench.compile_time --device cuda --size 1b --peer fsdp2-compile
 python -m fxshard.bench.compile_time --device cuda --layers 8,32 --peer fsdp2-compile --trace-all
 """
 
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch.distributed as dist
 
 import fxshard
 from fxshard.bench import names
-from fxshard.bench.train import fsdp2
+from fxshard.bench.train import BF16, SIZES, fsdp2
 from fxshard.inspect.progress import progress
 from fxshard.models import Llama, LlamaConfig
 
@@ -30,14 +32,33 @@ TRACE_ALL = "fxshard-trace-all"
 TORCHS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx", "torch.distributed.fsdp")
 
 
-def measure(layers: int, device: str, dim: int, contender: str) -> dict[str, Any]:
-    """Shard, compile and run one training step of a Llama with ``layers`` layers, alone."""
+@dataclass(frozen=True)
+class Trained:
+    """What takes its first step."""
+
+    config: LlamaConfig
+    batch: int
+    length: int
+    precision: fxshard.Precision | None = None
+
+
+def trained(size: str | None, layers: int, dim: int, device: str) -> Trained:
+    """A model of ``bench train``, in its precision, or a small one in fp32; with so many layers."""
+    if size is None:
+        return Trained(LlamaConfig(vocab=1024, dim=dim, layers=layers, heads=dim // 64, hidden=dim * 11 // 4), 2, 256)
+    config, batch, length = SIZES[size]
+    return Trained(replace(config, layers=layers), batch, length, BF16 if device == "cuda" else None)
+
+
+def measure(what: Trained, device: str, contender: str) -> dict[str, Any]:
+    """Shard, compile and run one training step, alone."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab=1024, dim=dim, layers=layers, heads=dim // 64, hidden=dim * 11 // 4)
     with torch.device(device):
-        model = Llama(config)
-        tokens = torch.randint(0, config.vocab, (2, 256))
-    found: dict[str, Any] = {"layers": layers, "contender": contender}
+        model = Llama(what.config)
+        tokens = torch.randint(0, what.config.vocab, (what.batch, what.length))
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    found: dict[str, Any] = {"layers": what.config.layers, "contender": contender}
     start, cpu = time.perf_counter(), _cpu_seconds()
     if contender != "fsdp2-compile":
         _ = fxshard.compile  # imports what it takes, in the order in which it does so for everybody
@@ -46,10 +67,11 @@ def measure(layers: int, device: str, dim: int, contender: str) -> dict[str, Any
     found["imports_s"] = time.perf_counter() - start
     if contender == "fsdp2-compile":
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-        wrapped, optimizer = fsdp2(model, None, compiled=True)
+        wrapped, optimizer = fsdp2(model, what.precision, compiled=True)
         _step(wrapped, optimizer, tokens)
     else:
-        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), trace_once=contender != TRACE_ALL)
+        once = contender != TRACE_ALL
+        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), precision=what.precision, trace_once=once)
         _step(sharded, sharded.optimizer, tokens)
     found["first_step_s"] = time.perf_counter() - start
     found["cpu_s"] = _cpu_seconds() - cpu
@@ -82,6 +104,7 @@ def in_fresh_processes(layers: int, contender: str, arguments: argparse.Namespac
     """Measure with nothing compiled before, then once more with what that left in the compiler's cache."""
     command = [sys.executable, "-m", "fxshard.bench.compile_time", "--one", str(layers), "--contender", contender]
     command += ["--device", arguments.device, "--dim", str(arguments.dim)]
+    command += ["--size", arguments.size] if arguments.size else []
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         starts = []
@@ -95,9 +118,10 @@ def in_fresh_processes(layers: int, contender: str, arguments: argparse.Namespac
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--layers", default="8,32", metavar="N,...", help="depths to compare (default: 8,32)")
+    parser.add_argument("--size", choices=SIZES, help="a model of bench train, on CUDA in bf16 (default: a small one)")
+    parser.add_argument("--layers", metavar="N,...", help="depths to compare (default: 8,32, or what the size has)")
     parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
-    parser.add_argument("--dim", type=int, default=256, help="width of the model, a multiple of 64 (default: 256)")
+    parser.add_argument("--dim", type=int, default=256, help="width of a small one, a multiple of 64 (default: 256)")
     parser.add_argument("--peer", choices=names.COMPILE_TIME_PEERS, help="FSDP2 with each block compiled as well")
     parser.add_argument("--trace-all", action="store_true", help="fxshard.compile(trace_once=False) as well")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -105,14 +129,16 @@ def main() -> None:
     parser.add_argument("--contender", default="fxshard", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.device, arguments.dim, arguments.contender)))
+        what = trained(arguments.size, arguments.one, arguments.dim, arguments.device)
+        print(json.dumps(measure(what, arguments.device, arguments.contender)))
         return
+    depths = arguments.layers or (str(SIZES[arguments.size][0].layers) if arguments.size else "8,32")
     contenders = [
         "fxshard",
         *([TRACE_ALL] if arguments.trace_all else []),
         *([arguments.peer] if arguments.peer else []),
     ]
-    cases = [(int(layers), contender) for layers in arguments.layers.split(",") for contender in contenders]
+    cases = [(int(layers), contender) for layers in depths.split(",") for contender in contenders]
     rows = []
     with progress(len(cases)) as begin:
         for layers, contender in cases:

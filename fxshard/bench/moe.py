@@ -1,13 +1,14 @@
 """Experts on a device: the fused operator beside torch's grouped GEMM with an eager activation, and that compiled.
 
 python -m fxshard.bench.moe --shapes 8x4096x2048,64x2048x1408 --tokens 16384
-python -m fxshard.bench.moe --shapes 1x4096x11008 --contenders dense,torch,triton   # an MLP as one expert
+python -m fxshard.bench.moe --shapes 1x4096x11008 --contenders dense,dense-fused --kernels   # a dense MLP
 
 Contenders take turns; figures are medians over rounds. ``forward`` and ``step`` (forward and backward) are times on the
 device alone: calls are queued before the first of them starts. ``host`` is what Python takes to launch a step on an
 idle device; where steps follow one another it is hidden behind them as long as it is shorter. On a CPU it is the step.
 ``saved`` is what forward leaves behind for backward, ``peak`` what forward and backward need at once, gradients
-included; both on CUDA only. ``--kernels`` times the products of a step one by one as well, against torch's.
+included; both on CUDA only. ``--kernels`` times the products of a step one by one as well, against torch's, and against
+ordinary ones if there is a single expert.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fxshard.inspect.progress import progress
 
 Contender = Callable[["Layer"], torch.Tensor]
 FUSED = ("torch", "triton", "te")
+DENSE = ("dense", "dense-fused")
 
 
 @dataclass
@@ -69,14 +71,14 @@ def eager(layer: Layer) -> torch.Tensor:
 
 def dense(layer: Layer) -> torch.Tensor:
     """The MLP of a single expert as people write it: products without groups."""
-    gate, up = (layer.x @ layer.gate_up[0].mT).chunk(2, -1)
-    out = (F.silu(gate) * up) @ layer.down[0].mT
+    gate, up = F.linear(layer.x, layer.gate_up[0]).chunk(2, -1)
+    out = F.linear(F.silu(gate) * up, layer.down[0])
     return out if layer.weights is None else out * layer.weights.unsqueeze(-1)
 
 
-def fused(name: str) -> Contender:
-    """What users run: the eager form, captured, found and fused."""
-    return torch.compile(eager, backend=fxshard_backend, dynamic=False, fullgraph=True, options={"experts": name})
+def fused(name: str, form: Contender = eager) -> Contender:
+    """What users run: what they wrote, captured, found and fused."""
+    return torch.compile(form, backend=fxshard_backend, dynamic=False, fullgraph=True, options={"experts": name})
 
 
 def backward(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -179,8 +181,10 @@ def main() -> None:
 
 
 def _kernels(layer: Layer, case: Case, rounds: int, repeat: int) -> dict[str, dict[str, float]]:
-    """The products of a step, by torch and by what ``"auto"`` takes."""
+    """The products of a step, by torch, by what ``"auto"`` takes and, of a single expert, without groups."""
     contenders = {name: implementation(name) for name in ("torch", choose("auto", case))}
+    if layer.offsets.shape[0] == 1:
+        contenders = {"dense": products.Dense(), **contenders}
     asked = products.products(layer.x.detach(), layer.offsets, layer.gate_up.detach(), layer.down.detach())
     figures = products.measure(asked, contenders, case.device.type, rounds, repeat)
     products.show(asked, figures, list(contenders))
@@ -192,10 +196,10 @@ def _contenders(names: list[str], case: Case, experts: int) -> dict[str, Contend
     for name in names:
         if name == "compile":
             chosen[name] = torch.compile(eager, dynamic=False)
-        elif name == "dense" and experts == 1:
-            chosen[name] = torch.compile(dense, dynamic=False)
-        elif name == "dense":
-            print(f"dense does not run here: it is one expert, these are {experts}")
+        elif name in DENSE and experts > 1:
+            print(f"{name} does not run here: it is one expert, these are {experts}")
+        elif name in DENSE:
+            chosen[name] = torch.compile(dense, dynamic=False) if name == "dense" else fused("auto", dense)
         elif name in FUSED:
             reason = refusal(name, case)
             if reason is None:
@@ -208,10 +212,10 @@ def _contenders(names: list[str], case: Case, experts: int) -> dict[str, Contend
 def _show(result: dict) -> None:  # type: ignore[type-arg]
     routed = "with" if result["routed"] else "without"
     print(f"\n{result['shape']} {routed} routing weights, the default is {result['default']}")
-    print(f"{'':8}{'forward':>9}{'':>7}{'step':>9}{'':>7}{'host':>9}{'saved':>9}{'peak':>9}{'error':>9}")
+    print(f"{'':12}{'forward':>9}{'':>7}{'step':>9}{'':>7}{'host':>9}{'saved':>9}{'peak':>9}{'error':>9}")
     for name, f in result["figures"].items():
         print(
-            f"{name:8}{f['forward_ms']:7.3f}ms{f['forward_speedup']:6.3f}×{f['step_ms']:7.3f}ms{f['step_speedup']:6.3f}×"
+            f"{name:12}{f['forward_ms']:7.3f}ms{f['forward_speedup']:6.3f}×{f['step_ms']:7.3f}ms{f['step_speedup']:6.3f}×"
             f"{f['host_ms']:7.3f}ms{f['saved_mib']:6.0f}MiB{f['peak_mib']:6.0f}MiB{f['error']:9.1e}"
         )
 

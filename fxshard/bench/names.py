@@ -5,6 +5,7 @@ from __future__ import annotations
 TRAIN = (
     "fxshard",
     "fxshard-graphs",
+    "fxshard-unfused",
     "fxshard-muon",
     "fxshard-muon-zero1",
     "fxshard-zero2",
@@ -19,5 +20,5 @@ TRAIN_SIZES = ("toy", "1b", "moe-toy", "moe-1b")
 CHECKPOINT = ("fsdp2", "fxshard", "asynchronous")
 CHECKPOINT_SIZES = ("small", "1b")
 COMPILE_TIME_PEERS = ("fsdp2-compile",)
-MOE = ("eager", "compile", "dense", "torch", "triton", "te")
+MOE = ("eager", "compile", "dense", "dense-fused", "torch", "triton", "te")
 DEVICES = ("cpu", "cuda")

@@ -40,6 +40,16 @@ def products(x: torch.Tensor, offsets: torch.Tensor, gate_up: torch.Tensor, down
     ]
 
 
+class Dense(TorchExperts):
+    """The products of a single expert without groups: cuBLAS's."""
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return x.mm(weight[0])
+
+    def weight_gradient(self, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return a.t().mm(b).unsqueeze(0)
+
+
 @torch.no_grad()
 def measure(
     asked: list[Product], contenders: dict[str, TorchExperts], device: str, rounds: int, repeat: int

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ SIZES = {
     "moe-1b": (LlamaConfig(dim=1536, layers=12, heads=12, hidden=896, experts=16), 4, 4096),
 }
 HOST_STEPS, TRACED_STEPS = 3, 2
+BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 ADAMW = fxshard.AdamW(lr=1e-4)
 MUON = fxshard.Muon(lr=1e-3, adamw=ADAMW)
 
@@ -78,9 +80,9 @@ def ours(
     precision: fxshard.Precision | None,
     zero: int,
     optimizer: fxshard.AdamW | fxshard.Muon = ADAMW,
-    cuda_graphs: bool = False,
+    **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=optimizer, cuda_graphs=cuda_graphs)
+    sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=optimizer, **options)
     return sharded, sharded.optimizer
 
 
@@ -119,6 +121,7 @@ def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn
 CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
     "fxshard": lambda model, precision: ours(model, precision, 3),
     "fxshard-graphs": lambda model, precision: ours(model, precision, 3, cuda_graphs=True),
+    "fxshard-unfused": lambda model, precision: ours(model, precision, 3, experts="off"),
     "fxshard-muon": lambda model, precision: ours(model, precision, 3, MUON),
     "fxshard-muon-zero1": lambda model, precision: ours(model, precision, 1, MUON),
     "fxshard-zero2": lambda model, precision: ours(model, precision, 2),
@@ -143,8 +146,7 @@ class Contender:
         torch.manual_seed(0)
         with device:
             plain = Llama(config)
-        precision = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32) if bf16 else None
-        self.model, self.optimizer = CONTENDERS[name](plain, precision)
+        self.model, self.optimizer = CONTENDERS[name](plain, BF16 if bf16 else None)
         del plain
         torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
         self.tokens = torch.randint(0, config.vocab, (batch, length), device=device)

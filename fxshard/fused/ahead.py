@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from fxshard.elsewhere import compile_elsewhere
-from fxshard.fused.glu import Glu
+from fxshard.fused.dense_op import dense_swiglu
+from fxshard.fused.glu import SWIGLU, Glu
 from fxshard.fused.op import grouped_product, grouped_swiglu, grouped_swiglu_backward, grouped_wgrad
 
 
@@ -85,8 +86,13 @@ def _backward(grad: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any) -
     yield _product(gate.mT)
 
 
+def _dense(x: Any, gate: torch.Tensor, *_: Any) -> Iterator[Kernel]:
+    yield Up(1, gate.stride(-1) == 1, SWIGLU, None)  # which multiplies by its transpose
+
+
 _FIND: dict[Any, Callable[..., Iterator[Kernel]]] = {
     grouped_swiglu: _forward,
+    dense_swiglu: _dense,
     grouped_swiglu_backward: _backward,
     grouped_product: lambda x, weight, *_: iter([_product(weight)]),
     grouped_wgrad: lambda *_: iter([Gradient()]),

@@ -16,6 +16,8 @@ from fxshard.fused.by_torch import Call, TorchExperts
 class TritonExperts(TorchExperts):
     """The implementation ``triton``."""
 
+    least_dense_rows = 2048
+
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         if hopper_products.multiplies(x, weight):

@@ -71,6 +71,22 @@ def choose(requested: str, case: Case) -> str:
     return requested
 
 
+def choose_dense(requested: str, case: Case, rows: int | None) -> tuple[str, str | None]:
+    """The implementation for a dense MLP, as a single expert, and why it is better left to the compiler, or None.
+
+    ``rows`` is None where their number varies. Other than for experts, nothing has been asked for that must be done.
+    """
+    name = choose("auto", case) if requested == "auto" else requested
+    reason, least = refusal(name, case), implementation(name).least_dense_rows
+    if reason is not None:
+        return name, reason
+    if least is None:
+        return name, "there is nothing to group, and the compiler fuses its activation"
+    if rows is not None and rows < least:
+        return name, f"with {rows} rows it is faster as the compiler has it (from {least} on as one expert)"
+    return name, None
+
+
 def _triton() -> TorchExperts:
     from fxshard.fused.by_triton import TritonExperts
 

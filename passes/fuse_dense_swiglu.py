@@ -1,0 +1,79 @@
+"""Before autograd: a dense gated MLP becomes one operator where its kernel is faster than what the compiler makes.
+
+Requires nothing; loops over experts (``group_experts``) go before it. Provides ``fxshard::dense_swiglu`` in the place
+of ``down(silu(gate(x)) · up(x))``, gate and up joined or not, and a line in the report for each MLP, fused or not.
+Where it pays was measured (docs/benchmarks.md), and the implementation says from how many rows on.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxshard.fused.choose import Case, choose_dense
+from fxshard.fused.dense_op import dense_mlp
+from fxshard.fused.glu import SWIGLU
+from fxshard.fused.report import Fused, Left
+from fxshard.passes.calls import changed_between, dense_product, place, rewrite_nested, shape, stand_in, value
+from fxshard.passes.context import PassContext
+from fxshard.passes.match_glu import GatedMlp, Miss, match_gated_mlp
+
+
+def fuse_dense_swiglu(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    return rewrite_nested(module, lambda graph: _fuse(graph, context))
+
+
+def _fuse(graph: fx.Graph, context: PassContext) -> None:
+    for node in list(graph.nodes):
+        down = dense_product(node)
+        if down is None:
+            continue
+        try:
+            mlp = match_gated_mlp(down, dense_product)
+        except Miss:
+            continue  # which is no gated MLP, and nobody expects anything of it
+        try:
+            name = _implementation(mlp, context)
+        except Miss as miss:
+            context.experts.left.append(Left(place(node), f"a dense gated MLP, one expert: {miss}"))
+            continue
+        form = f"a dense MLP, SwiGLU, gate and up {'joined' if mlp.up is None else 'separate'}"
+        context.experts.fused.append(Fused(place(node), name, form))
+        _replace(graph, mlp, name)
+
+
+def _implementation(mlp: GatedMlp, context: PassContext) -> str:
+    """The implementation that is to run it, or a Miss that says why none does."""
+    weights = [node for node in (mlp.gate.weight, mlp.up_weight, mlp.down.weight) if node is not None]
+    if mlp.gate_bias is not None or mlp.up_bias is not None or mlp.down.bias is not None or mlp.routing is not None:
+        raise Miss("it has biases or a factor per token inside")
+    if mlp.glu != SWIGLU:
+        raise Miss("its activation is not plain SwiGLU")
+    if any(bucket.quantized for bucket in context.buckets):
+        raise Miss("weights run in MXFP8, one product at a time")
+    changed = changed_between([mlp.x, *weights], min(mlp.inside), mlp.down.node)
+    if changed is not None:
+        raise Miss(f"{changed.name} is changed in place inside")
+    x = value(mlp.x)
+    assert x is not None
+    out, inner = (int(size) for size in shape(mlp.down.weight))
+    width = int(x.shape[-1])
+    if width != out:
+        raise Miss(f"its input is {width} wide, its output {out}")
+    rows = x.numel() // width
+    # How many there will be is not known where sizes vary, and asking would fix them.
+    case = Case(x.device, x.dtype, hidden=width, inner=inner, joined=mlp.up is None)
+    name, reason = choose_dense(context.options.experts, case, rows if isinstance(rows, int) else None)
+    if reason is not None:
+        raise Miss(reason)
+    return name
+
+
+def _replace(graph: fx.Graph, mlp: GatedMlp, name: str) -> None:
+    old = mlp.down.node
+    with graph.inserting_before(old):
+        new = graph.call_function(dense_mlp, (mlp.x, mlp.gate.weight, mlp.up_weight, mlp.down.weight, name))
+    stand_in(new, old)
+    new.meta["example_value"] = value(old)
+    old.replace_all_uses_with(new)
+    for node in sorted(mlp.inside, reverse=True):
+        graph.erase_node(node)

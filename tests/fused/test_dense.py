@@ -1,0 +1,217 @@
+"""A dense gated MLP is a single expert, where an implementation says that this is faster. None does on a CPU, so one is
+added here that says so: what it computes is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxshard
+from fxshard.fused.ahead import Up, kernels
+from fxshard.fused.by_torch import TorchExperts
+from fxshard.fused.choose import add_implementation
+from fxshard.fused.dense_op import dense_swiglu
+from fxshard.fused.glu import SWIGLU
+from fxshard.models import Llama, LlamaConfig
+from tests.fused import models
+from tests.fused.test_patterns import check_same, rewritten
+from tests.pool import Pool
+from tests.training import EPS, VOCAB, Run, plain_run, train
+
+DIM, INNER, LEAST = 16, 24, 6
+
+
+class Eager(TorchExperts):
+    """Takes dense MLPs, too, if they have rows enough."""
+
+    least_dense_rows = LEAST
+
+
+add_implementation("takes-dense", Eager)
+
+
+class Joined(nn.Module):
+    def __init__(self, dim: int, inner: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Checkpointed(models.Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+def run(model: Callable[[Tensor], Tensor], x: Tensor, params: nn.Module) -> dict[str, Tensor]:
+    leaves = {"x": x, **dict(params.named_parameters())}
+    out = model(x)
+    return {
+        "out": out.detach(),
+        **dict(zip(leaves, torch.autograd.grad(out.square().sum(), list(leaves.values())), strict=True)),
+    }
+
+
+@pytest.mark.shows("G1")
+@pytest.mark.parametrize("shape", [(LEAST, DIM), (2, 3, DIM), (2, 3, 2, DIM)], ids=["rows", "batch", "deep"])
+@pytest.mark.parametrize("make", [models.Mlp, Joined, Checkpointed])
+def test_an_mlp_is_found_and_computes_the_same(make: Any, shape: tuple[int, ...]) -> None:
+    model, x = make(DIM, INNER), torch.randn(shape, requires_grad=True)
+    reference = run(model, x, model)
+    fused, report, calls = rewritten(model, experts="takes-dense")
+    check_same(run(fused, x, model), reference)
+    (found,) = report.fused
+    form = "joined" if make is Joined else "separate"
+    assert str(found) == f"fused by takes-dense: a dense MLP, SwiGLU, gate and up {form}"
+    assert sum("dense_mlp" in target for target in calls) == 1 and not any("linear" in target for target in calls)
+
+
+class Clamped(models.Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x).clamp(max=7), self.up(x).clamp(-7, 7)
+        return self.down(F.silu(gate) * up)
+
+
+class Written(models.Mlp):
+    """Changes its input after the first products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        hidden = F.silu(self.gate(x)) * self.up(x)
+        x.mul_(2)
+        return self.down(hidden) + x
+
+
+class Narrowing(models.Mlp):
+    def __init__(self, dim: int, inner: int) -> None:
+        super().__init__(dim, inner)
+        self.down = nn.Linear(inner, dim // 2, bias=False)
+
+
+LEFT: dict[str, tuple[Any, str]] = {
+    "a bias": (lambda: Joined(DIM, INNER, bias=True), "it has biases"),
+    "clamped": (lambda: Clamped(DIM, INNER), "its activation is not plain SwiGLU"),
+    "its input is changed": (lambda: Written(DIM, INNER), "is changed in place inside"),
+    "another width behind": (lambda: Narrowing(DIM, INNER), "its input is 16 wide, its output 8"),
+}
+
+
+@pytest.mark.shows("G2")
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_near_miss_is_left_as_written(kind: str) -> None:
+    make, reason = LEFT[kind]
+    model, x = make(), torch.randn(LEAST, DIM)
+    fused, report, _ = rewritten(model, experts="takes-dense")
+    assert torch.equal(fused(x), model(x))
+    (found,) = report.left
+    assert reason in found.reason and not report.fused
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "reason"),
+    [
+        ("auto", LEAST, "one expert: there is nothing to group, and the compiler fuses its activation"),
+        ("triton", LEAST, "one expert: they are on cpu, its kernels need a CUDA device"),
+        ("takes-dense", LEAST - 1, f"with {LEAST - 1} rows it is faster as the compiler has it (from {LEAST} on"),
+    ],
+)
+def test_where_it_does_not_pay_nothing_is_refused(experts: str, rows: int, reason: str) -> None:
+    """Other than experts, for which an implementation that cannot run is an error."""
+    report = fxshard.explain(models.Mlp(DIM, INNER), (torch.randn(rows, DIM),), experts=experts)
+    (found,) = report.left
+    assert reason in found.reason and not report.fused
+
+
+def test_the_number_of_rows_may_vary() -> None:
+    """It is not asked for, so nothing is compiled again for another one."""
+    model = models.Mlp(DIM, INNER)
+    compiled = torch.compile(model, backend="fxshard", dynamic=True, options={"experts": "takes-dense"})
+    with torch.compiler.set_stance("default"):
+        for rows in (7, 9):
+            x = torch.randn(rows, DIM)
+            torch.testing.assert_close(compiled(x), model(x))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(torch.randn(12, DIM))
+
+
+def test_opcheck() -> None:
+    x, gate, up, down = (torch.randn(s, requires_grad=True) for s in ((8, 6), (4, 6), (4, 6), (6, 4)))
+    torch.library.opcheck(dense_swiglu, (x, gate, up, down, "torch"))
+    torch.library.opcheck(dense_swiglu, (x, torch.randn(8, 6, requires_grad=True), None, down, "torch"))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_its_kernel_is_compiled_ahead(turned: bool) -> None:
+    """A weight of ``nn.Linear`` is multiplied by from its other side."""
+
+    def step(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return dense_swiglu(x, gate, up, down, "triton")[0]
+
+    def weight(out: int, width: int) -> Tensor:
+        return torch.randn(width, out).t() if turned else torch.randn(out, width)
+
+    graph = make_fx(step, tracing_mode="fake")(torch.randn(8, 6), weight(4, 6), weight(4, 6), weight(6, 4)).graph
+    assert list(kernels(graph)) == [Up(1, not turned, SWIGLU, None)]
+
+
+# -- sharded -----------------------------------------------------------------------------------------------------------
+
+
+def llama() -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(vocab=VOCAB, dim=32, layers=2, heads=2, hidden=48))
+
+
+def trained() -> dict[str, tuple[Run, list[str], list[tuple[int, ...]]]]:
+    found = {}
+    for experts in ("takes-dense", "off"):
+        model = fxshard.compile(llama(), optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager", experts=experts)
+        run = train(model, model.optimizer, 2)
+        model.schedule.verify()
+        forward, backward = (model.graphs[phase].graph for phase in ("forward", "backward"))
+        targets = [str(node.target) for graph in (forward, backward) for node in graph.nodes]
+        saved = [
+            tuple(node.meta["val"].shape)
+            for node in forward.output_node().all_input_nodes
+            if node.op != "placeholder" and isinstance(node.meta.get("val"), Tensor)
+        ]
+        found[experts] = run, targets, saved
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank(ranks: Pool) -> list[dict[str, tuple[Run, list[str], list[tuple[int, ...]]]]]:
+    return ranks(2, trained)
+
+
+@pytest.mark.shows("G3")
+def test_zero_3_trains_like_the_plain_model(by_rank: list[dict[str, Any]]) -> None:
+    reference = plain_run(2, llama, steps=2)
+    for found in by_rank:
+        for experts, (run, _, _) in found.items():
+            assert run.losses == pytest.approx(reference.losses, rel=2e-6), experts
+            assert run.distance(reference) < 5e-6, experts
+
+
+def test_gradients_of_its_weights_are_written_where_they_stay(by_rank: list[dict[str, Any]]) -> None:
+    for found in by_rank:
+        _, targets, _ = found["takes-dense"]
+        assert targets.count("fxshard.dense_swiglu.default") == 2
+        assert targets.count("fxshard.mm_into.default") == 6
+
+
+def test_the_activation_is_not_saved(by_rank: list[dict[str, Any]]) -> None:
+    """Pre-activations are, for both layers; as the model is written, the activation is saved, too."""
+    for found in by_rank:
+        inner = {experts: sum(shape[-1] == 48 for shape in saved if shape) for experts, (_, _, saved) in found.items()}
+        assert inner["takes-dense"] == 4 and inner["off"] > 4, inner
