@@ -245,6 +245,7 @@ class Capture:
             ranks=sharding.ranks,
             hardware=sharding.hardware,
             profile=sharding.profile,
+            planned_experts=sharding.planned_experts,
             observer=self._observer,
         )
 

@@ -95,7 +95,7 @@ def plan(
         experts=experts,
         passes=passes,
     )
-    if experts != "off":  # the plan is for another machine; which kernel computes is no part of it
+    if experts != "off":  # the plan is for another machine; which kernel computes experts is no part of it
         options = replace(options, experts="torch")
     domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
     sharding = replace(
@@ -116,6 +116,7 @@ def plan(
         own_optimizer=optimizer is not None,
         hardware=machine,
         profile=profile,
+        planned_experts=experts,
     )
     return _schedule(model, example_inputs, sharding, trace_once, progress or (lambda stage: None))
 

@@ -64,6 +64,8 @@ class Sharding:
     hardware: Hardware | None = None
     profile: Profile | None = None
     """Recorded durations that replace estimates."""
+    planned_experts: str | None = None
+    """The option ``experts`` that a run will have, if this is only planned."""
     backend: object | None = None
     """The one backend that compiles this model, however ``torch.compile`` is reached."""
 

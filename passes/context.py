@@ -52,6 +52,8 @@ class PassContext:
     """Bytes the arena may have; None means as few as the step needs."""
     experts: ExpertsReport = field(default_factory=ExpertsReport)
     """What the passes before autograd made of mixture-of-experts layers."""
+    planned_experts: str | None = None
+    """In a plan for another machine, ``hardware``: the option ``experts`` of the run."""
     observer: Observer | None = None
     """Who logs and writes down what passes do, where somebody asked for it."""
 

@@ -61,8 +61,10 @@ def _implementation(mlp: GatedMlp, context: PassContext) -> str:
         raise Miss(f"its input is {width} wide, its output {out}")
     rows = x.numel() // width
     # How many there will be is not known where sizes vary, and asking would fix them.
-    case = Case(x.device, x.dtype, hidden=width, inner=inner, joined=mlp.up is None)
-    name, reason = choose_dense(context.options.experts, case, rows if isinstance(rows, int) else None)
+    planned, machine = context.planned_experts, context.hardware
+    capability = machine.capability if planned is not None and machine is not None else None
+    case = Case(x.device, x.dtype, hidden=width, inner=inner, joined=mlp.up is None, planned_for=capability)
+    name, reason = choose_dense(planned or context.options.experts, case, rows if isinstance(rows, int) else None)
     if reason is not None:
         raise Miss(reason)
     return name

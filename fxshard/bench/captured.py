@@ -35,7 +35,8 @@ Graphs = dict[Phase, fx.GraphModule]
 
 @dataclass(frozen=True)
 class Captured:
-    """A step as graphs without events: what no choice of ranks, machine or budget changes."""
+    """A step as graphs without events: what no choice of ranks, budget or machine changes, as long as the machine has
+    the kernels (the compute capability) of the one it was captured for."""
 
     model: nn.Module
     graphs: Graphs
@@ -157,6 +158,7 @@ def capture(
     zero: int = 3,
     precision: fxshard.Precision | None = None,
     lowering: str = "inductor",
+    hardware: str | Hardware = "h200",
 ) -> Captured:
     """Capture a step once, by planning it up to where it would be scheduled."""
     found: list[tuple[Graphs, PassContext]] = []
@@ -166,7 +168,7 @@ def capture(
         raise _Enough
 
     with mock.patch.object(backend, "schedule", keep), _until(_Enough):
-        fxshard.plan(model, inputs, world_size=2, zero=zero, precision=precision, lowering=lowering)
+        fxshard.plan(model, inputs, world_size=2, zero=zero, precision=precision, lowering=lowering, hardware=hardware)
     ((graphs, context),) = found
     return Captured(model, graphs, context, precision, zero)
 

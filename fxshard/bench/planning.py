@@ -70,11 +70,15 @@ def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
 
 
 def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str, Step | None]]]:
-    """(hardware, ranks, {rule: simulated step, None where it does not fit}) of one model, captured once."""
-    captured = capture(*PRESETS[preset](layers), precision=PRECISION)
+    """(hardware, ranks, {rule: simulated step, None where it does not fit}) of one model, captured once for machines
+    with the same kernels."""
+    captured: dict[tuple[int, int] | None, Captured] = {}
     for ranks in RANKS:
         for hardware in HARDWARE:
-            found = {rule: _step(captured, ranks, hardware, **options) for rule, options in RULES.items()}
+            kernels = known(hardware).capability
+            if kernels not in captured:
+                captured[kernels] = capture(*PRESETS[preset](layers), precision=PRECISION, hardware=hardware)
+            found = {rule: _step(captured[kernels], ranks, hardware, **options) for rule, options in RULES.items()}
             for ours in filter(None, (found[rule] for rule in OURS)):
                 for other in filter(None, (found["one ahead"], found["FSDP2"])):
                     if ours.exposed > other.exposed * (1 + 1e-9):

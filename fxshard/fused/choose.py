@@ -27,6 +27,8 @@ class Case:
     """Whether gate and up are one weight."""
     out_by_in: bool = True
     """Whether each expert's matrices lie ``[out, in]`` in memory, as those of ``nn.Linear`` do."""
+    planned_for: tuple[int, int] | None = None
+    """The compute capability of another GPU, for which this is planned here."""
 
 
 def choices() -> tuple[str, ...]:
@@ -108,7 +110,8 @@ def _te_mxfp8() -> TorchExperts:
 def _triton_refusal(case: Case) -> str | None:
     from fxshard.fused import hopper_products
 
-    reason = hopper_products.refusal(case.device)
+    planned = case.planned_for
+    reason = hopper_products.capability_refusal(*planned) if planned else hopper_products.refusal(case.device)
     if reason is not None:
         return reason
     if case.dtype != torch.bfloat16:

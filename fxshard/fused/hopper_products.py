@@ -44,10 +44,15 @@ def refusal(device: torch.device) -> str | None:
     """Why the kernels do not run on this device, or None."""
     if device.type != "cuda":
         return f"they are on {device.type}, its kernels need a CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
-        return f"its kernels are for Hopper, compute capability 9.0, this is {major}.{minor}"
-    return None if HAS_GLUON else "its kernels need Gluon, which Triton 3.6 has: Triton is missing or another one"
+    reason = capability_refusal(*torch.cuda.get_device_capability(device))
+    if reason is None and not HAS_GLUON:
+        return "its kernels need Gluon, which Triton 3.6 has: Triton is missing or another one"
+    return reason
+
+
+def capability_refusal(major: int, minor: int) -> str | None:
+    """Why the kernels do not run on a GPU of this compute capability, or None."""
+    return None if major == 9 else f"its kernels are for Hopper, compute capability 9.0, this is {major}.{minor}"
 
 
 @cache

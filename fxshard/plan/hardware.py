@@ -60,6 +60,8 @@ class Hardware:
     memory_efficiency: float = COPY
     """Share of ``memory_bandwidth`` that kernels reach in practice."""
     launch_overhead: float = LAUNCH
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability, by which a plan knows the kernels that a run will have; None: those of any device."""
 
     def flops_in(self, dtype: torch.dtype) -> float:
         """FLOP/s that GEMMs of a dtype reach in practice. A dtype without a rate of its own computes in float32."""
@@ -101,6 +103,7 @@ PRESETS: dict[str, Hardware] = {
             intra_latency=INTRA_LATENCY,
             inter_bandwidth=NCCL_INTER * 25e9,  # one HDR InfiniBand card of 200 Gbit/s per GPU (DGX A100)
             inter_latency=INTER_LATENCY,
+            capability=(8, 0),
         ),
         Hardware(
             name="h100",  # SXM5, 80 GB
@@ -118,6 +121,7 @@ PRESETS: dict[str, Hardware] = {
             intra_latency=INTRA_LATENCY,
             inter_bandwidth=NCCL_INTER * 50e9,  # one NDR InfiniBand card of 400 Gbit/s per GPU (DGX H100)
             inter_latency=INTER_LATENCY,
+            capability=(9, 0),
         ),
         Hardware(
             name="h200",  # SXM5, 141 GB
@@ -137,6 +141,7 @@ PRESETS: dict[str, Hardware] = {
             inter_latency=INTER_LATENCY,
             efficiency=0.79,  # measured: 767–790 of 990 TFLOP/s
             memory_efficiency=0.9,  # measured: copy at 4.3 of 4.8 TB/s
+            capability=(9, 0),
         ),
         Hardware(
             name="b200",  # HGX B200
@@ -154,6 +159,7 @@ PRESETS: dict[str, Hardware] = {
             intra_latency=INTRA_LATENCY,
             inter_bandwidth=NCCL_INTER * 50e9,  # one card of 400 Gbit/s per GPU (DGX B200)
             inter_latency=INTER_LATENCY,
+            capability=(10, 0),
         ),
         Hardware(
             name="gb200",  # GB200 NVL72
@@ -171,6 +177,7 @@ PRESETS: dict[str, Hardware] = {
             intra_latency=INTRA_LATENCY,
             inter_bandwidth=NCCL_INTER * 50e9,  # one ConnectX-7 of 400 Gbit/s per GPU
             inter_latency=INTER_LATENCY,
+            capability=(10, 0),
         ),
         Hardware(
             name="cpu",  # an orientation for gloo ranks on one machine: every figure is an assumption

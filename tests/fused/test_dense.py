@@ -23,7 +23,8 @@ from fxshard.models import Llama, LlamaConfig
 from tests.fused import models
 from tests.fused.test_patterns import check_same, rewritten
 from tests.pool import Pool
-from tests.training import EPS, VOCAB, Run, plain_run, train
+from tests.toy import batch
+from tests.training import EPS, VOCAB, Run, plain_run, this_ranks_batch, train
 
 DIM, INNER, LEAST = 16, 24, 6
 
@@ -170,6 +171,50 @@ def test_its_kernel_is_compiled_ahead(turned: bool) -> None:
 def llama() -> Llama:
     torch.manual_seed(0)
     return Llama(LlamaConfig(vocab=VOCAB, dim=32, layers=2, heads=2, hidden=48))
+
+
+def of_run() -> fxshard.Schedule:
+    model = fxshard.compile(llama(), optimizer=fxshard.AdamW(), lowering="eager", experts="takes-dense")
+    model(*this_ranks_batch(0)).backward()
+    return model.schedule
+
+
+@pytest.mark.shows("P2")
+def test_a_plan_has_the_events_of_the_run(ranks: Pool) -> None:
+    """Which are not those of the model as it is written: backward wants its weights in another order."""
+    planned = {}
+    for experts in ("takes-dense", "off"):
+        planned[experts] = fxshard.plan(
+            llama(),
+            batch(0, 2, 0, VOCAB),
+            world_size=2,
+            hardware="cpu",
+            lowering="eager",
+            optimizer=fxshard.AdamW(),
+            experts=experts,
+        )
+    for schedule in ranks(2, of_run):
+        assert planned["takes-dense"] == schedule and planned["off"].events != schedule.events
+
+
+@pytest.mark.shows("P2")
+def test_a_plan_is_for_the_kernels_of_its_machine() -> None:
+    """A Hopper has one for dense MLPs in bf16, whoever plans for it; not asked for, or in fp32, it is not used."""
+
+    def events(machine: str, experts: str = "auto", **options: Any) -> list[Any]:
+        with torch.device("meta"):
+            model = Llama(LlamaConfig(vocab=64, dim=512, layers=2, heads=8, hidden=1408))
+        tokens = torch.empty(2, 1024, dtype=torch.int64, device="meta")
+        return fxshard.plan(
+            model, (tokens, tokens), world_size=8, hardware=machine, lowering="eager", experts=experts, **options
+        ).events
+
+    bf16 = {"precision": fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)}
+    written = events("h200", "off", **bf16)
+    assert events("h200", **bf16) == events("h200", "triton", **bf16) != written
+    assert events("h200", "torch", **bf16) == written
+    assert events("h200") == events("h200", "off")
+    assert events("b200", **bf16) == events("b200", "off", **bf16)
 
 
 def trained() -> dict[str, tuple[Run, list[str], list[tuple[int, ...]]]]:

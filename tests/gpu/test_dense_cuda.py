@@ -86,6 +86,25 @@ def test_a_llama_trains_as_it_is_written() -> None:
     assert max(float((a - b).norm() / b.norm()) for a, b in zip(mine, theirs, strict=True)) < 2e-2
 
 
+@pytest.mark.shows("P2")
+def test_a_plan_made_without_a_gpu_has_the_events_of_the_run() -> None:
+    model = sharded()
+    steps(model, 1)
+    with torch.device("meta"):
+        plain, tokens = Llama(CONFIG), torch.empty(ROWS, LENGTH, dtype=torch.int64)
+    plain.embed.requires_grad_(False)
+    plan = fxshard.plan(
+        plain,
+        (tokens, tokens),
+        world_size=1,
+        hardware="h200",
+        precision=fxshard.Precision(param=BF16, reduce=torch.float32),
+        optimizer=fxshard.AdamW(lr=1e-3),
+    )
+    mine, theirs = ([(e.kind, e.bucket, e.phase) for e in schedule.events] for schedule in (plan, model.schedule))
+    assert mine == theirs
+
+
 def test_captured_as_a_cuda_graph() -> None:
     graphs, plain = sharded(cuda_graphs=True), sharded()
     mine, theirs = steps(graphs, 5), steps(plain, 5)
