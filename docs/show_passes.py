@@ -279,7 +279,7 @@ def experts() -> None:
 class Always(TorchExperts):
     """As ``torch``, and faster for every dense MLP, or so it says."""
 
-    least_dense_rows = 0
+    takes_dense = True
 
 
 def dense() -> None:

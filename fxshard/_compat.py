@@ -214,6 +214,13 @@ def memory_of(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
+def is_plain(value: torch.Tensor | None) -> bool:
+    """Whether a tensor, or what stands for it while tracing, is no subclass with operators of its own."""
+    from torch._subclasses import FakeTensor
+
+    return type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
 def grouped_mm_offsets(target: Any) -> str | None:
     """The name of the third argument, if ``target`` is a grouped matrix product: torch's, that of transformers, ours.
 

@@ -30,7 +30,8 @@ def explain(
     >>> print(fxshard.explain(model, (tokens, targets)))
     layers.0.moe.experts and 3 more fused by torch: 8 experts, SwiGLU, gate and up separate
     """
-    context = PassContext((), Options(experts=experts), Phase.FORWARD)
+    buckets = model._sharding.plans if isinstance(model, ShardedModule) else ()
+    context = PassContext(buckets, Options(experts=experts), Phase.FORWARD)
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         before_autograd(graph, context)

@@ -5,9 +5,11 @@ Used by the passes before autograd, whose graphs hold the calls of the model's s
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,7 +109,21 @@ def writes(node: fx.Node) -> fx.Node | None:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     by_name = name.endswith("_") and not name.endswith("__")
     by_operator = node.target in _IN_PLACE
-    return node.args[0] if by_name or by_operator or node.kwargs.get("inplace") is True else None
+    return node.args[0] if by_name or by_operator or _asked_in_place(node) else None
+
+
+def _asked_in_place(node: fx.Node) -> bool:
+    """Whether ``inplace`` is among the arguments, named or not, as that of ``F.relu(x, True)``."""
+    position = _inplace_position(node.target) if node.op == "call_function" else None
+    return argument(node, position, "inplace") is True if position is not None else node.kwargs.get("inplace") is True
+
+
+@cache
+def _inplace_position(function: Any) -> int | None:
+    try:
+        return list(inspect.signature(function).parameters).index("inplace")
+    except (TypeError, ValueError):  # of what is not written in Python there is no signature
+        return None
 
 
 _IN_PLACE = (
@@ -130,10 +146,31 @@ def changed_between(inputs: Iterable[fx.Node], first: fx.Node, last: fx.Node) ->
     return None
 
 
+def switches_modes(node: fx.Node) -> bool:
+    """Whether gradients, inference mode or autocast are switched on or off here, for what follows."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
+
+
+_SWITCHES = (
+    "_set_grad_enabled",
+    *("_enter_inference_mode", "_exit_inference_mode"),
+    *("_enter_autocast", "_exit_autocast"),
+)
+
+
+def transformed(graph: fx.Graph) -> bool:
+    """Whether transforms of ``torch.func`` are at work: operators of our own have no rules for them."""
+    modules = (getattr(node.target, "__module__", None) or "" for node in graph.nodes if node.op == "call_function")
+    return any(name.startswith(("torch._functorch", "torch._C._functorch")) for name in modules)
+
+
 def rewrite_nested(module: fx.GraphModule, rewrite: Callable[[fx.Graph], None]) -> fx.GraphModule:
-    """Rewrite the captured graph, and those inside it: what ``torch.utils.checkpoint`` wraps is a graph of its own."""
+    """Rewrite the captured graph, and those inside it: what ``torch.utils.checkpoint`` wraps is a graph of its own.
+
+    All but those in which ``torch.func`` is at work.
+    """
     for part in module.modules():
-        if isinstance(part, fx.GraphModule):
+        if isinstance(part, fx.GraphModule) and not transformed(part.graph):
             rewrite(part.graph)
             part.graph.lint()
             part.recompile()
@@ -173,7 +210,7 @@ def dense_product(node: Any) -> Product | None:
     if call(node) != "linear":
         return None
     x, weight, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
-    return Product(node, x, weight, None, bias)
+    return Product(node, x, weight, None, bias) if len(shape(weight)) == 2 else None
 
 
 def grouped_products(graph: fx.Graph) -> Iterator[Product]:

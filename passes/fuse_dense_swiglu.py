@@ -1,8 +1,8 @@
 """Before autograd: a dense gated MLP becomes one operator where its kernel is faster than what the compiler makes.
 
 Requires nothing; loops over experts (``group_experts``) go before it. Provides ``fxshard::dense_swiglu`` in the place
-of ``down(silu(gate(x)) · up(x))``, gate and up joined or not, and a line in the report for each MLP, fused or not.
-Where it pays was measured (docs/benchmarks.md), and the implementation says from how many rows on.
+of ``down(silu(gate(x)) · up(x))``, gate and up joined or not, and a line in the report for each, fused or not.
+Where it pays was measured (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from fxshard.fused.glu import SWIGLU
 from fxshard.fused.report import Fused, Left
 from fxshard.passes.calls import changed_between, dense_product, place, rewrite_nested, shape, stand_in, value
 from fxshard.passes.context import PassContext
-from fxshard.passes.match_glu import GatedMlp, Miss, match_gated_mlp
+from fxshard.passes.match_glu import GatedMlp, Miss, NoGate, match_gated_mlp
 
 
 def fuse_dense_swiglu(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    return rewrite_nested(module, lambda graph: _fuse(graph, context))
+    return rewrite_nested(module, lambda graph: _fuse(graph, context, nested=graph is not module.graph))
 
 
-def _fuse(graph: fx.Graph, context: PassContext) -> None:
+def _fuse(graph: fx.Graph, context: PassContext, *, nested: bool) -> None:
     for node in list(graph.nodes):
         down = dense_product(node)
         if down is None:
             continue
         try:
             mlp = match_gated_mlp(down, dense_product)
-        except Miss:
-            continue  # which is no gated MLP, and nobody expects anything of it
-        try:
-            name = _implementation(mlp, context)
+            name = _implementation(mlp, context, nested)
+        except NoGate:
+            continue
         except Miss as miss:
             context.experts.left.append(Left(place(node), f"a dense gated MLP, one expert: {miss}"))
             continue
@@ -41,32 +40,36 @@ def _fuse(graph: fx.Graph, context: PassContext) -> None:
         _replace(graph, mlp, name)
 
 
-def _implementation(mlp: GatedMlp, context: PassContext) -> str:
+def _implementation(mlp: GatedMlp, context: PassContext, nested: bool) -> str:
     """The implementation that is to run it, or a Miss that says why none does."""
-    weights = [node for node in (mlp.gate.weight, mlp.up_weight, mlp.down.weight) if node is not None]
-    if mlp.gate_bias is not None or mlp.up_bias is not None or mlp.down.bias is not None or mlp.routing is not None:
-        raise Miss("it has biases or a factor per token inside")
-    if mlp.glu != SWIGLU:
-        raise Miss("its activation is not plain SwiGLU")
-    if any(bucket.quantized for bucket in context.buckets):
-        raise Miss("weights run in MXFP8, one product at a time")
-    changed = changed_between([mlp.x, *weights], min(mlp.inside), mlp.down.node)
-    if changed is not None:
-        raise Miss(f"{changed.name} is changed in place inside")
     x = value(mlp.x)
     assert x is not None
     out, inner = (int(size) for size in shape(mlp.down.weight))
     width = int(x.shape[-1])
-    if width != out:
-        raise Miss(f"its input is {width} wide, its output {out}")
-    rows = x.numel() // width
-    # How many there will be is not known where sizes vary, and asking would fix them.
     planned, machine = context.planned_experts, context.hardware
     capability = machine.capability if planned is not None and machine is not None else None
     case = Case(x.device, x.dtype, hidden=width, inner=inner, joined=mlp.up is None, planned_for=capability)
-    name, reason = choose_dense(planned or context.options.experts, case, rows if isinstance(rows, int) else None)
+    name, reason = choose_dense(planned or context.options.experts, case)
     if reason is not None:
         raise Miss(reason)
+    if nested:
+        raise Miss("in a checkpointed region, a graph of its own, its second product would be computed again")
+    if any(bucket.quantized for bucket in context.buckets):
+        raise Miss("the model has weights in MXFP8, whose products run one at a time")
+    if mlp.gate_bias is not None or mlp.up_bias is not None or mlp.down.bias is not None or mlp.routing is not None:
+        raise Miss("it has biases or a factor per token inside")
+    if mlp.glu.interleave:
+        raise Miss("columns of gate and up alternate")
+    if mlp.glu != SWIGLU:
+        raise Miss("its activation is not plain SwiGLU")
+    if width != out:
+        raise Miss(f"its input is {width} wide, its output {out}")
+    weights = [node for node in (mlp.gate.weight, mlp.up_weight, mlp.down.weight) if node is not None]
+    if mlp.inside.intersection(weights):
+        raise Miss("one of its weights depends on what lies between the products")
+    changed = changed_between([mlp.x, *weights], min(mlp.inside), mlp.down.node)
+    if changed is not None:
+        raise Miss(f"{changed.name} is changed in place inside")
     return name
 
 

@@ -24,6 +24,7 @@ from fxshard.passes.calls import (
     past_casts,
     same_dtype,
     shape,
+    switches_modes,
     value,
     writes,
 )
@@ -273,6 +274,9 @@ def _check_inputs(matched: GatedMlp) -> None:
     found = {(value(node).dtype, value(node).device) for node in tensors if value(node) is not None}  # type: ignore[union-attr]
     if len(found) != 1 or any(value(node) is None for node in tensors):
         raise Miss(f"inputs, weights and products differ in type: {sorted(str(dtype) for dtype, _ in found)}")
+    other = next((node for node in tensors if not _compat.is_plain(value(node))), None)
+    if other is not None:
+        raise Miss(f"{other.name} is a {type(value(other)).__name__}, which has products of its own")
 
 
 def _between(matched: GatedMlp, biases: set[fx.Node]) -> set[fx.Node]:
@@ -301,7 +305,22 @@ def _between(matched: GatedMlp, biases: set[fx.Node]) -> set[fx.Node]:
         if not node.users and call(node) is None:
             raise Miss(f"{node.name} uses what lies between the products")
         _check_write(node, inside, firsts, node in biases)
+        _check_cast(node, matched.down.node)
+    node = min(inside)
+    while node is not matched.down.node:
+        if switches_modes(node):
+            raise Miss("gradients or autocast are switched on or off between the products")
+        node = node.next
     return inside
+
+
+def _check_cast(node: fx.Node, product: fx.Node) -> None:
+    """Casts are looked through. One that rounds more than the products do is there for a reason."""
+    if cast_from(node) is not None:
+        rounded, computed = value(node), value(product)
+        assert rounded is not None and computed is not None
+        if rounded.dtype.itemsize < computed.dtype.itemsize:
+            raise Miss(f"{node.name} is rounded to {rounded.dtype} between the products")
 
 
 def _check_write(node: fx.Node, inside: set[fx.Node], firsts: list[fx.Node], adds_bias: bool) -> None:

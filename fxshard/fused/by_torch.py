@@ -65,9 +65,8 @@ class TorchExperts:
     """Whether ``forward`` keeps nothing (its pre-activations are empty) and ``gradients``, which computes it again,
     stands for ``backward`` and all weight gradients."""
 
-    least_dense_rows: int | None = None
-    """From how many rows on ``up`` is faster for the only expert there is, a dense MLP, than what the compiler makes of
-    it; None: never."""
+    takes_dense = False
+    """Whether ``up`` is faster for the only expert there is, a dense MLP, than what the compiler makes of it."""
 
     # -- the two operators -------------------------------------------------------------------------------------------
 

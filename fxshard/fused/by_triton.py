@@ -16,7 +16,7 @@ from fxshard.fused.by_torch import Call, TorchExperts
 class TritonExperts(TorchExperts):
     """The implementation ``triton``."""
 
-    least_dense_rows = 2048
+    takes_dense = True
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()

@@ -73,20 +73,17 @@ def choose(requested: str, case: Case) -> str:
     return requested
 
 
-def choose_dense(requested: str, case: Case, rows: int | None) -> tuple[str, str | None]:
+def choose_dense(requested: str, case: Case) -> tuple[str, str | None]:
     """The implementation for a dense MLP, as a single expert, and why it is better left to the compiler, or None.
 
-    ``rows`` is None where their number varies. Other than for experts, nothing has been asked for that must be done.
+    Other than for experts, nothing has been asked for that must be done. The number of rows, of which few do not pay,
+    is not asked for: ranks with more and with less would have other schedules.
     """
     name = choose("auto", case) if requested == "auto" else requested
-    reason, least = refusal(name, case), implementation(name).least_dense_rows
-    if reason is not None:
-        return name, reason
-    if least is None:
-        return name, "there is nothing to group, and the compiler fuses its activation"
-    if rows is not None and rows < least:
-        return name, f"with {rows} rows it is faster as the compiler has it (from {least} on as one expert)"
-    return name, None
+    reason = refusal(name, case)
+    if reason is None and not implementation(name).takes_dense:
+        reason = "there is nothing to group, and the compiler fuses its activation"
+    return name, reason
 
 
 def _triton() -> TorchExperts:

@@ -142,6 +142,15 @@ class Narrow(Loop):
             return super().forward(x, offsets, weights)
 
 
+class WithoutGradients(Written):
+    """Gate and up are constants to autograd."""
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = F.silu(product(x, self._w(self.w1), offsets)) * product(x, self._w(self.w3), offsets)
+        return product(hidden, self._w(self.w2), offsets) + x
+
+
 MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gelu": (lambda: Written(lambda g, u: F.gelu(g) * u), "the activation is gelu, not SiLU"),
     "no gate": (lambda: Written(lambda g, u: F.silu(g + u)), "nothing is multiplied"),
@@ -156,6 +165,15 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Written(lambda g, u: F.silu(g.clamp(-7.0, 7.0)) * u),
         r"gate is clamped to \[-7.0, 7.0\]",
     ),
+    "rounded in between": (
+        lambda: Written(lambda g, u: (F.silu(g) * u).to(torch.float8_e4m3fn).float()),
+        "rounded to torch.float8_e4m3fn",
+    ),
+    "rounded as products are not": (
+        lambda: Written(lambda g, u: (F.silu(g).bfloat16() * u.bfloat16()).float()),
+        "rounded to torch.bfloat16",
+    ),
+    "without gradients": (lambda: WithoutGradients(lambda g, u: u), "gradients or autocast are switched"),
     "gate second": (lambda: Swapped(*SIZES), "gate is not the first half"),
     "used elsewhere": (lambda: UsedElsewhere(*SIZES), "returned by the model|used elsewhere"),
     "other offsets": (lambda: OtherOffsets(*SIZES), "different offsets"),
