@@ -170,7 +170,8 @@ def _rows(schedule: Schedule) -> list[Row]:
             label = event.bucket or schedule.touched(event)
             amount = size(event.bytes) if event.kind in (*COMMUNICATES, Kind.ACCUMULATE, Kind.UPDATE) else ""
             dtype = str(event.dtype).removeprefix("torch.") if amount else ""
-            key = (event.phase, event.kind, event.bytes, event.dtype, _pattern(label), _pattern(event.why))
+            why = re.sub(r"_\d+\b", "", event.why)  # the first node of a name has no number
+            key = (event.phase, event.kind, event.bytes, event.dtype, _pattern(label), _pattern(why))
         numbers = tuple(int(digits) for digits in re.findall(r"\d+", label))
         rows.append(Row(i, event, label, amount, dtype, key, numbers))
     return rows
@@ -185,7 +186,11 @@ def between(first: str, last: str) -> str:
 
     >>> between("layers.3.mlp", "layers.12.mlp")
     'layers.3…12.mlp'
+    >>> between("last use: mm", "last use: mm_12")
+    'last use: mm…12'
     """
+    if re.fullmatch(r"_\d+", last.removeprefix(first)):
+        return f"{first}…{last.removeprefix(first)[1:]}"
     a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
     if a[::2] != b[::2]:
         return first
