@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +144,20 @@ def returns_view(operator: torch._ops.OpOverload) -> bool:
 def is_mutable(operator: torch._ops.OpOverload) -> bool:
     """Whether an operator writes to one of its arguments. torch 2.11, 2.13."""
     return operator._schema.is_mutable
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """The arguments that an operator writes to, by its schema (by any, if no overload is named); None if the target is
+    no operator. torch 2.11, 2.13."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    elif isinstance(target, torch._ops.OpOverload):
+        overloads = [target]
+    else:
+        return None
+    arguments = [pair for overload in overloads for pair in enumerate(overload._schema.arguments)]
+    places = {(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in sorted(places)]
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -98,18 +98,26 @@ def cast_from(node: Any) -> fx.Node | None:
 
 
 def writes(node: fx.Node) -> fx.Node | None:
-    """The node whose value a call changes in place, if it does."""
+    """The node whose value a call changes in place, if it does; the first of several."""
+    return next(iter(written(node)), None)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values a call changes in place."""
     if node.op not in ("call_function", "call_method"):
-        return None
-    out = node.kwargs.get("out")
-    if isinstance(out, fx.Node):
-        return out
-    if not node.args or not isinstance(node.args[0], fx.Node):
-        return None
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    by_name = name.endswith("_") and not name.endswith("__")
-    by_operator = node.target in _IN_PLACE
-    return node.args[0] if by_name or by_operator or _asked_in_place(node) else None
+        return []
+    changed = _compat.written_arguments(node.target, node.args, node.kwargs)  # which operators say themselves
+    if changed is None:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        by_name = name.endswith("_") and not name.endswith("__")
+        in_place = bool(node.args) and (by_name or node.target in _IN_PLACE or _asked_in_place(node))
+        changed = [node.args[0]] if in_place else []
+        changed.append(node.kwargs.get("out"))
+    return [each for arg in changed for each in (arg if isinstance(arg, (list, tuple)) else (arg,)) if _is_node(each)]
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
 
 
 def _asked_in_place(node: fx.Node) -> bool:
@@ -137,11 +145,11 @@ def changed_between(inputs: Iterable[fx.Node], first: fx.Node, last: fx.Node) ->
     values = {node: value(node) for node in inputs}
     node = first
     while node is not last:
-        base = writes(node)
-        changed = value(base) if base is not None else None
-        for found, held in values.items():
-            if found is base or (changed is not None and held is not None and _compat.share_memory(changed, held)):
-                return found
+        for base in written(node):
+            changed = value(base)
+            for found, held in values.items():
+                if found is base or (changed is not None and held is not None and _compat.share_memory(changed, held)):
+                    return found
         node = node.next
     return None
 
@@ -158,23 +166,30 @@ _SWITCHES = (
 )
 
 
-def transformed(graph: fx.Graph) -> bool:
-    """Whether transforms of ``torch.func`` are at work: operators of our own have no rules for them."""
-    modules = (getattr(node.target, "__module__", None) or "" for node in graph.nodes if node.op == "call_function")
-    return any(name.startswith(("torch._functorch", "torch._C._functorch")) for name in modules)
+TRANSFORMED = "fxshard_transformed"
+"""Key of ``node.meta``: a transform of ``torch.func`` is at work here. Operators of our own have no rules for it."""
 
 
 def rewrite_nested(module: fx.GraphModule, rewrite: Callable[[fx.Graph], None]) -> fx.GraphModule:
-    """Rewrite the captured graph, and those inside it: what ``torch.utils.checkpoint`` wraps is a graph of its own.
-
-    All but those in which ``torch.func`` is at work.
-    """
+    """Rewrite the captured graph, and those inside it: what ``torch.utils.checkpoint`` wraps is a graph of its own."""
     for part in module.modules():
-        if isinstance(part, fx.GraphModule) and not transformed(part.graph):
+        if isinstance(part, fx.GraphModule):
+            _mark_transformed(part.graph)
             rewrite(part.graph)
             part.graph.lint()
             part.recompile()
     return module
+
+
+def _mark_transformed(graph: fx.Graph) -> None:
+    """Dynamo puts down where each transform begins and ends."""
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            node.meta[TRANSFORMED] = True
+        depth -= name.endswith("_decrement_nesting")
 
 
 @dataclass(frozen=True)

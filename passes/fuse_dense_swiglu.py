@@ -53,7 +53,7 @@ def _implementation(mlp: GatedMlp, context: PassContext, nested: bool) -> str:
     if reason is not None:
         raise Miss(reason)
     if nested:
-        raise Miss("in a checkpointed region, a graph of its own, its second product would be computed again")
+        raise Miss("it stands in a graph of its own, as a checkpointed region is: its second product might run again")
     if any(bucket.quantized for bucket in context.buckets):
         raise Miss("the model has weights in MXFP8, whose products run one at a time")
     if mlp.gate_bias is not None or mlp.up_bias is not None or mlp.down.bias is not None or mlp.routing is not None:

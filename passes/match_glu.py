@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxshard import _compat
 from fxshard.fused.glu import Glu
 from fxshard.passes.calls import (
+    TRANSFORMED,
     Product,
     argument,
     call,
@@ -193,7 +195,8 @@ def _same_value(a: fx.Node, b: fx.Node) -> bool:
     x, y = cast_from(a), cast_from(b)
     if x is None or y is None or not same_dtype(a, b):
         return False
-    return _same_value(x, y) and changed_between([x, y], *sorted((a, b))) is None
+    first, second = sorted((a, b))
+    return _same_value(x, y) and changed_between([x, y], first, second) is None and not _switched(first, second)
 
 
 def _source(node: Any, product: FindProduct) -> _Source | None:
@@ -306,20 +309,27 @@ def _between(matched: GatedMlp, biases: set[fx.Node]) -> set[fx.Node]:
             raise Miss(f"{node.name} uses what lies between the products")
         _check_write(node, inside, firsts, node in biases)
         _check_cast(node, matched.down.node)
-    node = min(inside)
-    while node is not matched.down.node:
-        if switches_modes(node):
-            raise Miss("gradients or autocast are switched on or off between the products")
-        node = node.next
+    if _switched(min(inside), matched.down.node):
+        raise Miss("gradients or autocast are switched on or off between the products")
+    if any(TRANSFORMED in node.meta for node in inside):
+        raise Miss("a transform of torch.func is at work on it")
     return inside
 
 
+def _switched(first: fx.Node, last: fx.Node) -> bool:
+    """Whether something between two nodes of the graph switches gradients or autocast on or off."""
+    while first is not last and not switches_modes(first):
+        first = first.next
+    return first is not last
+
+
 def _check_cast(node: fx.Node, product: fx.Node) -> None:
-    """Casts are looked through. One that rounds more than the products do is there for a reason."""
+    """Casts are looked through. One to a type that holds less than that of the products is there for a reason."""
     if cast_from(node) is not None:
         rounded, computed = value(node), value(product)
         assert rounded is not None and computed is not None
-        if rounded.dtype.itemsize < computed.dtype.itemsize:
+        kept, wanted = torch.finfo(rounded.dtype), torch.finfo(computed.dtype)
+        if kept.eps > wanted.eps or kept.max < wanted.max:
             raise Miss(f"{node.name} is rounded to {rounded.dtype} between the products")
 
 

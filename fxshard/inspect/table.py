@@ -21,6 +21,8 @@ WIDEST = 140
 WIDE = 100
 LONGEST_PERIOD = 64
 """Events per layer beyond which repetition is not looked for."""
+LAST_USE = "last use: "
+"""In front of the name of a node; what else has a reason names parameters."""
 LEAST_REPEATS = 3
 
 STYLES = {
@@ -170,7 +172,7 @@ def _rows(schedule: Schedule) -> list[Row]:
             label = event.bucket or schedule.touched(event)
             amount = size(event.bytes) if event.kind in (*COMMUNICATES, Kind.ACCUMULATE, Kind.UPDATE) else ""
             dtype = str(event.dtype).removeprefix("torch.") if amount else ""
-            why = re.sub(r"_\d+\b", "", event.why)  # the first node of a name has no number
+            why = re.sub(rf"^({LAST_USE}.*)_\d+$", r"\1", event.why)  # the first node of a name has no number
             key = (event.phase, event.kind, event.bytes, event.dtype, _pattern(label), _pattern(why))
         numbers = tuple(int(digits) for digits in re.findall(r"\d+", label))
         rows.append(Row(i, event, label, amount, dtype, key, numbers))
@@ -189,8 +191,10 @@ def between(first: str, last: str) -> str:
     >>> between("last use: mm", "last use: mm_12")
     'last use: mm…12'
     """
-    if re.fullmatch(r"_\d+", last.removeprefix(first)):
+    if first.startswith(LAST_USE) and re.fullmatch(r"_\d+", last.removeprefix(first)):
         return f"{first}…{last.removeprefix(first)[1:]}"
+    if first.startswith(LAST_USE) and re.fullmatch(r"_\d+", first.removeprefix(last)):
+        return f"{first}…0"
     a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
     if a[::2] != b[::2]:
         return first

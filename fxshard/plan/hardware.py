@@ -63,6 +63,11 @@ class Hardware:
     capability: tuple[int, int] | None = None
     """CUDA's compute capability, by which a plan knows the kernels that a run will have; None: those of any device."""
 
+    def __post_init__(self) -> None:
+        given = self.capability
+        if given is not None and (not isinstance(given, tuple) or [type(number) for number in given] != [int, int]):
+            raise ConfigError(f"hardware {self.name!r}: capability={given!r}, expected (9, 0) for 9.0, or None")
+
     def flops_in(self, dtype: torch.dtype) -> float:
         """FLOP/s that GEMMs of a dtype reach in practice. A dtype without a rate of its own computes in float32."""
         name = str(dtype).removeprefix("torch.")

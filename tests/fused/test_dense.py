@@ -40,6 +40,16 @@ class Eager(TorchExperts):
 add_implementation("takes-dense", Eager)
 
 
+@torch.library.custom_op("fxshard_tests::doubled", mutates_args=["x"])
+def doubled(factor: float, x: Tensor) -> None:
+    x.mul_(2 * factor)
+
+
+@doubled.register_fake
+def _(factor: float, x: Tensor) -> None:
+    return None
+
+
 class Joined(nn.Module):
     def __init__(self, dim: int, inner: int, bias: bool = False) -> None:
         super().__init__()
@@ -125,6 +135,31 @@ class InPlace(models.Mlp):
         return self.down(F.silu(gate) * self.up(x))
 
 
+class ByOperator(models.Mlp):
+    """Changes its input by an operator whose name says nothing to Python."""
+
+    def __init__(self, dim: int, inner: int, change: Callable[[Tensor], Any]) -> None:
+        super().__init__(dim, inner)
+        self.change = change
+        self.requires_grad_(False)  # or autograd would refuse it
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        up = self.up(x)
+        self.change(x)
+        return self.down(F.silu(self.gate(x)) * up)
+
+
+class CastTwice(models.Mlp):
+    """One of two casts is a constant to autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.bfloat16()
+        with torch.no_grad():
+            second = x.bfloat16()
+        return self.down(F.silu(self.gate(first)) * self.up(second)).float()
+
+
 class GateSecond(Joined):
     def forward(self, x: Tensor) -> Tensor:
         up, gate = self.gate_up(x).chunk(2, -1)
@@ -137,6 +172,19 @@ class OfItself(models.Mlp):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x)
         return F.linear(F.silu(gate) * self.up(x), gate[:DIM])
+
+
+class Between(models.Mlp):
+    """In a type of its own, with something between the products."""
+
+    def __init__(self, dim: int, inner: int, dtype: torch.dtype, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(dim, inner)
+        self.to(dtype)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.down.weight.dtype)
+        return self.down(self.between(F.silu(self.gate(x)) * self.up(x))).float()
 
 
 class Read(models.Mlp):
@@ -152,11 +200,32 @@ LEFT: dict[str, tuple[Any, str]] = {
     "another width behind": (lambda: Narrowing(DIM, INNER), "its input is 16 wide, its output 8"),
     "no gradients inside": (lambda: WithoutGradients(DIM, INNER), "gradients or autocast are switched"),
     "rounded inside": (lambda: Rounding(DIM, INNER), "rounded to torch.float8_e4m3fn"),
+    "changed by an overload": (
+        lambda: ByOperator(DIM, INNER, lambda x: torch.ops.aten.mul_.Tensor(x, 2.0)),
+        "is changed in place inside",
+    ),
+    "changed in a list": (
+        lambda: ByOperator(DIM, INNER, lambda x: torch._foreach_mul_([x], 2.0)),
+        "is changed in place inside",
+    ),
+    "changed by an operator of one's own": (
+        lambda: ByOperator(DIM, INNER, lambda x: torch.ops.fxshard_tests.doubled(1.0, x)),
+        "is changed in place inside",
+    ),
     "changed inside": (lambda: InPlace(DIM, INNER), "is changed in place between the products"),
     "gate second": (lambda: GateSecond(DIM, INNER), "gate is not the first half"),
     "a weight from inside": (lambda: OfItself(DIM, INNER), "depends on what lies between the products"),
     "read elsewhere": (lambda: Read(DIM, INNER), "what lies between the products is returned"),
-    "checkpointed": (lambda: Checkpointed(DIM, INNER), "in a checkpointed region"),
+    "checkpointed": (lambda: Checkpointed(DIM, INNER), "as a checkpointed region is"),
+    "cast without gradients": (lambda: CastTwice(DIM, INNER).bfloat16(), "gate and up project different inputs"),
+    "rounded to another range": (
+        lambda: Between(DIM, INNER, torch.bfloat16, lambda h: h.half().bfloat16()),
+        "rounded to torch.float16",
+    ),
+    "rounded to fewer digits": (
+        lambda: Between(DIM, INNER, torch.float16, lambda h: h.bfloat16().half()),
+        "rounded to torch.bfloat16",
+    ),
 }
 
 
@@ -172,6 +241,8 @@ def test_a_near_miss_is_left_as_written(kind: str) -> None:
     assert torch.equal(mine, theirs)
     if kind == "its input is changed":
         return  # which autograd itself refuses to differentiate
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return
     leaves = [x, *model.parameters()]
     found, wanted = (torch.autograd.grad(out.sum(), leaves, allow_unused=True) for out in (mine, theirs))
     assert [grad is None for grad in found] == [grad is None for grad in wanted]
@@ -185,6 +256,19 @@ def test_a_vector_is_no_second_product() -> None:
     model, x = Dot(DIM, INNER), torch.randn(ROWS, DIM)
     fused, report, _ = rewritten(model, experts="takes-dense")
     assert torch.equal(fused(x), model(x)) and not report.fused and not report.left
+
+
+def test_torch_func_elsewhere_in_the_graph_changes_nothing() -> None:
+    """As where a mask is made by ``vmap``."""
+
+    class Masked(models.Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.vmap(lambda row: row * 2)(x))
+
+    model, x = Masked(DIM, INNER), torch.randn(ROWS, DIM)
+    fused, report, _ = rewritten(model, experts="takes-dense")
+    torch.testing.assert_close(fused(x), model(x))
+    assert len(report.fused) == 1 and not report.left
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp"])

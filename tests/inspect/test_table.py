@@ -42,6 +42,21 @@ def test_a_layer_that_differs_is_not_hidden_in_a_fold() -> None:
     assert "a reason of its own" in render(replace(schedule, events=events))
 
 
+@pytest.mark.parametrize(("why", "folded"), [("last use: mm", True), ("first use: layers.6.norm_1.weight", False)])
+def test_numbers_of_nodes_are_not_those_of_parameters(why: str, folded: bool) -> None:
+    """The first node of a name has no number. A parameter's name with another number is another parameter."""
+    schedule = drawn(layers=12)
+    prefix = "last use: mm_{}" if folded else "first use: layers.{}.norm.weight"
+    events = []
+    for event in schedule.events:
+        if event.kind is Kind.RESHARD and event.bucket.startswith("layers."):
+            number = int(event.bucket.removeprefix("layers."))
+            event = replace(event, why=why if number == 6 else prefix.format(number + 1 if folded else number))
+        events.append(event)
+    shown = render(replace(schedule, events=tuple(events)))
+    assert (why not in [line.strip().split("  ")[-1].strip() for line in shown.splitlines()]) == folded
+
+
 @pytest.mark.parametrize("width", [60, 88, 120, 140, 400])
 def test_never_wider_than_asked_nor_than_140(width: int) -> None:
     schedule = drawn(layers=4, unit="a_module_with_a_rather_long_name_that_goes_on.layers")
@@ -69,4 +84,7 @@ def test_between_and_flop() -> None:
     assert between("layers.3.mlp", "layers.12.mlp") == "layers.3…12.mlp"
     assert between("head", "head") == "head"
     assert between("first", "other") == "first"
+    assert between("last use: mm", "last use: mm_12") == "last use: mm…12"
+    assert between("last use: mm_12", "last use: mm") == "last use: mm_12…0"
+    assert between("layers.1", "layers.1_2") == "layers.1"
     assert (flop(12), flop(1_500), flop(2.5e12)) == ("12 FLOP", "1.5 kFLOP", "2.50 TFLOP")

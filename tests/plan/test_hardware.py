@@ -45,6 +45,13 @@ def test_an_unknown_name_lists_the_known_ones(wrong: object) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
+def test_capability_is_two_numbers(preset: Hardware) -> None:
+    assert preset.capability is None or preset.capability >= (8, 0)
+    with pytest.raises(ConfigError, match=r"capability=9, expected \(9, 0\)"):
+        replace(preset, capability=9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
 def test_presets_make_sense(preset: Hardware) -> None:
     assert set(preset.flops) == {"bfloat16", "float16", "float32", "float8"}
     assert 0 < preset.efficiency <= 1 and 0 < preset.memory_efficiency <= 1
