@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxshard.fused.choose import Case, choose_dense
+from fxshard.fused.case import Case
+from fxshard.fused.choose import choose_dense
 from fxshard.fused.dense_op import dense_mlp
 from fxshard.fused.glu import SWIGLU
 from fxshard.fused.report import Fused, Left

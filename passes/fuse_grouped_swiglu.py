@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxshard.fused.choose import Case, choose, implementation
+from fxshard.fused.case import Case
+from fxshard.fused.choose import choose, implementation
 from fxshard.fused.op import grouped_swiglu
 from fxshard.fused.padding import pad_groups, take_rows
 from fxshard.fused.report import Fused, Left

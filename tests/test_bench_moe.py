@@ -10,7 +10,7 @@ import torch
 from fxshard.bench import clock, moe, products
 from fxshard.bench.figures import CHARTS
 from fxshard.fused.by_torch import TorchExperts
-from fxshard.fused.choose import Case
+from fxshard.fused.case import Case
 
 
 def test_figures_of_a_contender() -> None:

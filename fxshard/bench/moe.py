@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from fxshard.backend import fxshard_backend
 from fxshard.bench import products
 from fxshard.bench.clock import DeviceClock
-from fxshard.fused.choose import Case, choose, implementation, refusal
+from fxshard.fused.case import Case
+from fxshard.fused.choose import choose, implementation, refusal
 from fxshard.inspect.progress import progress
 
 Contender = Callable[["Layer"], torch.Tensor]

@@ -10,14 +10,12 @@ from __future__ import annotations
 import importlib
 import os
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fxshard.fused.case import Case
 from fxshard.fused.glu import CLAMPED_GEGLU, Glu
-
-if TYPE_CHECKING:
-    from fxshard.fused.choose import Case
 
 KERNEL = "GroupedMLP_CuTeGEMMGLU"
 """The operation that Transformer Engine puts in the place of the three (``transformer_engine.pytorch.ops.fused``)."""

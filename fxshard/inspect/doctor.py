@@ -187,7 +187,8 @@ def _experts() -> Found:
     """For a common case: bf16, sizes that every kernel takes."""
     import torch
 
-    from fxshard.fused.choose import Case, choose, refusal
+    from fxshard.fused.case import Case
+    from fxshard.fused.choose import choose, refusal
 
     case = Case(_device(), torch.bfloat16, hidden=2048, inner=1408)
     reasons = [f"not {name}: {reason}" for name in ("triton", "te") if (reason := refusal(name, case)) is not None]

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxshard
 from fxshard.fused import by_te, choose
 from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp, _stack
-from fxshard.fused.choose import Case
+from fxshard.fused.case import Case
 from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu
 from fxshard.fused.op import grouped_swiglu_gradients
 from fxshard.fused.te_gates import ALLOWS

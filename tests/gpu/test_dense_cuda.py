@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import fxshard
 from fxshard.backend import fxshard_backend
-from fxshard.fused.choose import Case, refusal
+from fxshard.fused.case import Case
+from fxshard.fused.choose import refusal
 from fxshard.fused.dense_op import dense_mlp
 from fxshard.models import MLP, Llama, LlamaConfig
 from tests.replaying import counts

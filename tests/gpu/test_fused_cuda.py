@@ -17,7 +17,8 @@ import torch
 import fxshard
 from fxshard.fused import choose as choosing
 from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp
-from fxshard.fused.choose import Case, choose, refusal
+from fxshard.fused.case import Case
+from fxshard.fused.choose import choose, refusal
 from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, interleave_glu
 from tests.fused import models
 from tests.fused.reference import (
