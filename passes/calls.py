@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -113,25 +114,24 @@ def written(node: fx.Node) -> list[fx.Node]:
         in_place = bool(node.args) and (by_name or node.target in _IN_PLACE or _asked_in_place(node))
         changed = [node.args[0]] if in_place else []
         changed.append(node.kwargs.get("out"))
-    return [each for arg in changed for each in (arg if isinstance(arg, (list, tuple)) else (arg,)) if _is_node(each)]
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
+    nodes = (each for arg in changed for each in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+    return [node for node in nodes if isinstance(node, fx.Node)]
 
 
 def _asked_in_place(node: fx.Node) -> bool:
     """Whether ``inplace`` is among the arguments, named or not, as that of ``F.relu(x, True)``."""
-    position = _inplace_position(node.target) if node.op == "call_function" else None
-    return argument(node, position, "inplace") is True if position is not None else node.kwargs.get("inplace") is True
+    if getattr(node.target, "__module__", None) != F.__name__:
+        return node.kwargs.get("inplace") is True
+    return argument(node, _inplace_position(node.target), "inplace") is True
 
 
 @cache
-def _inplace_position(function: Any) -> int | None:
+def _inplace_position(function: Callable[..., Any]) -> int:
+    """Where among the arguments of one of ``torch.nn.functional`` it is; far away if it has none."""
     try:
         return list(inspect.signature(function).parameters).index("inplace")
-    except (TypeError, ValueError):  # of what is not written in Python there is no signature
-        return None
+    except ValueError:  # or no signature
+        return sys.maxsize
 
 
 _IN_PLACE = (

@@ -22,7 +22,8 @@ def add_implementation(
 ) -> None:
     """An implementation of one's own, to be asked for by ``experts=name``.
 
-    ``make`` gives a :class:`TorchExperts` that replaces some of its steps and says which ``alignment`` it wants;
+    ``make`` gives a :class:`TorchExperts` that replaces some of its steps and says which ``alignment`` it wants, and
+    whether it ``takes_dense`` MLPs, too;
     ``refuses`` says why it cannot run something, or None.
 
     >>> add_implementation("mine", MyExperts)
