@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fxshard._version import __version__
+from fxshard.garbage import make_old, no_garbage_collection
 from fxshard.log import set_up
 
 if TYPE_CHECKING:
@@ -90,9 +91,11 @@ class _Package(ModuleType):
             raise AttributeError(f"module 'fxshard' has no attribute {name!r}")
         # These processes take seconds to start: the rest is imported meanwhile. Not where a script is only imported
         # again, by each worker that a data loader spawns.
-        if name in ("compile", "shard") and current_process().name == "MainProcess":
-            import_module("fxshard._compat").start_compile_processes()
-        value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
+        with no_garbage_collection():
+            if name in ("compile", "shard") and current_process().name == "MainProcess":
+                import_module("fxshard.elsewhere").start()
+            value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
+            make_old()
         self.__dict__[name] = value
         return value
 

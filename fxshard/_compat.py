@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxshard.log import LOG
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
@@ -57,6 +62,28 @@ def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
         return joint_graph_passes(graph)
 
 
+def draws_random_numbers(graph: fx.Graph) -> bool:
+    """Whether running a graph moves a random number generator. torch 2.11, 2.13.
+
+    Operators for attention have a dropout of their own, and are marked for it even where it is 0.
+    """
+    return any(
+        operator is not None
+        and torch.Tag.nondeterministic_seeded in operator.tags
+        and _argument(node, operator, "dropout_p") != 0.0
+        for node, operator in ((node, operator_of(node)) for node in graph.nodes)
+    )
+
+
+def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:
+    """What a node passes for an operator's argument; None where it has none of that name."""
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return None
+
+
 def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Lower one graph to a boxed callable. torch 2.11, 2.13.
 
@@ -69,16 +96,139 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
 
 
+def packed(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes | None:
+    """A graph for another process to compile. torch 2.11, 2.13.
+
+    None if it cannot go there, or Inductor would not keep in its cache what comes of it.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    if not config.fx_graph_cache or config.force_disable_caches:
+        return None
+    try:
+        FxGraphCache._check_can_cache(segment)
+        return GraphPickler.dumps((segment, list(example_inputs)), Options(ops_filter=None))
+    except (BypassFxGraphCache, pickle.PicklingError, AttributeError, TypeError, NotImplementedError) as error:
+        LOG.debug("a segment cannot be compiled ahead: %s", error)
+        return None
+
+
+def compile_packed(graph: bytes, circumstances: Mapping[str, Any]) -> None:
+    """Compile such a graph in this process, for Inductor's cache. torch 2.11, 2.13."""
+    from torch._inductor import config
+    from torch._subclasses import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    _adopt(circumstances)
+    loaded: Any = GraphPickler.loads(graph, FakeTensorMode(shape_env=ShapeEnv()))
+    with config.patch(circumstances["inductor"]):
+        inductor_compile(*loaded)
+
+
+def compile_any(circumstances: Mapping[str, Any]) -> None:
+    """Compile a graph that nobody wants: the first one takes longest. torch 2.11, 2.13."""
+    from torch._inductor import config
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    _adopt(circumstances)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        example = torch.empty(64, 64, device="cuda" if circumstances["device"] is not None else "cpu")
+    with config.patch(circumstances["inductor"]):
+        inductor_compile(make_fx(_normalise)(example), [example])
+
+
+def _normalise(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x * torch.rsqrt((x * x).mean(-1, keepdim=True)),)
+
+
+def compile_cache() -> str:
+    """The directory of Inductor's caches. torch 2.11, 2.13."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def compile_circumstances() -> dict[str, Any]:
+    """What compilation depends on beside a graph, as far as a process can have it otherwise. torch 2.11, 2.13."""
+    from torch._inductor import config
+
+    matmul = torch.backends.cuda.matmul
+    return {
+        "torch": torch.__version__,
+        "inductor": config.save_config_portable(),
+        "directories": {
+            "TORCHINDUCTOR_CACHE_DIR": compile_cache(),
+            **{name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ},
+        },
+        "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+        "precision": torch.get_float32_matmul_precision(),
+        "fp16": matmul.allow_fp16_reduced_precision_reduction,
+        "bf16": matmul.allow_bf16_reduced_precision_reduction,
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        ),
+    }
+
+
+def _adopt(circumstances: Mapping[str, Any]) -> None:
+    os.environ.update(circumstances["directories"])
+    if circumstances["device"] is not None:
+        torch.cuda.set_device(circumstances["device"])
+    if circumstances["precision"] != torch.get_float32_matmul_precision():  # setting what is there is not the same
+        torch.set_float32_matmul_precision(circumstances["precision"])
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = circumstances["fp16"]
+    matmul.allow_bf16_reduced_precision_reduction = circumstances["bf16"]
+    deterministic, warn_only, fill = circumstances["deterministic"]
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def import_inductor() -> None:
+    """All that compiling a graph imports. torch 2.11, 2.13."""
+    from torch._inductor import compile_fx, lowering  # noqa: F401
+
+
+def hash_compilers() -> None:
+    """What Inductor's cache asks of a process once: it reads torch's and Triton's files. torch 2.11, 2.13."""
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    torch_key()
+    if HAS_TRITON:
+        triton_key()
+
+
+def start_kernel_processes() -> None:
+    """Start the processes in which this one compiles GPU kernels, and wait for them. torch 2.11, 2.13."""
+    from torch._inductor import async_compile
+
+    if torch.cuda.device_count() > 0:
+        async_compile.AsyncCompile.wait_pool_ready()
+
+
+def stop_kernel_processes() -> None:
+    """End them. torch 2.11, 2.13."""
+    from torch._inductor import async_compile
+
+    async_compile.shutdown_compile_workers()
+
+
 def start_compile_processes() -> None:
-    """Start the processes in which Inductor compiles GPU kernels, if there is a GPU, and wait for nothing.
+    """Start the processes in which Inductor compiles GPU kernels, and wait for nothing.
 
     That takes seconds, in which kernels are compiled one after the other in this process; Inductor's own backend begins
     with it, and we call what is behind that backend. ``TORCH_WARM_POOL=0`` is respected. torch 2.11, 2.13.
     """
-    if torch.cuda.device_count() > 0:  # is_available() would initialise CUDA: no process forked later could use it
-        from torch._inductor import async_compile
+    from torch._inductor import async_compile
 
-        async_compile.maybe_warm_pool()
+    async_compile.maybe_warm_pool()
 
 
 def compile_processes() -> tuple[Sequence[Any], int]:

@@ -12,10 +12,12 @@ from torch import fx
 from fxshard import _compat
 from fxshard.compiled import CompiledGraphs
 from fxshard.config import Options
-from fxshard.elsewhere import warm_up
+from fxshard.elsewhere import start, warm_up
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Event, Kind, Phase
 from fxshard.fused.ahead import compile_ahead
+from fxshard.garbage import make_old, no_garbage_collection
+from fxshard.helpers.crew import dismiss, hired
 from fxshard.inspect.observe import Observer, observer
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
@@ -26,7 +28,7 @@ from fxshard.passes.split_segments import split_segments
 from fxshard.repetition.abridged import Abridged, abridge
 from fxshard.repetition.periods import Unrepeatable
 from fxshard.runtime.agreement import COMMUNICATION
-from fxshard.runtime.program import Program
+from fxshard.runtime.program import Program, segments
 from fxshard.sharding import Sharding, sharding_of, unsharded
 from fxshard.variants import Variants
 
@@ -83,6 +85,7 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile_captured(graph, example_inputs)
+        make_old()  # Dynamo has garbage collected next
         return self.compiled.add(run) if self.sharding.plans else run  # without parameters there is nothing to let go
 
     def _compile_captured(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -133,6 +136,8 @@ class Backend:
 
     def rewrite_joint(self, joint: fx.GraphModule) -> fx.GraphModule:
         """What Inductor does to a graph before it is partitioned, where Inductor lowers it."""
+        if self.lower is None and self.sharding.engine.device.type == "cuda":
+            compile_ahead(joint.graph, self.sharding.engine.device)  # all kernels of ours that it will launch
         return _compat.inductor_joint_passes(joint) if self.sharding.options.lowering == "inductor" else joint
 
     def _decompositions(self) -> dict[Any, Any] | None:
@@ -185,6 +190,7 @@ class Capture:
         self._owner = object()
         self._backward: fx.GraphModule | None = None
         self._scheduled: dict[Phase, fx.GraphModule] = {}
+        self._splits: dict[Phase, fx.GraphModule] = {}
         self._arena_bytes = 0
         self._agree: Callable[[], None] | None = None
         self._carries: dict[int, Event] = {}
@@ -202,8 +208,6 @@ class Capture:
         self._visible = kwargs["num_fwd_outputs"]
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
         joint = before_partition(joint, self.context(Phase.FORWARD))
-        if self._backend.lower is None and self._sharding.engine.device.type == "cuda":
-            compile_ahead(joint.graph, self._sharding.engine.device)
         forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
         self._backward = _copy(backward)
@@ -217,10 +221,13 @@ class Capture:
     def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self._backward is not None
         self._schedule({Phase.FORWARD: forward, Phase.BACKWARD: self._backward})
+        if self._backend.lower is None:
+            self._compile_with_help()
         return self._lower(Phase.FORWARD)
 
     def compile_backward(self, backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return self._lower(Phase.BACKWARD)
+        with no_garbage_collection():  # AOTAutograd calls this from the first backward
+            return self._lower(Phase.BACKWARD)
 
     def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._abridged is not None:
@@ -287,15 +294,30 @@ class Capture:
                 each.verify()
         return made
 
+    def _compile_with_help(self) -> None:
+        """Compile both graphs' segments in several processes, if any were started, and end these."""
+        crew = hired() if self._sharding.options.lowering == "inductor" else None
+        if crew is not None:
+            with _compat.no_dispatch_modes():
+                split = [self._split(phase) for phase in self._scheduled]
+                self._sharding.compiler.with_help(crew, [segment for module in split for segment in segments(module)])
+            crew.finish()
+        dismiss()
+
+    def _split(self, phase: Phase) -> fx.GraphModule:
+        if phase not in self._splits:
+            scheduled = self._scheduled[phase]
+            watch = self._observer.begin(phase, "split_segments", scheduled) if self._observer is not None else None
+            self._splits[phase] = split_segments(scheduled, self.context(phase))
+            if watch is not None:
+                watch.done(self._splits[phase])
+        return self._splits[phase]
+
     def _lower(self, phase: Phase) -> Callable[..., Any]:
         if self._backend.lower is not None:
             return self._backend.lower(self._scheduled[phase])
         with _compat.no_dispatch_modes():
-            scheduled = self._scheduled[phase]
-            watch = self._observer.begin(phase, "split_segments", scheduled) if self._observer is not None else None
-            split = split_segments(scheduled, self.context(phase))
-            if watch is not None:
-                watch.done(split)
+            split = self._split(phase)
             engine, compiler = self._sharding.engine, self._sharding.compiler
             agree = None if phase is Phase.BACKWARD else self._agree
             carries = self._carries if phase is Phase.FORWARD else None
@@ -312,7 +334,7 @@ def backend_of(sharding: Sharding) -> Backend:
     if not isinstance(sharding.backend, Backend):
         sharding.backend = Backend(sharding)
         if sharding.options.lowering == "inductor" and sharding.engine.device.type == "cuda":
-            _compat.start_compile_processes()
+            start()
             warm_up(sharding.engine.device)  # done when the model has been traced
     return sharding.backend
 

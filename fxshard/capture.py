@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,19 +43,6 @@ def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
         return living(graph, example_inputs)
 
     return compile_for
-
-
-@contextmanager
-def no_garbage_collection(wanted: bool = True) -> Iterator[None]:
-    """Tracing makes many objects that live until the end: looking for garbage among them is a tenth of the time."""
-    enabled = wanted and gc.isenabled()
-    if enabled:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def explained(error: BaseException, model: nn.Module) -> FxshardError:

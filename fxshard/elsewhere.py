@@ -1,6 +1,7 @@
-"""Kernels compiled in other processes before they are wanted: Inductor's, which are idle while a model is traced.
+"""Kernels compiled in other processes before they are wanted.
 
-What they compile is on disk when this process looks for it, at a first launch.
+What they compile is on disk when this process looks for it, at a first launch. The processes are a crew of ours
+(:mod:`fxshard.helpers`), as long as it is there, and Inductor's otherwise, which are idle while a model is traced.
 """
 
 from __future__ import annotations
@@ -13,10 +14,20 @@ from functools import partial
 import torch
 
 from fxshard import _compat
+from fxshard.helpers import crew
 from fxshard.log import LOG
 
 Compile = Callable[[int], None]
 """Compiles a kernel for a GPU of a compute capability (90: 9.0), without one."""
+
+
+def start() -> None:
+    """Start the processes that will compile beside this one, and wait for none of them."""
+    gpus = torch.cuda.device_count() > 0  # is_available() would initialise CUDA: no process forked later could use it
+    if (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ:
+        crew.hire()
+    if gpus and crew.hired() is None:
+        _compat.start_compile_processes()
 
 
 def compile_elsewhere(compile: Compile, device: torch.device) -> None:
@@ -24,17 +35,26 @@ def compile_elsewhere(compile: Compile, device: torch.device) -> None:
 
     If it fails there, the launch that wants the kernel compiles it again, and says why it cannot.
     """
-    pools, _ = _compat.compile_processes()
+    helpers, (pools, _) = crew.hired(), _compat.compile_processes()
+    if helpers is None and not pools:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    cache = _compat.kernel_cache(torch.cuda.current_device() if device.index is None else device.index)
+    if helpers is not None:
+        helpers.publish(partial(_in_cache, cache, compile, 10 * major + minor))
+        return
     for pool in pools:
-        major, minor = torch.cuda.get_device_capability(device)
-        cache = _compat.kernel_cache(torch.cuda.current_device() if device.index is None else device.index)
         pool.submit(_in_cache, cache, compile, 10 * major + minor).add_done_callback(_say)
 
 
 def warm_up(device: torch.device) -> None:
-    """Let each of the processes compile a first kernel, which takes longest."""
-    pools, count = _compat.compile_processes()
-    if pools:
+    """Let each of the processes compile something: the first takes longest."""
+    helpers, (pools, count) = crew.hired(), _compat.compile_processes()
+    if helpers is not None:
+        circumstances = _compat.compile_circumstances()
+        for _ in range(helpers.count):
+            helpers.publish(partial(_compat.compile_any, circumstances), wanted=False)
+    elif pools:
         from fxshard.first_kernel import compile_first
 
         for number in range(count):

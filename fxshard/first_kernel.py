@@ -27,5 +27,10 @@ def _copy(source, target, size, BLOCK: tl.constexpr, NUMBER: tl.constexpr):
 def compile_first(number: int, capability: int) -> None:
     """Compile a kernel for a GPU of that compute capability (90: 9.0); one number, one kernel: none is in a cache."""
     _compat.import_what_kernels_import()
+    compile_copy(number, capability)
+
+
+def compile_copy(number: int, capability: int = 90) -> None:
+    """The same without asking for a GPU, which a process that will be forked must not do."""
     source = ASTSource(_copy, signature=SIGNATURE, constexprs={(3,): 128, (4,): number})
     triton.compile(source, target=GPUTarget("cuda", capability, 32))

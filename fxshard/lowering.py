@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxshard import _compat
+from fxshard.helpers.crew import Crew
+from fxshard.helpers.known import Known
 from fxshard.log import LOG
 
 BoxedCallable = Callable[[list[Any]], Any]
+HEAD_START = 0.05
+"""Seconds that a crew has for taking jobs, which it does at once if it is there."""
+Key = tuple[str, Any]
+"""A segment's structure, and where its symbolic sizes were traced."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +42,51 @@ class SegmentCompiler:
         self.lowering = lowering
         self.segments = 0
         self.compilations = 0
-        self._compiled: dict[tuple[str, Any], BoxedCallable] = {}
+        self._compiled: dict[Key, BoxedCallable] = {}
+
+    @cached_property
+    def _known(self) -> Known:
+        return Known()
 
     def __call__(self, segment: fx.GraphModule) -> BoxedCallable:
         self.segments += 1
-        # What a compiler assumed about symbolic sizes is noted where they were traced, and holds only there.
-        values = [node.meta.get("val") for node in segment.graph.find_nodes(op="placeholder")]
-        symbols = next((env for env in map(_compat.shape_environment, values) if env is not None), None)
-        key = (structure(segment), symbols)
+        key = _key(segment)
         if key not in self._compiled:
-            self.compilations += 1
-            started = time.perf_counter()
-            self._compiled[key] = self._lower(segment)
-            seconds = time.perf_counter() - started
-            LOG.debug(
-                "segment %d: %d nodes, %s, %.2f s", self.segments, len(segment.graph.nodes), self.lowering, seconds
-            )
+            self._compile(key, segment)
         return self._compiled[key]
+
+    def with_help(self, crew: Crew, segments: Iterable[fx.GraphModule]) -> None:
+        """Have a crew compile what is new among ``segments``, and take part in it.
+
+        What others compiled is in Inductor's cache then, and is there at once when it is called for.
+        """
+        new: dict[Key, fx.GraphModule] = {}
+        for segment in segments:
+            key = _key(segment)
+            if key not in self._compiled and key[1] is None and key[0] not in self._known and _worth_compiling(segment):
+                new.setdefault(key, segment)  # the cache knows nodes by name, and the first will be asked for
+        circumstances = _compat.compile_circumstances()
+        jobs: dict[int, Key] = {}
+        for key in sorted(new, key=lambda key: -_length(new[key])):  # the longest first
+            packed = _compat.packed(new[key], _example_inputs(new[key]))
+            if packed is not None:
+                jobs[crew.publish(partial(_compat.compile_packed, packed, circumstances))] = key
+        if jobs:
+            time.sleep(HEAD_START)
+            _compat.hash_compilers()  # which looking into the cache begins with: others are at work now
+        while (taken := crew.take()) is not None:
+            if taken in jobs:
+                key = jobs[taken]
+                self._compile(key, _copy(new[key]))  # compilers write to it, and it is known by its structure
+
+    def _compile(self, key: Key, segment: fx.GraphModule) -> None:
+        self.compilations += 1
+        started = time.perf_counter()
+        self._compiled[key] = self._lower(segment)
+        if self.lowering == "inductor":
+            self._known.add(key[0])
+        seconds = time.perf_counter() - started
+        LOG.debug("segment %d: %d nodes, %s, %.2f s", self.segments, _length(segment), self.lowering, seconds)
 
     def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
         if self.lowering == "eager" or not _worth_compiling(segment):
@@ -64,6 +99,24 @@ class SegmentCompiler:
 
             return run
         return _compat.inductor_compile(segment, _example_inputs(segment))
+
+
+def _key(segment: fx.GraphModule) -> Key:
+    # What a compiler assumed about symbolic sizes is noted where they were traced, and holds only there.
+    values = [node.meta.get("val") for node in segment.graph.find_nodes(op="placeholder")]
+    return structure(segment), next((env for env in map(_compat.shape_environment, values) if env is not None), None)
+
+
+def _copy(segment: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in segment.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return _compat.graph_module(segment, graph)
+
+
+def _length(segment: fx.GraphModule) -> int:
+    return len(segment.graph.nodes)
 
 
 def structure(segment: fx.GraphModule) -> str:

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard import _compat, state
 from fxshard.backend import Backend
-from fxshard.capture import FAILURES, cast_floats, explained, no_garbage_collection
+from fxshard.capture import FAILURES, cast_floats, explained
 from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
 from fxshard.events import Phase
+from fxshard.garbage import no_garbage_collection
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
 from fxshard.mirror import mirror, refresh_buffers

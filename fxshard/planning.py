@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from fxshard import _compat
 from fxshard.backend import Backend, Capture, graph_inputs
-from fxshard.capture import FAILURES, capture, cast_floats, explained, no_garbage_collection
+from fxshard.capture import FAILURES, capture, cast_floats, explained
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
+from fxshard.garbage import no_garbage_collection
 from fxshard.groups import planned_domains
 from fxshard.inspect.schedule import Schedule
 from fxshard.module import ShardedModule

@@ -17,7 +17,8 @@ from torch._inductor import async_compile
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
-from fxshard import _compat
+from fxshard import _compat, elsewhere
+from fxshard.helpers import crew
 from fxshard.lowering import SegmentCompiler
 from tests.pool import Pool
 from tests.thorough import thorough
@@ -126,22 +127,25 @@ def test_evaluation_between_steps_disturbs_nothing(ranks: Pool, zero: int) -> No
 
 def test_only_gpu_kernels_are_compiled_in_other_processes() -> None:
     """Inductor's own backend starts them; a CPU's kernels need none."""
-    with mock.patch.object(async_compile, "maybe_warm_pool") as start:
+    with mock.patch.object(async_compile, "maybe_warm_pool") as start, mock.patch.object(crew, "Crew") as helpers:
         fxshard.compile(nn.Linear(4, 4), lowering="inductor")(torch.ones(2, 4))
-        _compat.start_compile_processes()
+        elsewhere.start()
         start.assert_not_called()
+        helpers.assert_not_called()
         with (
             mock.patch.object(torch.cuda, "device_count", return_value=1),
             mock.patch.object(torch.cuda, "is_available") as initialises_the_driver,
+            mock.patch.object(crew, "wanted", return_value=0),
         ):
-            _compat.start_compile_processes()
+            elsewhere.start()
         start.assert_called_once()
+        helpers.assert_not_called()
         initialises_the_driver.assert_not_called()
 
 
 SPAWNS = """
 import multiprocessing, sys, types
-sys.modules["fxshard._compat"] = types.SimpleNamespace(start_compile_processes=lambda: print("started", flush=True))
+sys.modules["fxshard.elsewhere"] = types.SimpleNamespace(start=lambda: print("started", flush=True))
 sys.modules["fxshard.api"] = types.SimpleNamespace(compile=None)
 from fxshard import compile
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ def abridge(
         returned = graph.graph.output_node().args[0]
         if not isinstance(returned, Sequence) or outputs != len(returned) or _writes_to_inputs(joint):
             return None  # what layers do to their inputs would have to be told of all of them
-        whole = rewrite(short.expand(joint)) if _random(joint) else short.expand(rewrite(joint))
+        random = _compat.draws_random_numbers(joint.graph)
+        whole = rewrite(short.expand(joint)) if random else short.expand(rewrite(joint))
         return Abridged(gapped, whole, outputs, short.removed)
     except Unrepeatable:
         return None
@@ -118,11 +119,6 @@ def _joint_of(
 def _writes_to_inputs(joint: fx.GraphModule) -> bool:
     copies = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     return any(isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder" for node in copies)
-
-
-def _random(joint: fx.GraphModule) -> bool:
-    operators = filter(None, map(_compat.operator_of, joint.graph.nodes))
-    return any(torch.Tag.nondeterministic_seeded in operator.tags for operator in operators)
 
 
 def _same_kind(a: Any, b: Any) -> bool:

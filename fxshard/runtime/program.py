@@ -226,6 +226,11 @@ def _last_uses(calls: list[fx.Node], output: fx.Node) -> dict[fx.Node, fx.Node]:
     return last
 
 
+def segments(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The stretches of compute of a graph that was split, in order."""
+    return [_segment(module, call) for call in module.graph.find_nodes(op="call_module")]
+
+
 def _segment(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
     segment = module.get_submodule(str(call.target))
     assert isinstance(segment, fx.GraphModule)

@@ -1,0 +1,160 @@
+"""A crew of processes that compile what this one will want: segments and kernels.
+
+What they compile goes into caches on disk, where this process finds it: whatever becomes of them, nothing but time
+depends on it. A job is a pickled function. They and this process take jobs from one queue, a FIFO in which each job is
+its number, and whoever reads a number does that job. Numbers of finished jobs come back through another FIFO.
+
+Nothing here imports torch: the processes take seconds to start, and start first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fxshard.errors import ConfigError
+from fxshard.log import LOG
+
+VARIABLE = "FXSHARD_HELPERS"
+MOST = 8
+CORES_EACH = 2
+KERNELS_EACH = 3
+"""Processes in which each compiles the kernels that it writes."""
+NUMBER = 4
+"""Bytes of a job's number."""
+PATIENCE = 1000
+"""Milliseconds between looks at whether the crew is still there."""
+
+
+def wanted() -> int:
+    """How many processes to start: what ``FXSHARD_HELPERS`` says, or as many as this rank's cores allow."""
+    asked = os.environ.get(VARIABLE)
+    if asked is not None:
+        if not asked.isdecimal():
+            raise ConfigError(f"{VARIABLE}={asked}: it is the number of processes that compile ahead, 0 for none")
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    count = min(cores // CORES_EACH, MOST)
+    return count if count > 1 else 0
+
+
+class Crew:
+    """Processes that wait for jobs. They end with this one, or when they are dismissed."""
+
+    def __init__(self, count: int, command: Sequence[str] = ("-m", "fxshard.helpers.member")) -> None:
+        self.count = count
+        self.finished = 0
+        """How many jobs they have done."""
+        self._made = 0
+        self._open: set[int] = set()
+        self._directory = Path(tempfile.mkdtemp(prefix="fxshard-"))
+        for name in ("queue", "done"):
+            os.mkfifo(self._directory / name)
+        self._queue = os.open(self._directory / "queue", os.O_RDWR | os.O_NONBLOCK)
+        self._done = os.open(self._directory / "done", os.O_RDONLY | os.O_NONBLOCK)
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, *command, str(self._directory), str(count)],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                VARIABLE: "0",
+                "TORCH_WARM_POOL": "0",
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # no process forked from one that asks CUDA itself could use it
+                # Kernels are compiled in forks of each process: they are there at once.
+                "TORCHINDUCTOR_WORKER_START": "fork",
+                "TORCHINDUCTOR_COMPILE_THREADS": str(KERNELS_EACH),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None if LOG.isEnabledFor(10) else subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        atexit.register(self.dismiss)
+
+    def publish(self, job: Callable[[], object], *, wanted: bool = True) -> int:
+        """Hand out work; its number. What is not ``wanted`` is for the crew's own good, and nobody waits for it."""
+        number = self._made
+        self._made += 1
+        (self._directory / f"{number}.job").write_bytes(pickle.dumps(job))
+        if wanted:
+            self._open.add(number)
+        os.write(self._queue, number.to_bytes(NUMBER, "little"))
+        return number
+
+    def take(self) -> int | None:
+        """A job that nobody has begun and now nobody else will; None if all are begun."""
+        try:
+            number = int.from_bytes(os.read(self._queue, NUMBER), "little")
+        except BlockingIOError:
+            return None
+        self._open.discard(number)
+        return number
+
+    def finish(self) -> None:
+        """Return when all wanted jobs that the crew has begun are done, or nobody is left who could do them."""
+        while self.take() is not None:
+            pass
+        poll = select.poll()
+        poll.register(self._done, select.POLLIN)
+        while self._open:
+            events = poll.poll(PATIENCE)
+            if any(event & select.POLLIN for _, event in events):
+                self._note(int.from_bytes(os.read(self._done, NUMBER), "little"))
+            elif events or self._process.poll() is not None:
+                LOG.debug("processes that compile ahead ended before their work was done")
+                self._open.clear()
+
+    def dismiss(self) -> None:
+        """End the processes at once: what they have finished is on disk, and nothing else is worth anything."""
+        if self._owner != os.getpid() or not self._directory.exists():
+            return
+        atexit.unregister(self.dismiss)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        os.close(self._queue)
+        os.close(self._done)
+        shutil.rmtree(self._directory)
+
+    def _note(self, number: int) -> None:
+        failed = self._directory / f"{number}.error"
+        if failed.exists():
+            LOG.debug("something could not be compiled ahead: %s", failed.read_text())
+        else:
+            self.finished += 1
+        self._open.discard(number)
+
+
+_hired: list[Crew] = []
+"""The crew of this process, until its first graphs are compiled."""
+_started: list[int] = []
+"""The processes that have had one: a second model compiles by itself."""
+
+
+def hire() -> None:
+    """Start a crew, once in a process, and wait for nothing."""
+    count = wanted() if os.getpid() not in _started else 0
+    if count > 0:
+        _started.append(os.getpid())
+        _hired.append(Crew(count))
+
+
+def hired() -> Crew | None:
+    """The crew, if there is one and this is its process."""
+    return _hired[-1] if _hired and _started[-1:] == [os.getpid()] else None
+
+
+def dismiss() -> None:
+    """Let the crew go, if there is one: nobody else waits for it."""
+    while _hired:
+        _hired.pop().dismiss()
