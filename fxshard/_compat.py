@@ -105,14 +105,36 @@ def packed(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes | No
     from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
     from torch.fx._graph_pickler import GraphPickler, Options
 
+    class Pickler(GraphPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.memory_format):  # or it is sought in all modules, and found in one of the user's
+                return _memory_format, (str(obj).removeprefix("torch."),)
+            return super().reducer_override(obj)
+
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
     try:
         FxGraphCache._check_can_cache(segment)
-        return GraphPickler.dumps((segment, list(example_inputs)), Options(ops_filter=None))
-    except (BypassFxGraphCache, pickle.PicklingError, AttributeError, TypeError, NotImplementedError) as error:
+        return Pickler.dumps((segment, list(example_inputs)), Options(None, lambda key: key not in _OF_THE_SCRIPT))
+    except (BypassFxGraphCache, pickle.PicklingError, AssertionError, AttributeError, TypeError) as error:
         LOG.debug("a segment cannot be compiled ahead: %s", error)
         return None
+
+
+def _memory_format(name: str) -> Any:
+    return getattr(torch, name)
+
+
+_OF_THE_SCRIPT = {
+    "nn_module_stack",
+    "source_fn_stack",
+    "fwd_nn_module_stack",
+    "fwd_source_fn_stack",
+    "torch_fn",
+    "from_node",
+}
+"""What nodes say about where they come from: it names classes that only the user's script has, and Inductor does not
+read it. All else must travel: Inductor's cache does not look at it, and some of it decides what is compiled."""
 
 
 def compile_packed(graph: bytes, circumstances: Mapping[str, Any]) -> None:
@@ -152,12 +174,15 @@ def compile_cache() -> str:
     return cache_dir()
 
 
-def compile_circumstances() -> dict[str, Any]:
-    """What compilation depends on beside a graph, as far as a process can have it otherwise. torch 2.11, 2.13."""
+def compile_circumstances() -> dict[str, Any] | None:
+    """What compilation depends on beside a graph, as far as a process can have it otherwise. torch 2.11, 2.13.
+
+    None if another process cannot have it: passes of the user's own, for one.
+    """
     from torch._inductor import config
 
     matmul = torch.backends.cuda.matmul
-    return {
+    circumstances = {
         "torch": torch.__version__,
         "inductor": config.save_config_portable(),
         "directories": {
@@ -165,7 +190,9 @@ def compile_circumstances() -> dict[str, Any]:
             **{name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ},
         },
         "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
-        "precision": torch.get_float32_matmul_precision(),
+        "dtype": torch.get_default_dtype(),
+        "precision": _matmul_precision(),
+        "fp32": matmul.fp32_precision,
         "fp16": matmul.allow_fp16_reduced_precision_reduction,
         "bf16": matmul.allow_bf16_reduced_precision_reduction,
         "deterministic": (
@@ -174,15 +201,32 @@ def compile_circumstances() -> dict[str, Any]:
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         ),
     }
+    try:
+        pickle.dumps(circumstances)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        LOG.debug("nothing can be compiled ahead under this configuration: %s", error)
+        return None
+    return circumstances
+
+
+def _matmul_precision() -> str | None:
+    """None where it was set by its newer name, after which the older one is an error. torch 2.11, 2.13."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def _adopt(circumstances: Mapping[str, Any]) -> None:
     os.environ.update(circumstances["directories"])
     if circumstances["device"] is not None:
         torch.cuda.set_device(circumstances["device"])
-    if circumstances["precision"] != torch.get_float32_matmul_precision():  # setting what is there is not the same
-        torch.set_float32_matmul_precision(circumstances["precision"])
+    torch.set_default_dtype(circumstances["dtype"])
     matmul = torch.backends.cuda.matmul
+    if circumstances["precision"] not in (None, _matmul_precision()):  # setting what is there is not the same
+        torch.set_float32_matmul_precision(circumstances["precision"])
+    if circumstances["fp32"] != matmul.fp32_precision:
+        matmul.fp32_precision = circumstances["fp32"]
     matmul.allow_fp16_reduced_precision_reduction = circumstances["fp16"]
     matmul.allow_bf16_reduced_precision_reduction = circumstances["bf16"]
     deterministic, warn_only, fill = circumstances["deterministic"]

@@ -26,7 +26,7 @@ def start() -> None:
     gpus = torch.cuda.device_count() > 0  # is_available() would initialise CUDA: no process forked later could use it
     if (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ:
         crew.hire()
-    if gpus and crew.hired() is None:
+    if gpus:
         _compat.start_compile_processes()
 
 
@@ -52,8 +52,9 @@ def warm_up(device: torch.device) -> None:
     helpers, (pools, count) = crew.hired(), _compat.compile_processes()
     if helpers is not None:
         circumstances = _compat.compile_circumstances()
-        for _ in range(helpers.count):
-            helpers.publish(partial(_compat.compile_any, circumstances), wanted=False)
+        if circumstances is not None:
+            for _ in range(helpers.count):
+                helpers.publish(partial(_compat.compile_any, circumstances), wanted=False)
     elif pools:
         from fxshard.first_kernel import compile_first
 

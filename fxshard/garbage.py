@@ -10,7 +10,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 OF_PYTHON = 1000
 """Objects that the interpreter may have frozen itself: 3.12 starts with some hundred."""
 

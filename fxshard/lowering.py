@@ -18,8 +18,6 @@ from fxshard.helpers.known import Known
 from fxshard.log import LOG
 
 BoxedCallable = Callable[[list[Any]], Any]
-HEAD_START = 0.05
-"""Seconds that a crew has for taking jobs, which it does at once if it is there."""
 Key = tuple[str, Any]
 """A segment's structure, and where its symbolic sizes were traced."""
 
@@ -56,28 +54,33 @@ class SegmentCompiler:
         return self._compiled[key]
 
     def with_help(self, crew: Crew, segments: Iterable[fx.GraphModule]) -> None:
-        """Have a crew compile what is new among ``segments``, and take part in it.
+        """Have a crew compile what is new among ``segments``, and do what it is too small for, or too late.
 
-        What others compiled is in Inductor's cache then, and is there at once when it is called for.
+        What it compiles is in Inductor's cache when it has finished, and is there at once when it is called for.
         """
+        circumstances = _compat.compile_circumstances()
+        if circumstances is None:
+            return
         new: dict[Key, fx.GraphModule] = {}
         for segment in segments:
             key = _key(segment)
             if key not in self._compiled and key[1] is None and key[0] not in self._known and _worth_compiling(segment):
                 new.setdefault(key, segment)  # the cache knows nodes by name, and the first will be asked for
-        circumstances = _compat.compile_circumstances()
         jobs: dict[int, Key] = {}
+        crew.withdraw_unwanted()
         for key in sorted(new, key=lambda key: -_length(new[key])):  # the longest first
             packed = _compat.packed(new[key], _example_inputs(new[key]))
             if packed is not None:
                 jobs[crew.publish(partial(_compat.compile_packed, packed, circumstances))] = key
         if jobs:
-            time.sleep(HEAD_START)
             _compat.hash_compilers()  # which looking into the cache begins with: others are at work now
-        while (taken := crew.take()) is not None:
-            if taken in jobs:
-                key = jobs[taken]
+        for number in reversed(jobs):
+            if len(crew.open.intersection(jobs)) <= crew.present():
+                break  # each of what is left is somebody's
+            if number in crew.open:
+                key = jobs[number]
                 self._compile(key, _copy(new[key]))  # compilers write to it, and it is known by its structure
+                crew.withdraw(number)
 
     def _compile(self, key: Key, segment: fx.GraphModule) -> None:
         self.compilations += 1

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
-from fxshard import backend
+from fxshard import _compat, backend
 from fxshard.repetition import abridged, expansion
 from fxshard.repetition.periods import Unrepeatable, described, references
 from tests.toy import Llama, batch
@@ -260,3 +261,33 @@ def test_the_last_layer_may_differ_only_in_what_the_others_get_from_each_other()
     for node in (before, low):
         node.replace_input_with(references(node)[i], other)
     assert not found._backward_repeats()
+
+
+def attention(dropout: float) -> Any:
+    return lambda x, w: F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+
+
+def tiled_attention(dropout: float) -> Any:
+    return lambda x, w: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, dropout)
+
+
+@pytest.mark.parametrize(
+    ("run", "draws"),
+    [
+        (F.linear, False),
+        (lambda x, w: F.dropout(x, 0.5, training=True), True),
+        (lambda x, w: F.dropout(x, 0.5, training=False), False),
+        (lambda x, w: torch.rand_like(x), True),
+        (attention(0.0), False),
+        (attention(0.5), True),
+        (tiled_attention(0.0), False),
+        (tiled_attention(0.5), True),
+        (lambda x, w: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x), False),
+        (lambda x, w: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, dropout_p=0.5), True),
+        (lambda x, w: F.dropout(attention(0.0)(x, w), 0.5), True),
+    ],
+)
+def test_random_numbers_are_seen_in_a_graph(run: Any, draws: bool) -> None:
+    """Attention draws some where it drops something, not merely because it could."""
+    graph = make_fx(run, tracing_mode="fake")(torch.ones(1, 2, 8, 4), torch.ones(4, 4)).graph
+    assert _compat.draws_random_numbers(graph) == draws

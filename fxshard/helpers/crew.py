@@ -1,8 +1,8 @@
 """A crew of processes that compile what this one will want: segments and kernels.
 
 What they compile goes into caches on disk, where this process finds it: whatever becomes of them, nothing but time
-depends on it. A job is a pickled function. They and this process take jobs from one queue, a FIFO in which each job is
-its number, and whoever reads a number does that job. Numbers of finished jobs come back through another FIFO.
+depends on it. A job is a pickled function. Each takes jobs from one queue, a FIFO in which a job is its number, and
+whoever reads a number does that job. Numbers of finished jobs come back through another FIFO.
 
 Nothing here imports torch: the processes take seconds to start, and start first.
 """
@@ -10,6 +10,7 @@ Nothing here imports torch: the processes take seconds to start, and start first
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import select
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,8 +33,12 @@ KERNELS_EACH = 3
 """Processes in which each compiles the kernels that it writes."""
 NUMBER = 4
 """Bytes of a job's number."""
+HERE = 2 ** (8 * NUMBER) - 1
+"""What each of the crew says when it is ready."""
 PATIENCE = 1000
 """Milliseconds between looks at whether the crew is still there."""
+SILENCE = 120
+"""Seconds after which a crew that is there is not waited for any more."""
 
 
 def wanted() -> int:
@@ -42,9 +48,17 @@ def wanted() -> int:
         if not asked.isdecimal():
             raise ConfigError(f"{VARIABLE}={asked}: it is the number of processes that compile ahead, 0 for none")
         return int(asked)
-    cores = len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    count = min(cores // CORES_EACH, MOST)
+    count = min(len(os.sched_getaffinity(0)) // _ranks_here() // CORES_EACH, MOST)
     return count if count > 1 else 0
+
+
+def _ranks_here() -> int:
+    """How many processes share this machine's cores: what torchrun says, or all ranks if they know of each other."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if told.isdecimal() and int(told) > 0:
+        return int(told)
+    dist = sys.modules.get("torch.distributed")
+    return int(dist.get_world_size()) if dist is not None and dist.is_available() and dist.is_initialized() else 1
 
 
 class Crew:
@@ -54,13 +68,18 @@ class Crew:
         self.count = count
         self.finished = 0
         """How many jobs they have done."""
+        self.open: set[int] = set()
+        """Wanted jobs that are not done."""
+        self._unwanted: set[int] = set()
         self._made = 0
-        self._open: set[int] = set()
+        self._present = 0
         self._directory = Path(tempfile.mkdtemp(prefix="fxshard-"))
         for name in ("queue", "done"):
             os.mkfifo(self._directory / name)
         self._queue = os.open(self._directory / "queue", os.O_RDWR | os.O_NONBLOCK)
         self._done = os.open(self._directory / "done", os.O_RDONLY | os.O_NONBLOCK)
+        self._news = select.poll()
+        self._news.register(self._done, select.POLLIN)
         self._owner = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, *command, str(self._directory), str(count)],
@@ -86,53 +105,70 @@ class Crew:
         number = self._made
         self._made += 1
         (self._directory / f"{number}.job").write_bytes(pickle.dumps(job))
-        if wanted:
-            self._open.add(number)
+        (self.open if wanted else self._unwanted).add(number)
         os.write(self._queue, number.to_bytes(NUMBER, "little"))
         return number
 
-    def take(self) -> int | None:
-        """A job that nobody has begun and now nobody else will; None if all are begun."""
-        try:
-            number = int.from_bytes(os.read(self._queue, NUMBER), "little")
-        except BlockingIOError:
-            return None
-        self._open.discard(number)
-        return number
+    def withdraw(self, number: int) -> None:
+        """Nobody need begin a job any more, nor wait for it."""
+        self.open.discard(number)
+        (self._directory / f"{number}.job").unlink(missing_ok=True)
+
+    def withdraw_unwanted(self) -> None:
+        """Now there is work that is wanted."""
+        while self._unwanted:
+            self.withdraw(self._unwanted.pop())
+
+    def present(self) -> int:
+        """How many of the crew are ready to work. What they have to say is listened to."""
+        while self._hear(0):
+            pass
+        return self._present
 
     def finish(self) -> None:
-        """Return when all wanted jobs that the crew has begun are done, or nobody is left who could do them."""
-        while self.take() is not None:
-            pass
-        poll = select.poll()
-        poll.register(self._done, select.POLLIN)
-        while self._open:
-            events = poll.poll(PATIENCE)
-            if any(event & select.POLLIN for _, event in events):
-                self._note(int.from_bytes(os.read(self._done, NUMBER), "little"))
-            elif events or self._process.poll() is not None:
+        """Return when all wanted jobs are done, or nobody is there who could do them, or says anything any more."""
+        heard = time.monotonic()
+        while self.present() and self.open:
+            if self._hear(PATIENCE):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > SILENCE:
+                LOG.warning("processes that compile ahead have said nothing for %d s; going on without them", SILENCE)
+                return
+
+    def _hear(self, milliseconds: int) -> bool:
+        """Wait for news and note them; whether there were any."""
+        events = self._news.poll(milliseconds)
+        if any(event & select.POLLIN for _, event in events):
+            self._note(int.from_bytes(os.read(self._done, NUMBER), "little"))
+            return True
+        if events or self._process.poll() is not None:
+            if self._present and self.open:
                 LOG.debug("processes that compile ahead ended before their work was done")
-                self._open.clear()
+            self._present = 0
+        return False
+
+    def _note(self, number: int) -> None:
+        if number == HERE:
+            self._present += 1
+            return
+        failed = self._directory / f"{number}.error"
+        if failed.exists():
+            LOG.debug("something could not be compiled ahead: %s", failed.read_text())
+        else:
+            self.finished += 1
+        self.open.discard(number)
 
     def dismiss(self) -> None:
         """End the processes at once: what they have finished is on disk, and nothing else is worth anything."""
         if self._owner != os.getpid() or not self._directory.exists():
             return
         atexit.unregister(self.dismiss)
-        if self._process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
         os.close(self._queue)
         os.close(self._done)
         shutil.rmtree(self._directory)
-
-    def _note(self, number: int) -> None:
-        failed = self._directory / f"{number}.error"
-        if failed.exists():
-            LOG.debug("something could not be compiled ahead: %s", failed.read_text())
-        else:
-            self.finished += 1
-        self._open.discard(number)
 
 
 _hired: list[Crew] = []

@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-from fxshard.helpers.crew import NUMBER
+from fxshard.helpers.crew import HERE, NUMBER
 from fxshard.log import LOG
 
 
@@ -75,8 +75,11 @@ def work(directory: Path) -> None:
     done = os.open(directory / "done", os.O_WRONLY | os.O_NONBLOCK)
     queue = os.open(directory / "queue", os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(queue, True)
+    os.write(done, HERE.to_bytes(NUMBER, "little"))
     while number := os.read(queue, NUMBER):
         job = directory / f"{int.from_bytes(number, 'little')}.job"
+        if not job.exists():  # withdrawn
+            continue
         started = time.perf_counter()
         try:
             pickle.loads(job.read_bytes())()

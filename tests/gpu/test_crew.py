@@ -1,0 +1,70 @@
+"""On a GPU: what a crew of processes compiled ahead is found, and computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = """
+import hashlib, json, sys, time
+from functools import partial
+from pathlib import Path
+import torch, fxshard
+from torch._dynamo.utils import counters
+from fxshard.helpers import crew
+from fxshard.models import Llama, LlamaConfig
+
+fxshard.compile
+there = Path(sys.argv[1])
+helpers = crew.hired()
+if helpers is not None:
+    helpers.publish(partial(Path.touch, there))
+    while not there.exists():
+        time.sleep(0.1)
+torch.manual_seed(0)
+with torch.device("cuda"):
+    plain = Llama(LlamaConfig(vocab=512, dim=256, layers=6, heads=4, hidden=704))
+    tokens = torch.randint(0, 512, (2, 128))
+bf16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+model = fxshard.compile(plain, precision=bf16, lowering="inductor")
+loss = model(tokens, tokens)
+loss.backward()
+digest = hashlib.sha256()
+for name, parameter in model.named_parameters():
+    if "embed" not in name:  # added up by atomic additions
+        digest.update(parameter.grad.cpu().numpy().tobytes())
+found = counters["inductor"]
+print(json.dumps({
+    "loss": float(loss), "digest": digest.hexdigest(), "hits": found["fxgraph_cache_hit"],
+    "misses": found["fxgraph_cache_miss"], "left": crew.hired() is not None,
+    "finished": helpers.finished if helpers is not None else 0,
+}))
+"""
+
+
+def step(helpers: int, directory: Path) -> dict[str, object]:
+    directory.mkdir()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "FXSHARD_HELPERS": str(helpers),
+        "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"),
+    }
+    command = [sys.executable, "-c", SCRIPT, str(directory / "there")]
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return json.loads(ran.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_what_a_crew_compiled_is_found_and_computes_the_same(tmp_path: Path) -> None:
+    alone, helped = step(0, tmp_path / "alone"), step(8, tmp_path / "helped")
+    assert alone["hits"] == 0 and alone["finished"] == 0
+    assert helped["hits"] == alone["misses"], "each segment was compiled elsewhere"
+    assert helped["left"] is False
+    assert (helped["loss"], helped["digest"]) == (alone["loss"], alone["digest"])
