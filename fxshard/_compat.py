@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -177,10 +178,16 @@ def compile_cache() -> str:
 def compile_circumstances() -> dict[str, Any] | None:
     """What compilation depends on beside a graph, as far as a process can have it otherwise. torch 2.11, 2.13.
 
-    None if another process cannot have it: passes of the user's own, for one.
+    None if another process cannot have it: passes or lowerings of the user's own, of which Inductor's cache does not
+    know all.
     """
-    from torch._inductor import config
+    from torch._inductor import config, lowering
 
+    modules = {(getattr(function, "__module__", None) or "").split(".")[0] for function in lowering.lowerings.values()}
+    foreign = modules - {"torch", ""} - sys.stdlib_module_names
+    if foreign:
+        LOG.debug("nothing can be compiled ahead: there are lowerings of %s", foreign)
+        return None
     matmul = torch.backends.cuda.matmul
     circumstances = {
         "torch": torch.__version__,
@@ -190,6 +197,7 @@ def compile_circumstances() -> dict[str, Any] | None:
             **{name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ},
         },
         "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+        "threads": torch.get_num_threads(),
         "dtype": torch.get_default_dtype(),
         "precision": _matmul_precision(),
         "fp32": matmul.fp32_precision,
@@ -221,6 +229,7 @@ def _adopt(circumstances: Mapping[str, Any]) -> None:
     os.environ.update(circumstances["directories"])
     if circumstances["device"] is not None:
         torch.cuda.set_device(circumstances["device"])
+    torch.set_num_threads(circumstances["threads"])
     torch.set_default_dtype(circumstances["dtype"])
     matmul = torch.backends.cuda.matmul
     if circumstances["precision"] not in (None, _matmul_precision()):  # setting what is there is not the same

@@ -221,8 +221,7 @@ class Capture:
     def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self._backward is not None
         self._schedule({Phase.FORWARD: forward, Phase.BACKWARD: self._backward})
-        if self._backend.lower is None:
-            self._compile_with_help()
+        self._compile_with_help()
         return self._lower(Phase.FORWARD)
 
     def compile_backward(self, backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -235,6 +234,7 @@ class Capture:
         forward = self._backend.rewrite_joint(forward)
         self._tie(forward)
         self._schedule({Phase.EVAL: forward})
+        self._compile_with_help()
         return self._lower(Phase.EVAL)
 
     def _tie(self, graph: fx.GraphModule) -> None:
@@ -295,14 +295,19 @@ class Capture:
         return made
 
     def _compile_with_help(self) -> None:
-        """Compile both graphs' segments in several processes, if any were started, and end these."""
-        crew = hired() if self._sharding.options.lowering == "inductor" else None
-        if crew is not None:
-            with _compat.no_dispatch_modes():
-                split = [self._split(phase) for phase in self._scheduled]
-                self._sharding.compiler.with_help(crew, [segment for module in split for segment in segments(module)])
-            crew.finish()
-        dismiss()
+        """Compile all segments in several processes, if any were started, and end these."""
+        if self._backend.lower is not None:
+            return
+        try:
+            crew = hired() if self._sharding.options.lowering == "inductor" else None
+            if crew is not None:
+                with _compat.no_dispatch_modes():
+                    split = [self._split(phase) for phase in self._scheduled]
+                    everything = [segment for module in split for segment in segments(module)]
+                    self._sharding.compiler.with_help(crew, everything)
+                crew.finish()
+        finally:
+            dismiss()
 
     def _split(self, phase: Phase) -> fx.GraphModule:
         if phase not in self._splits:

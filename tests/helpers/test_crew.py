@@ -382,6 +382,30 @@ def test_none_is_hired_where_none_is_wanted(made: mock.Mock, monkeypatch: pytest
     made.assert_not_called()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_nobody_is_left_when_a_first_graph_is_compiled(made: mock.Mock, training: bool) -> None:
+    """Also where there was nothing for them to do."""
+    crew.hire()
+    helpers = crew.hired()
+    assert helpers is not None
+    model = fxshard.compile(Mlp(), lowering="eager")
+    with torch.set_grad_enabled(training):
+        model(torch.randn(4, 7), torch.randn(4, 5))
+    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
+    assert crew.hired() is None
+
+
+def test_nobody_is_left_when_compilation_fails(made: mock.Mock) -> None:
+    crew.hire()
+    helpers = crew.hired()
+    assert helpers is not None
+    model = fxshard.compile(Mlp(), lowering="inductor")
+    failing = mock.patch.object(SegmentCompiler, "with_help", side_effect=RuntimeError("no such kernel"))
+    with failing, pytest.raises(fxshard.FxshardError, match="no such kernel"):
+        model(torch.randn(4, 7), torch.randn(4, 5))
+    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
+
+
 @dataclass
 class Idle:
     """Stands for a crew of which so many are there, and do nothing."""
@@ -498,6 +522,23 @@ def test_what_was_packed_is_compiled_as_it_would_be_here(example: torch.Tensor) 
     with mock.patch.object(_compat, "inductor_compile", compile):
         pickle.loads(job)()
     assert found == [(structure(segment(example, 3)), [(example.shape, example.stride())], True)]
+
+
+def test_what_nodes_say_travels(example: torch.Tensor) -> None:
+    """Inductor keeps the strides of outputs that are declared visible, and its cache does not look at that."""
+    graph, found = segment(example, 2), []
+    graph.graph.output_node().meta["user_visible_output_idxs"] = [0]
+    for node in graph.graph.nodes:
+        node.meta["nn_module_stack"] = {"1": ("L['model']", Mlp)}
+    packed = _compat.packed(graph, [example])
+    circumstances = _compat.compile_circumstances()
+    assert packed is not None and circumstances is not None
+    with mock.patch.object(_compat, "inductor_compile", lambda graph, inputs: found.append(graph)):
+        _compat.compile_packed(packed, circumstances)
+    (arrived,) = found
+    assert arrived.graph.output_node().meta["user_visible_output_idxs"] == [0]
+    for sent, got in zip(graph.graph.nodes, arrived.graph.nodes, strict=True):
+        assert got.name == sent.name and set(got.meta) == set(sent.meta) - _compat._OF_THE_SCRIPT
 
 
 @pytest.mark.parametrize(

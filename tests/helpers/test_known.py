@@ -99,3 +99,25 @@ def test_another_torch_is_another_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "__version__", "3.0")
     circumstances = _compat.compile_circumstances()
     assert circumstances is not None and circumstances["torch"] == "3.0" and "one" not in Known()
+
+
+def test_lowerings_of_ones_own_are_unknown_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's cache does not know of them either: what others compile would be taken for ours."""
+    from torch._inductor.lowering import lowerings
+
+    def sine(x: object) -> object:
+        return x
+
+    monkeypatch.setitem(lowerings, torch.ops.aten.sin.default, sine)
+    assert _compat.compile_circumstances() is None
+
+
+def test_as_many_threads_are_used_elsewhere() -> None:
+    """C++ that Inductor writes says how many, and its cache does not."""
+    circumstances = _compat.compile_circumstances()
+    assert circumstances is not None and circumstances["threads"] == torch.get_num_threads()
+    try:
+        _compat._adopt({**circumstances, "threads": 3})
+        assert torch.get_num_threads() == 3
+    finally:
+        _compat._adopt(circumstances)
