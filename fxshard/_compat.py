@@ -103,7 +103,7 @@ def packed(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes | No
     None if it cannot go there, or Inductor would not keep in its cache what comes of it.
     """
     from torch._inductor import config
-    from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
+    from torch._inductor.codecache import FxGraphCache
     from torch.fx._graph_pickler import GraphPickler, Options
 
     class Pickler(GraphPickler):
@@ -117,7 +117,7 @@ def packed(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes | No
     try:
         FxGraphCache._check_can_cache(segment)
         return Pickler.dumps((segment, list(example_inputs)), Options(None, lambda key: key not in _OF_THE_SCRIPT))
-    except (BypassFxGraphCache, pickle.PicklingError, AssertionError, AttributeError, TypeError) as error:
+    except Exception as error:  # of many kinds; whatever is wrong with a graph, compiling it here will tell
         LOG.debug("a segment cannot be compiled ahead: %s", error)
         return None
 
@@ -191,6 +191,7 @@ def compile_circumstances() -> dict[str, Any] | None:
     matmul = torch.backends.cuda.matmul
     circumstances = {
         "torch": torch.__version__,
+        "memory format": pickle.dumps(torch.contiguous_format),
         "inductor": config.save_config_portable(),
         "directories": {
             "TORCHINDUCTOR_CACHE_DIR": compile_cache(),
@@ -211,7 +212,7 @@ def compile_circumstances() -> dict[str, Any] | None:
     }
     try:
         pickle.dumps(circumstances)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # of many kinds, as what options may be is
         LOG.debug("nothing can be compiled ahead under this configuration: %s", error)
         return None
     return circumstances
@@ -226,6 +227,12 @@ def _matmul_precision() -> str | None:
 
 
 def _adopt(circumstances: Mapping[str, Any]) -> None:
+    # Pickle looks for it in all modules and takes the first that has ``torch``. Inductor's keys have that in them.
+    if circumstances["memory format"] != pickle.dumps(torch.contiguous_format):
+        raise RuntimeError(
+            "Inductor would not find what is compiled here: keys of its cache name a module that only the program has "
+            f"(a spawned process does): {circumstances['memory format']!r}"
+        )
     os.environ.update(circumstances["directories"])
     if circumstances["device"] is not None:
         torch.cuda.set_device(circumstances["device"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import shutil
 import signal
 import sys
 import time
@@ -37,6 +38,7 @@ def main(directory: Path, count: int) -> int:
         members.discard(member)
         if status != 0:  # whoever waits for its job must learn of it
             os.killpg(0, signal.SIGKILL)
+    shutil.rmtree(directory, ignore_errors=True)  # the owner has gone without a word
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._inductor import config
+from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -149,7 +151,10 @@ def test_who_is_there_is_known(hire: Hire) -> None:
     assert hire(1, ASLEEP).present() == 0
 
 
-def test_what_is_withdrawn_is_neither_done_nor_waited_for(hire: Hire, tmp_path: Path) -> None:
+def test_what_is_withdrawn_is_neither_done_nor_waited_for(
+    hire: Hire, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is it a failure."""
     helpers, done, late = hire(1), tmp_path / "done", tmp_path / "late"
     slow = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(1)"
     helpers.publish(partial(exec, f"{slow}; pathlib.Path({str(done)!r}).touch()"))
@@ -159,8 +164,9 @@ def test_what_is_withdrawn_is_neither_done_nor_waited_for(hire: Hire, tmp_path: 
     helpers.withdraw_unwanted()
     helpers.finish()
     assert done.exists() and helpers.finished == 1 and not helpers.open
-    ready(helpers, tmp_path / "afterwards")
-    assert not late.exists()
+    with caplog.at_level("DEBUG", logger="fxshard"):
+        ready(helpers, tmp_path / "afterwards").finish()
+    assert not late.exists() and helpers.finished == 2 and not caplog.records
 
 
 def test_a_crew_that_says_nothing_is_not_waited_for(
@@ -293,7 +299,7 @@ exec(end)
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
 def test_a_crew_ends_with_its_owner(tmp_path: Path, end: str) -> None:
-    """With one that dies without a word, too: then only its directory is left."""
+    """With one that dies without a word, too."""
     members, said = tmp_path / "members.py", tmp_path / "who"
     members.write_text(MEMBERS)
     arguments = [str(members), say_who(said).args[0], str(said), end]
@@ -303,7 +309,7 @@ def test_a_crew_ends_with_its_owner(tmp_path: Path, end: str) -> None:
     )
     first, member, directory = ran.stdout.split()
     until(lambda: not alive(int(first)) and not alive(int(member)), seconds=5)
-    assert Path(directory).exists() == (end != "sys.exit()")
+    until(lambda: not Path(directory).exists(), seconds=5)
 
 
 @pytest.mark.parametrize(
@@ -480,13 +486,29 @@ def test_what_nobody_is_there_for_is_compiled_here(example: torch.Tensor) -> Non
 
 @pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (3, 0), (8, 0)])
 def test_what_others_are_there_for_is_left_to_them(example: torch.Tensor, there: int, here: int) -> None:
+    """Kernels, which were asked for earlier, are nothing that could be done here."""
     segments = [segment(example, length) for length in (1, 2, 3)]
     busy, compiler = Idle(there), SegmentCompiler("inductor")
+    kernel = busy.publish("a kernel")
     with mock.patch.object(_compat, "inductor_compile", side_effect=compiles):
         compiler.with_help(busy, segments)  # type: ignore[arg-type]
-        assert len(busy.jobs) == 3 and len(busy.open) == 3 - here and compiler.compilations == here
+        assert len(busy.jobs) == 4 and len(busy.open - {kernel}) == 3 - here and compiler.compilations == here
         assert [compiler(each)([]) for each in segments] == [3, 4, 5]
     assert compiler.compilations == 3
+
+
+def test_what_others_have_done_meanwhile_is_not_compiled_here(example: torch.Tensor) -> None:
+    """One of the crew does the shortest of three, while another is at none."""
+
+    class Quick(Idle):
+        def present(self) -> int:
+            self.open.discard(2)
+            return self.there
+
+    quick, compiler = Quick(1), SegmentCompiler("inductor")
+    with mock.patch.object(_compat, "inductor_compile", side_effect=compiles) as inductor:
+        compiler.with_help(quick, [segment(example, length) for length in (1, 2, 3)])  # type: ignore[arg-type]
+    assert [len(call.args[0].graph.nodes) for call in inductor.call_args_list] == [3] and quick.open == {0}
 
 
 def test_what_cannot_be_packed_is_compiled_later(example: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,6 +577,14 @@ def test_a_segment_that_cannot_travel_is_told_of(
     assert "cannot be compiled ahead" in caplog.text and why in caplog.text
 
 
+def test_nor_does_one_that_calls_a_function_of_python(example: torch.Tensor) -> None:
+    """One that is no operator, as libraries register them with Inductor."""
+    stuck = segment(example, 1)
+    for node in stuck.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        node.target = copy.copy
+    assert _compat.packed(stuck, [example]) is None
+
+
 def test_options_that_cannot_travel_hold_up_nothing(example: torch.Tensor, hire: Hire) -> None:
     """Inductor keeps nothing in its cache then, and compiles."""
     compiler = SegmentCompiler("inductor")
@@ -562,7 +592,9 @@ def test_options_that_cannot_travel_hold_up_nothing(example: torch.Tensor, hire:
         config.patch(reorder_for_compute_comm_overlap_passes=[lambda nodes: nodes]),
         mock.patch.object(_compat, "inductor_compile", side_effect=compiles),
     ):
-        compiler.with_help(hire(1, ASLEEP), [segment(example, 1)])
+        helpers = hire(1, ASLEEP)
+        compiler.with_help(helpers, [segment(example, 1)])
+        assert not helpers.open and compiler.compilations == 0
         assert compiler(segment(example, 1))([]) == 3
 
 
@@ -584,15 +616,34 @@ def test_nothing_of_the_script_travels(example: torch.Tensor, monkeypatch: pytes
     assert packed is not None and b"__main__" not in packed
 
 
-def test_what_torch_names_is_not_looked_for_in_the_script(
-    example: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pickle takes the first module that has ``torch``: a script that imports multiprocessing, or us, ahead of it."""
-    others = {name: module for name, module in sys.modules.items() if name != "__mp_main__"}
-    monkeypatch.setattr(sys, "modules", {"__mp_main__": mock.Mock(spec=["torch"], torch=torch), **others})
-    graph = make_fx(lambda x: [x.t().clone(memory_format=torch.contiguous_format)])(example)
-    packed = _compat.packed(graph, [example])
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that multiprocessing has spawned: pickle takes the first module that has ``torch``."""
+    main = mock.Mock(spec=["torch"], torch=torch)
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    monkeypatch.setattr(sys, "modules", {"__mp_main__": main, **sys.modules})
+
+
+def laid_out(example: torch.Tensor) -> fx.GraphModule:
+    return make_fx(lambda x: [x.t().clone(memory_format=torch.contiguous_format)])(example)
+
+
+def test_what_torch_names_is_not_looked_for_in_the_script(example: torch.Tensor, script: None) -> None:
+    packed = _compat.packed(laid_out(example), [example])
     assert packed is not None and b"__mp_main__" not in packed
+
+
+def test_nobody_compiles_what_would_not_be_found(example: torch.Tensor, request: pytest.FixtureRequest) -> None:
+    """Inductor's keys have pickled memory formats in them, which name the module that they were found in."""
+    theirs, _ = compiled_fx_graph_hash(laid_out(example), [example], {}, [])
+    before = _compat.compile_circumstances()
+    request.getfixturevalue("script")
+    ours, _ = compiled_fx_graph_hash(laid_out(example), [example], {}, [])
+    after = _compat.compile_circumstances()
+    assert ours != theirs and before is not None and after is not None
+    _compat._adopt(after)
+    with pytest.raises(RuntimeError, match="would not find what is compiled here"):
+        _compat._adopt(before)
 
 
 def test_kernels_go_to_the_crew_while_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

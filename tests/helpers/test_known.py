@@ -55,12 +55,16 @@ def test_other_products_are_other_code() -> None:
 
 def test_deterministic_algorithms_are_other_code() -> None:
     Known().add("one")
-    before = torch.are_deterministic_algorithms_enabled()
+    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(not before)
         assert "one" not in Known()
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = not filled
+        assert "one" not in Known()
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
     assert "one" in Known()
 
 
