@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import datetime
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -106,24 +108,29 @@ def packed(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes | No
     from torch._inductor.codecache import FxGraphCache
     from torch.fx._graph_pickler import GraphPickler, Options
 
-    class Pickler(GraphPickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, torch.memory_format):  # or it is sought in all modules, and found in one of the user's
-                return _memory_format, (str(obj).removeprefix("torch."),)
-            return super().reducer_override(obj)
-
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
     try:
         FxGraphCache._check_can_cache(segment)
-        return Pickler.dumps((segment, list(example_inputs)), Options(None, lambda key: key not in _OF_THE_SCRIPT))
+        return GraphPickler.dumps((segment, list(example_inputs)), Options(None, lambda key: key not in _OF_THE_SCRIPT))
     except Exception as error:  # of many kinds; whatever is wrong with a graph, compiling it here will tell
         LOG.debug("a segment cannot be compiled ahead: %s", error)
         return None
 
 
-def _memory_format(name: str) -> Any:
-    return getattr(torch, name)
+class _Torch:
+    """Pickled as the module torch."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, ("torch",)
+
+
+# Or pickle looks for such a value in all modules and names the first that has ``torch``, the script perhaps. Inductor's
+# keys have that in them, and no two programs would have the same.
+copyreg.pickle(
+    torch.memory_format,
+    lambda value: (getattr, (_Torch(), str(value).removeprefix("torch."))),  # type: ignore[arg-type]
+)
 
 
 _OF_THE_SCRIPT = {
@@ -191,7 +198,6 @@ def compile_circumstances() -> dict[str, Any] | None:
     matmul = torch.backends.cuda.matmul
     circumstances = {
         "torch": torch.__version__,
-        "memory format": pickle.dumps(torch.contiguous_format),
         "inductor": config.save_config_portable(),
         "directories": {
             "TORCHINDUCTOR_CACHE_DIR": compile_cache(),
@@ -227,12 +233,6 @@ def _matmul_precision() -> str | None:
 
 
 def _adopt(circumstances: Mapping[str, Any]) -> None:
-    # Pickle looks for it in all modules and takes the first that has ``torch``. Inductor's keys have that in them.
-    if circumstances["memory format"] != pickle.dumps(torch.contiguous_format):
-        raise RuntimeError(
-            "Inductor would not find what is compiled here: keys of its cache name a module that only the program has "
-            f"(a spawned process does): {circumstances['memory format']!r}"
-        )
     os.environ.update(circumstances["directories"])
     if circumstances["device"] is not None:
         torch.cuda.set_device(circumstances["device"])

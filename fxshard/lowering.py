@@ -85,8 +85,9 @@ class SegmentCompiler:
     def _compile(self, key: Key, segment: fx.GraphModule) -> None:
         self.compilations += 1
         started = time.perf_counter()
+        constants = segment.graph.find_nodes(op="get_attr")  # their structure is this process's
         self._compiled[key] = self._lower(segment)
-        if self.lowering == "inductor":
+        if self.lowering == "inductor" and not constants:
             self._known.add(key[0])
         seconds = time.perf_counter() - started
         LOG.debug("segment %d: %d nodes, %s, %.2f s", self.segments, _length(segment), self.lowering, seconds)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
@@ -283,11 +283,19 @@ def tiled_attention(dropout: float) -> Any:
         (tiled_attention(0.0), False),
         (tiled_attention(0.5), True),
         (lambda x, w: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x), False),
-        (lambda x, w: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, dropout_p=0.5), True),
         (lambda x, w: F.dropout(attention(0.0)(x, w), 0.5), True),
     ],
 )
 def test_random_numbers_are_seen_in_a_graph(run: Any, draws: bool) -> None:
     """Attention draws some where it drops something, not merely because it could."""
     graph = make_fx(run, tracing_mode="fake")(torch.ones(1, 2, 8, 4), torch.ones(4, 4)).graph
+    assert _compat.draws_random_numbers(graph) == draws
+
+
+@pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])
+def test_dropout_may_have_its_name(dropout: float, draws: bool) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    attend = torch.ops.aten._scaled_dot_product_flash_attention.default
+    graph.output(graph.call_function(attend, (x, x, x), {"dropout_p": dropout}))
     assert _compat.draws_random_numbers(graph) == draws

@@ -37,14 +37,14 @@ HERE = 2 ** (8 * NUMBER) - 1
 """What each of the crew says when it is ready."""
 PATIENCE = 1000
 """Milliseconds between looks at whether the crew is still there."""
-SILENCE = 120
+SILENCE = 300
 """Seconds after which a crew that is there is not waited for any more."""
 
 
 def wanted() -> int:
     """How many processes to start: what ``FXSHARD_HELPERS`` says, or as many as this rank's cores allow."""
     asked = os.environ.get(VARIABLE)
-    if asked is not None:
+    if asked:
         if not asked.isdecimal():
             raise ConfigError(f"{VARIABLE}={asked}: it is the number of processes that compile ahead, 0 for none")
         return int(asked)
@@ -73,6 +73,8 @@ class Crew:
         self._unwanted: set[int] = set()
         self._made = 0
         self._present = 0
+        self._heard = 0.0
+        self._dismissed = False
         self._directory = Path(tempfile.mkdtemp(prefix="fxshard-"))
         for name in ("queue", "done"):
             os.mkfifo(self._directory / name)
@@ -104,7 +106,11 @@ class Crew:
         """Hand out work; its number. What is not ``wanted`` is for the crew's own good, and nobody waits for it."""
         number = self._made
         self._made += 1
-        (self._directory / f"{number}.job").write_bytes(pickle.dumps(job))
+        try:
+            (self._directory / f"{number}.job").write_bytes(pickle.dumps(job))
+        except OSError as error:  # a full disk, for one
+            LOG.debug("something cannot be compiled ahead: %s", error)
+            return number
         (self.open if wanted else self._unwanted).add(number)
         os.write(self._queue, number.to_bytes(NUMBER, "little"))
         return number
@@ -127,11 +133,10 @@ class Crew:
 
     def finish(self) -> None:
         """Return when all wanted jobs are done, or nobody is there who could do them, or says anything any more."""
-        heard = time.monotonic()
+        self._heard = time.monotonic()
         while self.present() and self.open:
-            if self._hear(PATIENCE):
-                heard = time.monotonic()
-            elif time.monotonic() - heard > SILENCE:
+            self._hear(PATIENCE)
+            if time.monotonic() - self._heard > SILENCE:
                 LOG.warning("processes that compile ahead have said nothing for %d s; going on without them", SILENCE)
                 return
 
@@ -148,6 +153,7 @@ class Crew:
         return False
 
     def _note(self, number: int) -> None:
+        self._heard = time.monotonic()
         if number == HERE:
             self._present += 1
             return
@@ -160,15 +166,20 @@ class Crew:
 
     def dismiss(self) -> None:
         """End the processes at once: what they have finished is on disk, and nothing else is worth anything."""
-        if self._owner != os.getpid() or not self._directory.exists():
+        if self._owner != os.getpid() or self._dismissed:
             return
+        self._dismissed = True
         atexit.unregister(self.dismiss)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Neither say nor hear anything any more."""
         os.close(self._queue)
         os.close(self._done)
-        shutil.rmtree(self._directory)
 
 
 _hired: list[Crew] = []
@@ -181,8 +192,16 @@ def hire() -> None:
     """Start a crew, once in a process, and wait for nothing."""
     count = wanted() if os.getpid() not in _started else 0
     if count > 0:
+        if not _started:
+            os.register_at_fork(after_in_child=_forget)
         _started.append(os.getpid())
         _hired.append(Crew(count))
+
+
+def _forget() -> None:
+    """A process that was forked from the owner has no crew, and keeps nobody from noticing that the owner is gone."""
+    while _hired:
+        _hired.pop().close()
 
 
 def hired() -> Crew | None:
