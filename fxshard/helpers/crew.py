@@ -37,7 +37,7 @@ HERE = 2 ** (8 * NUMBER) - 1
 """What each of the crew says when it is ready."""
 PATIENCE = 1000
 """Milliseconds between looks at whether the crew is still there."""
-SILENCE = 300
+SILENCE = 90
 """Seconds after which a crew that is there is not waited for any more."""
 
 
