@@ -13,7 +13,8 @@ One call is a short conversation with each worker, which is either idle or in a 
     pool → worker    release, once every rank has answered: no group closes while a peer may still be using it
     worker → pool    idle, with nothing left of the call
 
-A rank that failed closes its group before the release, so that peers waiting for it fail too instead of waiting.
+A rank that failed closes its group before the release, so that peers waiting for it fail too instead of waiting. One
+that could not even join a group, because a peer died meanwhile, ends, and is replaced.
 """
 
 import contextlib
@@ -279,6 +280,8 @@ def _serve(pipe: Connection, stack: str) -> None:
             outcome = _work(pickle.loads(pipe.recv_bytes()))
             pipe.send_bytes(pickle.dumps(outcome))
             if isinstance(outcome, Failure):
+                if not dist.is_initialized():
+                    return  # torch counts a group that was never joined, and would look for peers under another name
                 _leave_group()
             assert pipe.recv_bytes() == RELEASE
             _leave_group()

@@ -56,6 +56,12 @@ def die(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def fail_without_group() -> None:
+    """As where a peer dies before this rank has found it."""
+    dist.destroy_process_group()
+    raise RuntimeError("connection closed by peer")
+
+
 def leave() -> None:
     sys.exit("enough")
 
@@ -157,6 +163,14 @@ def test_dead_worker_is_reported_and_replaced(ranks: Pool) -> None:
         ranks(2, die, 1)
     assert caught.value.types[1] == "WorkerDied"
     assert ranks(2, place) == [(0, 2, ""), (1, 2, "")]
+
+
+def test_worker_that_could_not_join_is_replaced(ranks: Pool) -> None:
+    before = ranks(2, process)
+    with pytest.raises(RankError, match="connection closed by peer"):
+        ranks(1, fail_without_group)
+    after = ranks(2, process)
+    assert before[0] not in after and before[1] in after
 
 
 def test_sys_exit_is_a_failure(ranks: Pool) -> None:
