@@ -500,6 +500,12 @@ class OperatorObserver(TorchDispatchMode):
         return result
 
 
+def constants(graph: fx.GraphModule) -> int:
+    """How many tensors are part of a captured graph. AOTAutograd makes them its first inputs. torch 2.11, 2.13."""
+    named = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
+    return len(named)
+
+
 def graph_break(graph: fx.GraphModule) -> str | None:
     """Where and why Dynamo ended a graph early, None where it captured to the end. torch 2.11, 2.13."""
     reason = getattr(graph, "compile_subgraph_reason", None)

@@ -101,9 +101,9 @@ class Backend:
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
             self.observer = observer()
-            return self.compile(Capture(self, [self._ref(value) for value in args]), _copy(again), args)
+            return self.compile(Capture(self, [self._ref(value) for value in args], again), _copy(again), args)
 
-        first = self.compile(Capture(self, refs), graph, example_inputs)
+        first = self.compile(Capture(self, refs, graph), graph, example_inputs)
         return Variants(first, tuple(refs), self._ref, another)
 
     def _compile_whole(
@@ -115,12 +115,12 @@ class Backend:
             abridged = abridge(graph, names, example_inputs, self._decompositions(), self.rewrite_joint)
             try:
                 if abridged is not None:
-                    compiled = self.compile(Capture(self, refs, abridged), abridged.graph, example_inputs)
+                    compiled = self.compile(Capture(self, refs, abridged=abridged), abridged.graph, example_inputs)
                     self.layers_left_out += abridged.left_out
                     return compiled
             except Unrepeatable:
                 pass  # known before anything was scheduled
-        return self.compile(Capture(self, refs), graph, example_inputs)
+        return self.compile(Capture(self, refs, graph), graph, example_inputs)
 
     def compile(self, capture: Capture, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Send a captured graph through AOTAutograd, which hands what it makes to ``capture``."""
@@ -181,12 +181,19 @@ class Backend:
 class Capture:
     """One graph on its way through AOTAutograd: tied to parameters, partitioned, scheduled, split, lowered."""
 
-    def __init__(self, backend: Backend, refs: list[ParamRef | None], abridged: Abridged | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        refs: list[ParamRef | None],
+        graph: fx.GraphModule | None = None,
+        abridged: Abridged | None = None,
+    ) -> None:
+        """``refs`` are the parameters among the inputs of ``graph``; its constants become inputs ahead of these."""
         self._backend = backend
         self._abridged = abridged
         self._sharding = backend.sharding
         self._observer = backend.observer
-        self.refs = refs
+        self.refs = [*[None] * (_compat.constants(graph) if graph is not None else 0), *refs]
         self._owner = object()
         self._backward: fx.GraphModule | None = None
         self._scheduled: dict[Phase, fx.GraphModule] = {}

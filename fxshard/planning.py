@@ -189,7 +189,7 @@ class _Planner(Backend):
         graph = self.before_autograd(graph, refs)
         short = shorten(graph, names)
         if short is None:
-            return self.compile(Capture(self, refs), graph, example_inputs)
+            return self.compile(Capture(self, refs, graph), graph, example_inputs)
         capture = _ShortCapture(self, refs, short)
         return self.compile(capture, short.graph, [example_inputs[i] for i in short.kept])
 

@@ -24,6 +24,8 @@ from fxshard.repetition.periods import Line, Member
 
 def shorten(module: fx.GraphModule, names: Sequence[str | None]) -> Shortened | None:
     """The captured graph with four of its repeated layers; ``names`` are those of its inputs, None for data."""
+    if _compat.constants(module):
+        return None  # they would be inputs of the joint graph, ahead of those that have names
     inputs = module.graph.find_nodes(op="placeholder")
     members = _members(names)
     layers = 1 + max((member[0] for member in members if member is not None), default=-1)

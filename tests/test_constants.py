@@ -1,0 +1,90 @@
+"""Tensors that Dynamo puts into a graph as constants: AOTAutograd passes them ahead of all parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxshard
+from tests.pool import Pool
+from tests.training import full_gradients
+
+
+def table() -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, 8)
+
+
+scale = torch.compiler.assume_constant_result(table)
+
+
+class Scaled(nn.Module):
+    """Two layers of different shapes, so that parameters cannot take each other's places unnoticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.down(torch.tanh(self.up(x * scale())))).square().mean()
+
+
+class Deep(nn.Module):
+    """Layers that repeat, and a constant behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * scale()).square().mean()
+
+
+MODELS = [Scaled, Deep]
+
+
+def data(rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def sharded(make: type[nn.Module], lowering: str) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = fxshard.compile(make(), lowering=lowering)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    loss = model(data(rank))
+    loss.backward()
+    return loss.item(), full_gradients(model)
+
+
+def plain(make: type[nn.Module], ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = make()
+    losses = [model(data(rank)) for rank in range(ranks)]
+    (sum(losses) / ranks).backward()
+    return [loss.item() for loss in losses], {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("make", "lowering"), [(Scaled, "eager"), (Scaled, "inductor"), (Deep, "eager")])
+def test_parameters_keep_their_places(make: type[nn.Module], lowering: str) -> None:
+    loss, gradients = sharded(make, lowering)
+    (expected,), reference = plain(make, 1)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, reference)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_parameters_keep_their_places_on_two_ranks(ranks: Pool, make: type[nn.Module]) -> None:
+    expected, reference = plain(make, 2)
+    for rank, (loss, gradients) in enumerate(ranks(2, sharded, make, "eager")):
+        torch.testing.assert_close(loss, expected[rank])
+        torch.testing.assert_close(gradients, reference)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_plan_is_what_runs(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = fxshard.compile(make(), lowering="eager")
+    model(data(0)).backward()
+    planned = fxshard.plan(make(), (data(0),), world_size=1, hardware="cpu", lowering="eager")
+    assert [str(event) for event in planned.events] == [str(event) for event in model.schedule.events]
