@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,25 +9,26 @@ import torch
 from torch import fx
 
 from fxshard import _compat
+from fxshard.captured_graph import Capture, Foreseen, duplicate
 from fxshard.compiled import CompiledGraphs
 from fxshard.config import Options
 from fxshard.elsewhere import start, warm_up
 from fxshard.errors import CaptureError, ConfigError
-from fxshard.events import Event, Kind, Phase
+from fxshard.events import Phase
 from fxshard.fused.ahead import compile_ahead
-from fxshard.garbage import make_old, no_garbage_collection
-from fxshard.helpers.crew import dismiss, hired
-from fxshard.inspect.observe import Observer, observer
-from fxshard.inspect.record import record, resident_bytes
+from fxshard.garbage import make_old
+from fxshard.inspect.observe import Observer, observed, observer
 from fxshard.inspect.schedule import Schedule
-from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
-from fxshard.passes.pipeline import before_autograd, before_partition, chosen, schedule
-from fxshard.passes.run import blaming
-from fxshard.passes.split_segments import split_segments
-from fxshard.repetition.abridged import Abridged, abridge
+from fxshard.log import LOG
+from fxshard.passes.context import ParamRef
+from fxshard.passes.pipeline import before_autograd
+from fxshard.remembered.canonical import Unnamed
+from fxshard.remembered.key import key_of
+from fxshard.remembered.recall import forget, recall, remember
+from fxshard.remembered.recall import wanted as recall_wanted
+from fxshard.repetition.abridged import abridge
+from fxshard.repetition.gap import everything
 from fxshard.repetition.periods import Unrepeatable
-from fxshard.runtime.agreement import COMMUNICATION
-from fxshard.runtime.program import Program, segments
 from fxshard.sharding import Sharding, sharding_of, unsharded
 from fxshard.variants import Variants
 
@@ -94,33 +94,93 @@ class Backend:
         if broken is not None:
             self._note_break(broken)
         refs = self.refs(graph)
+        key = self._key(graph, refs)  # before passes write to the graph
         graph = self.before_autograd(graph, refs)
         if self.one_graph or not any(refs):
-            return self._compile_whole(refs, graph, example_inputs)
-        again = _copy(graph)  # before AOTAutograd has worked on it
+            return self._compile_whole(refs, graph, example_inputs, key)
+        again = duplicate(graph)  # before AOTAutograd has worked on it
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
             self.observer = observer()
-            return self.compile(Capture(self, [self._ref(value) for value in args], again), _copy(again), args)
+            return self.compile(Capture(self, [self._ref(value) for value in args], again), duplicate(again), args)
 
         first = self.compile(Capture(self, refs, graph), graph, example_inputs)
         return Variants(first, tuple(refs), self._ref, another)
 
     def _compile_whole(
-        self, refs: list[ParamRef | None], graph: fx.GraphModule, example_inputs: Sequence[Any]
+        self, refs: list[ParamRef | None], graph: fx.GraphModule, example_inputs: Sequence[Any], key: str | None
     ) -> Callable[..., Any]:
-        """Compile the graph of a model; its repeated layers go through autograd once, if they can."""
-        if self.one_graph and self.sharding.options.trace_once and torch.is_grad_enabled():
-            names = self._input_names(graph, refs)
-            abridged = abridge(graph, names, example_inputs, self._decompositions(), self.rewrite_joint)
-            try:
-                if abridged is not None:
-                    compiled = self.compile(Capture(self, refs, abridged=abridged), abridged.graph, example_inputs)
-                    self.layers_left_out += abridged.left_out
-                    return compiled
-            except Unrepeatable:
-                pass  # known before anything was scheduled
+        """Compile the graph of a model. If its layers repeat they go through autograd once; if it was compiled at an
+        earlier start, ``key`` says under which name that is kept.
+        """
+        gapped = everything(graph) if self._foresees() else None
+        if gapped is not None:
+            compiled = self._compile_kept(key, refs, gapped, example_inputs) if key is not None else None
+            compiled = compiled or self._compile_abridged(key, refs, graph, gapped, example_inputs)
+            if compiled is not None:
+                return compiled
         return self.compile(Capture(self, refs, graph), graph, example_inputs)
+
+    def _compile_kept(
+        self, key: str, refs: list[ParamRef | None], gapped: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """Compile what was scheduled at an earlier start, if it was kept."""
+        kept = recall(key)
+        if kept is None:
+            return None
+        capture = Foreseen(self, refs)
+        capture.take(kept)
+        compiled = self._compile_foreseen(capture, gapped, example_inputs)
+        if compiled is None:
+            forget(key)
+        return compiled
+
+    def _compile_abridged(
+        self,
+        key: str | None,
+        refs: list[ParamRef | None],
+        graph: fx.GraphModule,
+        gapped: fx.GraphModule,
+        example_inputs: Sequence[Any],
+    ) -> Callable[..., Any] | None:
+        """Compile what four of the layers tell, if they tell all."""
+        capture = Foreseen(self, refs)
+        names = self._input_names(graph, refs)
+        found = abridge(graph, names, example_inputs, self._decompositions(), self.rewrite_joint, capture.foresee)
+        compiled = self._compile_foreseen(capture, gapped, example_inputs) if found is not None else None
+        if found is not None and compiled is not None and key is not None:
+            remember(key, found)
+        return compiled
+
+    def _compile_foreseen(
+        self, capture: Foreseen, gapped: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """Compile a graph that is scheduled; None if AOTAutograd, who sees its inputs and outputs, finds others."""
+        try:
+            compiled = self.compile(capture, gapped, example_inputs)
+        except Unrepeatable:
+            return None  # known before anything was shown
+        self.layers_left_out += capture.scheduled.left_out
+        return compiled
+
+    def _foresees(self) -> bool:
+        """Whether it is worth looking for layers that repeat."""
+        options = self.sharding.options
+        return self.one_graph and options.trace_once and torch.is_grad_enabled() and not _compat.compiled_autograd()
+
+    def _key(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> str | None:
+        """Under what a graph's schedule is kept for the next start; None if it cannot be, or is to be watched."""
+        sharding = self.sharding
+        kept = self._foresees() and self.lower is None and sharding.options.lowering == "inductor"
+        if not kept or observed() or not recall_wanted():
+            return None
+        told = (sharding.plans, sharding.options, sharding.precision, sharding.zero, sharding.group_name)
+        machine = (sharding.ranks, sharding.hardware, sharding.profile, sharding.own_optimizer, sharding.engine.device)
+        try:
+            return key_of(graph, graph_inputs(graph), refs, self._input_names(graph, refs), told, machine)
+        except Unnamed as error:
+            LOG.debug("this graph will be traced at each start: %s", error)
+            return None
 
     def compile(self, capture: Capture, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Send a captured graph through AOTAutograd, which hands what it makes to ``capture``."""
@@ -178,169 +238,6 @@ class Backend:
         return found[1] if found is not None and found[0] is self.sharding else None
 
 
-class Capture:
-    """One graph on its way through AOTAutograd: tied to parameters, partitioned, scheduled, split, lowered."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        refs: list[ParamRef | None],
-        graph: fx.GraphModule | None = None,
-        abridged: Abridged | None = None,
-    ) -> None:
-        """``refs`` are the parameters among the inputs of ``graph``; its constants become inputs ahead of these."""
-        self._backend = backend
-        self._abridged = abridged
-        self._sharding = backend.sharding
-        self._observer = backend.observer
-        self.refs = [*[None] * (_compat.constants(graph) if graph is not None else 0), *refs]
-        self._owner = object()
-        self._backward: fx.GraphModule | None = None
-        self._scheduled: dict[Phase, fx.GraphModule] = {}
-        self._splits: dict[Phase, fx.GraphModule] = {}
-        self._arena_bytes = 0
-        self._agree: Callable[[], None] | None = None
-        self._carries: dict[int, Event] = {}
-        self._visible: int | None = None
-
-    def partition(
-        self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self._backend.report("partitioning")
-        if self._abridged is not None:
-            joint = self._abridged.adopt(joint, kwargs["num_fwd_outputs"])
-        else:
-            joint = self.whole(self._backend.rewrite_joint(joint))
-        self._tie(joint)
-        self._visible = kwargs["num_fwd_outputs"]
-        joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
-        joint = before_partition(joint, self.context(Phase.FORWARD))
-        forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
-        # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
-        self._backward = _copy(backward)
-        self._backward.graph.output_node().meta[GRADS] = tuple(self.refs)
-        return forward, backward
-
-    def whole(self, joint: fx.GraphModule) -> fx.GraphModule:
-        """The joint graph of the whole model; planning puts back the layers that it left out."""
-        return joint
-
-    def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        assert self._backward is not None
-        self._schedule({Phase.FORWARD: forward, Phase.BACKWARD: self._backward})
-        self._compile_with_help()
-        return self._lower(Phase.FORWARD)
-
-    def compile_backward(self, backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with no_garbage_collection():  # AOTAutograd calls this from the first backward
-            return self._lower(Phase.BACKWARD)
-
-    def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self._abridged is not None:
-            raise Unrepeatable  # nothing is to be differentiated, so nothing was abridged for it
-        forward = self._backend.rewrite_joint(forward)
-        self._tie(forward)
-        self._schedule({Phase.EVAL: forward})
-        self._compile_with_help()
-        return self._lower(Phase.EVAL)
-
-    def _tie(self, graph: fx.GraphModule) -> None:
-        """Tie graph inputs to parameters, by position: training and inference graphs name them differently."""
-        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self.refs, strict=False):
-            node.meta[PARAM] = ref
-
-    def context(self, phase: Phase) -> PassContext:
-        sharding = self._sharding
-        return PassContext(
-            sharding.plans,
-            sharding.options,
-            phase,
-            sharding.group_name,
-            ranks=sharding.ranks,
-            hardware=sharding.hardware,
-            profile=sharding.profile,
-            planned_experts=sharding.planned_experts,
-            observer=self._observer,
-        )
-
-    def _schedule(self, modules: dict[Phase, fx.GraphModule]) -> None:
-        self._backend.report("scheduling")
-        name = "train" if Phase.FORWARD in modules else "eval"
-        with blaming(chosen(self.context(Phase.FORWARD))):
-            self._backend.schedules.update(self._emit(modules, name))
-        emitted = self._backend.schedules[name]
-        self._carries = {event.bucket_index: event for _, event in emitted.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)}
-        # Compared before the first run, not here: collectives under a compiler's dispatch modes can deadlock.
-        self._agree = lambda: self._sharding.agreement.check(COMMUNICATION, emitted.communication())
-        for phase, module in self._scheduled.items():
-            self._backend.graphs[phase.value] = module
-        self._backend.emitted.append(emitted)
-
-    def _emit(self, modules: dict[Phase, fx.GraphModule], name: str) -> dict[str, Schedule]:
-        """Run the passes, record what they made, and verify it."""
-        sharding = self._sharding
-        resident = resident_bytes(sharding.plans)
-        self._scheduled, memory = schedule(modules, self.context(next(iter(modules))), resident)
-        self._arena_bytes = memory.bytes
-        emitted = record(
-            self._scheduled,
-            sharding.plans,
-            memory,
-            ranks=sharding.ranks,
-            zero=sharding.zero,
-            budget=sharding.options.memory_budget,
-            carry=memory.leading if sharding.own_optimizer and self._backend.one_graph else 0,
-        )
-        made = {name: emitted}
-        if Phase.BACKWARD in modules and sharding.ranks > 1:
-            made["accumulate"] = emitted.accumulating()
-        for kind, each in made.items():
-            if self._observer is not None:
-                self._observer.schedule(each, kind)
-            if sharding.options.verify:
-                each.verify()
-        return made
-
-    def _compile_with_help(self) -> None:
-        """Compile all segments in several processes, if any were started, and end these."""
-        if self._backend.lower is not None:
-            return
-        try:
-            crew = hired() if self._sharding.options.lowering == "inductor" else None
-            if crew is not None:
-                with _compat.no_dispatch_modes():
-                    split = [self._split(phase) for phase in self._scheduled]
-                    everything = [segment for module in split for segment in segments(module)]
-                    self._sharding.compiler.with_help(crew, everything)
-                crew.finish()
-        finally:
-            dismiss()
-
-    def _split(self, phase: Phase) -> fx.GraphModule:
-        if phase not in self._splits:
-            scheduled = self._scheduled[phase]
-            watch = self._observer.begin(phase, "split_segments", scheduled) if self._observer is not None else None
-            self._splits[phase] = split_segments(scheduled, self.context(phase))
-            if watch is not None:
-                watch.done(self._splits[phase])
-        return self._splits[phase]
-
-    def _lower(self, phase: Phase) -> Callable[..., Any]:
-        if self._backend.lower is not None:
-            return self._backend.lower(self._scheduled[phase])
-        with _compat.no_dispatch_modes():
-            split = self._split(phase)
-            engine, compiler = self._sharding.engine, self._sharding.compiler
-            agree = None if phase is Phase.BACKWARD else self._agree
-            carries = self._carries if phase is Phase.FORWARD else None
-            visible = self._visible if phase is Phase.FORWARD else None
-            program = Program(split, phase, engine, self._arena_bytes, compiler, agree, self._owner, carries, visible)
-            if self._observer is not None:
-                so_far = "%s: lowered by %s; so far %d segments of the model, %d of them compiled"
-                self._observer.say(so_far, phase, compiler.lowering, compiler.segments, compiler.compilations)
-            return program.boxed()
-
-
 def backend_of(sharding: Sharding) -> Backend:
     """The one backend of a sharded model, however ``torch.compile`` is reached: it has the schedule and the graphs."""
     if not isinstance(sharding.backend, Backend):
@@ -354,10 +251,6 @@ def backend_of(sharding: Sharding) -> Backend:
 def graph_inputs(graph: fx.GraphModule) -> list[Any]:
     """What a captured graph was called with."""
     return [_compat.graph_input_example(node) for node in graph.graph.find_nodes(op="placeholder")]
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    return _compat.graph_module(module, copy.deepcopy(module.graph))
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

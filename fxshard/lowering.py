@@ -41,6 +41,8 @@ class SegmentCompiler:
         self.segments = 0
         self.compilations = 0
         self._compiled: dict[Key, BoxedCallable] = {}
+        self._handed_out: dict[int, tuple[Key, fx.GraphModule]] = {}
+        """What a crew was asked to compile, by the numbers of its jobs."""
 
     @cached_property
     def _known(self) -> Known:
@@ -53,8 +55,8 @@ class SegmentCompiler:
             self._compile(key, segment)
         return self._compiled[key]
 
-    def with_help(self, crew: Crew, segments: Iterable[fx.GraphModule]) -> None:
-        """Have a crew compile what is new among ``segments``, and do what it is too small for, or too late.
+    def hand_out(self, crew: Crew, segments: Iterable[fx.GraphModule]) -> None:
+        """Let a crew compile what is new among ``segments``, and wait for nothing.
 
         What it compiles is in Inductor's cache when it has finished, and is there at once when it is called for.
         """
@@ -62,25 +64,33 @@ class SegmentCompiler:
         if circumstances is None:
             return
         new: dict[Key, fx.GraphModule] = {}
+        old = {*self._compiled, *(key for key, _ in self._handed_out.values())}
         for segment in segments:
             key = _key(segment)
-            if key not in self._compiled and key[1] is None and key[0] not in self._known and _worth_compiling(segment):
+            if key not in old and key[1] is None and key[0] not in self._known and _worth_compiling(segment):
                 new.setdefault(key, segment)  # the cache knows nodes by name, and the first will be asked for
-        jobs: dict[int, Key] = {}
         crew.withdraw_unwanted()
         for key in sorted(new, key=lambda key: -_length(new[key])):  # the longest first
             packed = _compat.packed(new[key], _example_inputs(new[key]))
             if packed is not None:
-                jobs[crew.publish(partial(_compat.compile_packed, packed, circumstances))] = key
-        if jobs:
+                number = crew.publish(partial(_compat.compile_packed, packed, circumstances))
+                self._handed_out[number] = key, new[key]
+
+    def finish(self, crew: Crew, segments: Iterable[fx.GraphModule]) -> None:
+        """Do what a crew is too small for, or too late, and wait until it has done its part of ``segments``, and all
+        else that it was asked for.
+        """
+        if self._handed_out:
             _compat.hash_compilers()  # which looking into the cache begins with: others are at work now
-        for number in reversed(jobs):
-            if len(crew.open.intersection(jobs)) <= crew.present():
+        for number in reversed(self._handed_out):
+            key, segment = self._handed_out[number]
+            if len(crew.open.intersection(self._handed_out)) <= crew.present():
                 break  # each of what is left is somebody's
             if number in crew.open:
-                key = jobs[number]
-                self._compile(key, _copy(new[key]))  # compilers write to it, and it is known by its structure
+                self._compile(key, _copy(segment))  # compilers write to it, and it is known by its structure
                 crew.withdraw(number)
+        wanted = {_key(segment) for segment in segments}
+        crew.finish(but=[number for number, (key, _) in self._handed_out.items() if key not in wanted])
 
     def _compile(self, key: Key, segment: fx.GraphModule) -> None:
         self.compilations += 1

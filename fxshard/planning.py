@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from fxshard import _compat
-from fxshard.backend import Backend, Capture, graph_inputs
+from fxshard.backend import Backend, graph_inputs
 from fxshard.capture import FAILURES, capture, cast_floats, explained
+from fxshard.captured_graph import Capture
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
 from fxshard.garbage import no_garbage_collection

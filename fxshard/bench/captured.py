@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 import fxshard
-from fxshard import backend
+from fxshard import captured_graph
 from fxshard.config import AdamW, Muon
 from fxshard.events import META, Kind, Phase, event_of, events
 from fxshard.inspect.record import record, resident_bytes, stretches
@@ -167,7 +167,7 @@ def capture(
         found.append((dict(modules), context))
         raise _Enough
 
-    with mock.patch.object(backend, "schedule", keep), _until(_Enough):
+    with mock.patch.object(captured_graph, "schedule", keep), _until(_Enough):
         fxshard.plan(model, inputs, world_size=2, zero=zero, precision=precision, lowering=lowering, hardware=hardware)
     ((graphs, context),) = found
     return Captured(model, graphs, context, precision, zero)

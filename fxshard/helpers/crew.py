@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from fxshard.errors import ConfigError
@@ -131,10 +131,13 @@ class Crew:
             pass
         return self._present
 
-    def finish(self) -> None:
-        """Return when all wanted jobs are done, or nobody is there who could do them, or says anything any more."""
+    def finish(self, *, but: Collection[int] = ()) -> None:
+        """Return when all wanted jobs are done, or nobody is there who could do them, or says anything any more.
+
+        ``but``: jobs that are not waited for yet.
+        """
         self._heard = time.monotonic()
-        while self.present() and self.open:
+        while self.present() and self.open.difference(but):
             self._hear(PATIENCE)
             if time.monotonic() - self._heard > SILENCE:
                 LOG.warning("processes that compile ahead have said nothing for %d s; going on without them", SILENCE)

@@ -30,10 +30,15 @@ VARIABLE = "FXSHARD_DUMP"
 _captures = itertools.count(1)
 
 
+def observed() -> bool:
+    """Whether somebody asked to watch what happens to captured graphs."""
+    return bool(os.environ.get(VARIABLE)) or LOG.isEnabledFor(logging.INFO)
+
+
 def observer() -> Observer | None:
     """Who watches the next captured graph, if somebody asked for it."""
     asked = os.environ.get(VARIABLE)
-    if not asked and not LOG.isEnabledFor(logging.INFO):
+    if not observed():
         return None
     number = next(_captures)
     if not asked:

@@ -27,8 +27,6 @@ class Shortened:
     """The layer of each input of the whole graph."""
     removed: int
     """How many layers were left out."""
-    gap: range
-    """Where the layers stand in the captured graph, all but the last."""
 
     def expand(self, joint: fx.GraphModule) -> fx.GraphModule:
         """The joint graph of the whole model; raises :class:`Unrepeatable` where that cannot be told from this one."""

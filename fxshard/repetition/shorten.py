@@ -49,7 +49,7 @@ def shorten(module: fx.GraphModule, names: Sequence[str | None]) -> Shortened | 
         env[node] = graph.node_copy(node, copies.__getitem__)
     kept = tuple(i for i, node in enumerate(inputs) if node not in dropped)
     short = _compat.graph_module(module, graph)
-    return Shortened(short, kept, tuple(members), layers - KEPT, range(first[0], first[-1]))
+    return Shortened(short, kept, tuple(members), layers - KEPT)
 
 
 def _left_for(ref: fx.Node, line: Line, first: list[int]) -> fx.Node | None:

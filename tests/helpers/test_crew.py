@@ -368,12 +368,29 @@ def test_nobody_is_left_when_a_first_graph_is_compiled(made: mock.Mock, training
     assert crew.hired() is None
 
 
+@pytest.mark.parametrize("again", ["backward", "forward"])
+def test_nobody_is_left_when_backward_runs_or_cannot_be_meant_to(made: mock.Mock, again: str) -> None:
+    """They may be at work for backward while forward runs for the first time, not longer."""
+    crew.hire()
+    helpers = crew.hired()
+    assert helpers is not None
+    helpers.present.return_value = 0  # type: ignore[attr-defined]
+    helpers.open = set()
+    model = fxshard.compile(Mlp(), lowering="inductor")
+    with mock.patch.object(SegmentCompiler, "hand_out"):
+        loss = model(torch.randn(4, 7), torch.randn(4, 5))
+        helpers.dismiss.assert_not_called()  # type: ignore[attr-defined]
+        loss.backward() if again == "backward" else model(torch.randn(4, 7), torch.randn(4, 5))
+    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
+    assert crew.hired() is None
+
+
 def test_nobody_is_left_when_compilation_fails(made: mock.Mock) -> None:
     crew.hire()
     helpers = crew.hired()
     assert helpers is not None
     model = fxshard.compile(Mlp(), lowering="inductor")
-    failing = mock.patch.object(SegmentCompiler, "with_help", side_effect=RuntimeError("no such kernel"))
+    failing = mock.patch.object(SegmentCompiler, "hand_out", side_effect=RuntimeError("no such kernel"))
     with failing, pytest.raises(fxshard.FxshardError, match="no such kernel"):
         model(torch.randn(4, 7), torch.randn(4, 5))
     helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ class Idle:
     there: int = 0
     jobs: list[Any] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
+    waited_for: set[int] = field(default_factory=set)
 
     def publish(self, job: Any, *, wanted: bool = True) -> int:
         self.jobs.append(job)
@@ -61,6 +62,9 @@ class Idle:
 
     def present(self) -> int:
         return self.there
+
+    def finish(self, *, but: Collection[int] = ()) -> None:
+        self.waited_for = self.open.difference(but)
 
 
 @pytest.fixture
@@ -89,6 +93,12 @@ def segment(example: torch.Tensor, length: int) -> fx.GraphModule:
     return make_fx(run)(example)
 
 
+def helped(compiler: SegmentCompiler, crew: Any, segments: list[fx.GraphModule]) -> None:
+    """Hand segments out and wait for them, as a model with nothing else to do meanwhile would."""
+    compiler.hand_out(crew, segments)
+    compiler.finish(crew, segments)
+
+
 def compiles(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
     """Stands for Inductor, which writes to graphs."""
     count = len(graph.graph.nodes)
@@ -103,12 +113,12 @@ def test_what_nobody_is_there_for_is_compiled_here(example: torch.Tensor) -> Non
     idle, compiler = Idle(), SegmentCompiler("inductor")
     idle.publish("a kernel")
     with mock.patch.object(_compat, "inductor_compile", side_effect=compiles) as inductor:
-        compiler.with_help(idle, segments)  # type: ignore[arg-type]
+        helped(compiler, idle, segments)
         assert len(idle.jobs) == 4 and idle.open == {0}
         assert [len(call.args[0].graph.nodes) for call in inductor.call_args_list] == [2, 3, 4]  # without the output
         assert compiler.compilations == 3 and compiler.segments == 0
         assert [compiler(each)([]) for each in segments] == [3, 5, 4, 5]
-        compiler.with_help(idle, segments)  # type: ignore[arg-type]
+        helped(compiler, idle, segments)
     assert compiler.compilations == 3 and compiler.segments == 4 and len(idle.jobs) == 4
 
 
@@ -119,10 +129,24 @@ def test_what_others_are_there_for_is_left_to_them(example: torch.Tensor, there:
     busy, compiler = Idle(there), SegmentCompiler("inductor")
     kernel = busy.publish("a kernel")
     with mock.patch.object(_compat, "inductor_compile", side_effect=compiles):
-        compiler.with_help(busy, segments)  # type: ignore[arg-type]
+        helped(compiler, busy, segments)
         assert len(busy.jobs) == 4 and len(busy.open - {kernel}) == 3 - here and compiler.compilations == here
         assert [compiler(each)([]) for each in segments] == [3, 4, 5]
     assert compiler.compilations == 3
+
+
+def test_a_forward_waits_for_its_own_segments_and_for_kernels(example: torch.Tensor) -> None:
+    """Those of backward have time until forward has run."""
+    forward, backward = [segment(example, 1)], [segment(example, 2), segment(example, 3)]
+    busy, compiler = Idle(8), SegmentCompiler("inductor")
+    kernel = busy.publish("a kernel")
+    compiler.hand_out(busy, [*forward, *backward])  # type: ignore[arg-type]
+    compiler.hand_out(busy, backward)  # type: ignore[arg-type]
+    assert len(busy.jobs) == 4 and not busy.waited_for
+    compiler.finish(busy, forward)  # type: ignore[arg-type]
+    assert busy.waited_for == {kernel, 3}  # the longest first
+    compiler.finish(busy, backward)  # type: ignore[arg-type]
+    assert busy.waited_for == {kernel, 1, 2}
 
 
 def test_what_others_have_done_meanwhile_is_not_compiled_here(example: torch.Tensor) -> None:
@@ -135,7 +159,7 @@ def test_what_others_have_done_meanwhile_is_not_compiled_here(example: torch.Ten
 
     quick, compiler = Quick(1), SegmentCompiler("inductor")
     with mock.patch.object(_compat, "inductor_compile", side_effect=compiles) as inductor:
-        compiler.with_help(quick, [segment(example, length) for length in (1, 2, 3)])  # type: ignore[arg-type]
+        helped(compiler, quick, [segment(example, length) for length in (1, 2, 3)])
     assert [len(call.args[0].graph.nodes) for call in inductor.call_args_list] == [3] and quick.open == {0}
 
 
@@ -143,7 +167,7 @@ def test_what_cannot_be_packed_is_compiled_later(example: torch.Tensor, monkeypa
     monkeypatch.setattr(_compat, "packed", lambda segment, inputs: None)
     idle, compiler = Idle(), SegmentCompiler("inductor")
     with mock.patch.object(_compat, "inductor_compile", side_effect=compiles):
-        compiler.with_help(idle, [segment(example, 2)])  # type: ignore[arg-type]
+        helped(compiler, idle, [segment(example, 2)])
         assert not idle.jobs and compiler.compilations == 0
         assert compiler(segment(example, 2))([]) == 4
     assert compiler.compilations == 1
@@ -154,7 +178,7 @@ def test_what_was_compiled_earlier_needs_no_help(example: torch.Tensor) -> None:
     idle = Idle()
     with mock.patch.object(_compat, "inductor_compile", side_effect=compiles):
         SegmentCompiler("inductor")(segment(example, 2))
-        SegmentCompiler("inductor").with_help(idle, [segment(example, 2), segment(example, 3)])  # type: ignore[arg-type]
+        helped(SegmentCompiler("inductor"), idle, [segment(example, 2), segment(example, 3)])
     assert len(idle.jobs) == 1
 
 
@@ -221,7 +245,7 @@ def test_options_that_cannot_travel_hold_up_nothing(example: torch.Tensor) -> No
         mock.patch.object(_compat, "inductor_compile", side_effect=compiles),
     ):
         helpers = Crew(1, ("-c", ASLEEP))
-        compiler.with_help(helpers, [segment(example, 1)])
+        helped(compiler, helpers, [segment(example, 1)])
         helpers.dismiss()
         assert not helpers.open and compiler.compilations == 0
         assert compiler(segment(example, 1))([]) == 3
@@ -300,10 +324,10 @@ def step(path: Path) -> None:
     torch.manual_seed(0)
     model = compile(Mlp(), lowering="inductor", zero=3)
     loss = model(torch.randn(4, 7), torch.randn(4, 5))
+    loss.backward()
     assert crew.hired() is None
     if helpers is not None:
         until(lambda: not living(helpers._process.pid), seconds=10)
-    loss.backward()
     grads = b"".join(parameter.grad.numpy().tobytes() for parameter in model.parameters())
     bits = f"{float(loss.detach()).hex()} {hashlib.sha256(grads).hexdigest()}"
     hits, misses = (counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss"))

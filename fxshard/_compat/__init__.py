@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import datetime
-import os
-import pickle
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxshard.log import LOG
+from fxshard._compat.inductor import compile_cache as compile_cache
+from fxshard._compat.inductor import hash_compilers as hash_compilers
+from fxshard._compat.inductor import import_inductor as import_inductor
+from fxshard._compat.inductor import inductor_compile as inductor_compile
+from fxshard._compat.inductor import inductor_decompositions as inductor_decompositions
+from fxshard._compat.inductor import inductor_joint_passes as inductor_joint_passes
+from fxshard._compat.names import operator_at as operator_at
+from fxshard._compat.names import operator_path as operator_path
+from fxshard._compat.names import own_directories as own_directories
+from fxshard._compat.names import own_name as own_name
+from fxshard._compat.processes import OF_THE_SCRIPT as OF_THE_SCRIPT
+from fxshard._compat.processes import compile_any as compile_any
+from fxshard._compat.processes import compile_circumstances as compile_circumstances
+from fxshard._compat.processes import compile_packed as compile_packed
+from fxshard._compat.processes import compile_processes as compile_processes
+from fxshard._compat.processes import import_what_kernels_import as import_what_kernels_import
+from fxshard._compat.processes import kernel_cache as kernel_cache
+from fxshard._compat.processes import packed as packed
+from fxshard._compat.processes import start_compile_processes as start_compile_processes
+from fxshard._compat.processes import start_kernel_processes as start_kernel_processes
+from fxshard._compat.processes import stop_kernel_processes as stop_kernel_processes
+from fxshard._compat.tracing import current_fake_mode as current_fake_mode
+from fxshard._compat.tracing import described_fake as described_fake
+from fxshard._compat.tracing import fake_tensors as fake_tensors
+from fxshard._compat.tracing import foreign_code as foreign_code
+from fxshard._compat.tracing import traced_under as traced_under
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
@@ -44,27 +63,6 @@ def min_cut_partition(
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
-def inductor_decompositions() -> dict[Any, Any]:
-    """The decompositions that Inductor's lowerings assume. torch 2.11, 2.13."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
-
-
-def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
-    """What Inductor does to a graph before it is partitioned (random numbers, attention patterns). torch 2.11, 2.13.
-
-    Not optional under the Inductor lowering: random ops that it has not rewritten have no lowering.
-    """
-    from torch._guards import detect_fake_mode
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.virtualized import V
-
-    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
-    with V.set_fake_mode(detect_fake_mode(values)):  # what replaces random numbers makes fake tensors
-        return joint_graph_passes(graph)
-
-
 def draws_random_numbers(graph: fx.Graph) -> bool:
     """Whether running a graph moves a random number generator. torch 2.11, 2.13.
 
@@ -85,234 +83,6 @@ def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:
             given = node.args[position] if position < len(node.args) else argument.default_value
             return node.kwargs.get(name, given)
     return None
-
-
-def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Lower one graph to a boxed callable. torch 2.11, 2.13.
-
-    Inductor appends to the tracing context of whoever calls it and insists that it starts out empty, hence a fresh one.
-    """
-    from torch._guards import TracingContext, detect_fake_mode, tracing
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    with tracing(TracingContext(detect_fake_mode(list(example_inputs)))):
-        return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
-
-
-def packed(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes | None:
-    """A graph for another process to compile. torch 2.11, 2.13.
-
-    None if it cannot go there, or Inductor would not keep in its cache what comes of it.
-    """
-    from torch._inductor import config
-    from torch._inductor.codecache import FxGraphCache
-    from torch.fx._graph_pickler import GraphPickler, Options
-
-    if not config.fx_graph_cache or config.force_disable_caches:
-        return None
-    try:
-        FxGraphCache._check_can_cache(segment)
-        return GraphPickler.dumps((segment, list(example_inputs)), Options(None, lambda key: key not in _OF_THE_SCRIPT))
-    except Exception as error:  # of many kinds; whatever is wrong with a graph, compiling it here will tell
-        LOG.debug("a segment cannot be compiled ahead: %s", error)
-        return None
-
-
-class _Torch:
-    """Pickled as the module torch."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_module, ("torch",)
-
-
-# Or pickle looks for such a value in all modules and names the first that has ``torch``, the script perhaps. Inductor's
-# keys have that in them, and no two programs would have the same.
-copyreg.pickle(
-    torch.memory_format,
-    lambda value: (getattr, (_Torch(), str(value).removeprefix("torch."))),  # type: ignore[arg-type]
-)
-
-
-_OF_THE_SCRIPT = {
-    "nn_module_stack",
-    "source_fn_stack",
-    "fwd_nn_module_stack",
-    "fwd_source_fn_stack",
-    "torch_fn",
-    "from_node",
-}
-"""What nodes say about where they come from: it names classes that only the user's script has, and Inductor does not
-read it. All else must travel: Inductor's cache does not look at it, and some of it decides what is compiled."""
-
-
-def compile_packed(graph: bytes, circumstances: Mapping[str, Any]) -> None:
-    """Compile such a graph in this process, for Inductor's cache. torch 2.11, 2.13."""
-    from torch._inductor import config
-    from torch._subclasses import FakeTensorMode
-    from torch.fx._graph_pickler import GraphPickler
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    _adopt(circumstances)
-    loaded: Any = GraphPickler.loads(graph, FakeTensorMode(shape_env=ShapeEnv()))
-    with config.patch(circumstances["inductor"]):
-        inductor_compile(*loaded)
-
-
-def compile_any(circumstances: Mapping[str, Any]) -> None:
-    """Compile a graph that nobody wants: the first one takes longest. torch 2.11, 2.13."""
-    from torch._inductor import config
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    _adopt(circumstances)
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        example = torch.empty(64, 64, device="cuda" if circumstances["device"] is not None else "cpu")
-    with config.patch(circumstances["inductor"]):
-        inductor_compile(make_fx(_normalise)(example), [example])
-
-
-def _normalise(x: torch.Tensor) -> tuple[torch.Tensor]:
-    return (x * torch.rsqrt((x * x).mean(-1, keepdim=True)),)
-
-
-def compile_cache() -> str:
-    """The directory of Inductor's caches. torch 2.11, 2.13."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
-
-
-def compile_circumstances() -> dict[str, Any] | None:
-    """What compilation depends on beside a graph, as far as a process can have it otherwise. torch 2.11, 2.13.
-
-    None if another process cannot have it: passes or lowerings of the user's own, of which Inductor's cache does not
-    know all.
-    """
-    from torch._inductor import config, lowering
-
-    modules = {(getattr(function, "__module__", None) or "").split(".")[0] for function in lowering.lowerings.values()}
-    foreign = modules - {"torch", ""} - sys.stdlib_module_names
-    if foreign:
-        LOG.debug("nothing can be compiled ahead: there are lowerings of %s", foreign)
-        return None
-    matmul = torch.backends.cuda.matmul
-    circumstances = {
-        "torch": torch.__version__,
-        "inductor": config.save_config_portable(),
-        "directories": {
-            "TORCHINDUCTOR_CACHE_DIR": compile_cache(),
-            **{name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ},
-        },
-        "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
-        "threads": torch.get_num_threads(),
-        "dtype": torch.get_default_dtype(),
-        "precision": _matmul_precision(),
-        "fp32": matmul.fp32_precision,
-        "fp16": matmul.allow_fp16_reduced_precision_reduction,
-        "bf16": matmul.allow_bf16_reduced_precision_reduction,
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        ),
-    }
-    try:
-        pickle.dumps(circumstances)
-    except Exception as error:  # of many kinds, as what options may be is
-        LOG.debug("nothing can be compiled ahead under this configuration: %s", error)
-        return None
-    return circumstances
-
-
-def _matmul_precision() -> str | None:
-    """None where it was set by its newer name, after which the older one is an error. torch 2.11, 2.13."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _adopt(circumstances: Mapping[str, Any]) -> None:
-    os.environ.update(circumstances["directories"])
-    if circumstances["device"] is not None:
-        torch.cuda.set_device(circumstances["device"])
-    torch.set_num_threads(circumstances["threads"])
-    torch.set_default_dtype(circumstances["dtype"])
-    matmul = torch.backends.cuda.matmul
-    if circumstances["precision"] not in (None, _matmul_precision()):  # setting what is there is not the same
-        torch.set_float32_matmul_precision(circumstances["precision"])
-    if circumstances["fp32"] != matmul.fp32_precision:
-        matmul.fp32_precision = circumstances["fp32"]
-    matmul.allow_fp16_reduced_precision_reduction = circumstances["fp16"]
-    matmul.allow_bf16_reduced_precision_reduction = circumstances["bf16"]
-    deterministic, warn_only, fill = circumstances["deterministic"]
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-
-
-def import_inductor() -> None:
-    """All that compiling a graph imports. torch 2.11, 2.13."""
-    from torch._inductor import compile_fx, lowering  # noqa: F401
-
-
-def hash_compilers() -> None:
-    """What Inductor's cache asks of a process once: it reads torch's and Triton's files. torch 2.11, 2.13."""
-    from torch._inductor.codecache import torch_key
-    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
-
-    torch_key()
-    if HAS_TRITON:
-        triton_key()
-
-
-def start_kernel_processes() -> None:
-    """Start the processes in which this one compiles GPU kernels, and wait for them. torch 2.11, 2.13."""
-    from torch._inductor import async_compile
-
-    if torch.cuda.device_count() > 0:
-        async_compile.AsyncCompile.wait_pool_ready()
-
-
-def stop_kernel_processes() -> None:
-    """End them. torch 2.11, 2.13."""
-    from torch._inductor import async_compile
-
-    async_compile.shutdown_compile_workers()
-
-
-def start_compile_processes() -> None:
-    """Start the processes in which Inductor compiles GPU kernels, and wait for nothing.
-
-    That takes seconds, in which kernels are compiled one after the other in this process; Inductor's own backend begins
-    with it, and we call what is behind that backend. ``TORCH_WARM_POOL=0`` is respected. torch 2.11, 2.13.
-    """
-    from torch._inductor import async_compile
-
-    async_compile.maybe_warm_pool()
-
-
-def compile_processes() -> tuple[Sequence[Any], int]:
-    """Where functions can be submitted to run in these processes, and how many there are. torch 2.11, 2.13.
-
-    Nowhere, if there is no Triton or somebody does not want them.
-    """
-    from torch._inductor import async_compile
-
-    return tuple(async_compile._pool_set), async_compile.get_compile_threads()
-
-
-def kernel_cache(device: int) -> str:
-    """Where Triton keeps compiled kernels of a device, once Inductor has compiled one. torch 2.11, 2.13."""
-    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-
-    return triton_cache_dir(device)
-
-
-def import_what_kernels_import() -> None:
-    """What the first lines of a kernel that Inductor wrote do, in the process that compiles it. torch 2.11, 2.13."""
-    from torch._inductor.runtime import triton_helpers, triton_heuristics  # noqa: F401
-
-    triton_helpers.set_driver_to_gpu()
 
 
 @contextlib.contextmanager
@@ -476,6 +246,11 @@ def graph_input_example(placeholder: fx.Node) -> Any:
     return argument.example if argument is not None else None
 
 
+def is_static(value: torch.Tensor) -> bool:
+    """Whether somebody has said that a tensor stays where it is. torch 2.11, 2.13."""
+    return getattr(value, "_dynamo_static_input_type", None) is not None
+
+
 class OperatorObserver(TorchDispatchMode):
     """A context that sees every operation outside compiled graphs before it runs. torch 2.11, 2.13.
 
@@ -504,6 +279,13 @@ def constants(graph: fx.GraphModule) -> int:
     """How many tensors are part of a captured graph. AOTAutograd makes them its first inputs. torch 2.11, 2.13."""
     named = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
     return len(named)
+
+
+def compiled_autograd() -> bool:
+    """Whether backward graphs are traced once more when they run. torch 2.11, 2.13."""
+    from torch._dynamo import compiled_autograd as state
+
+    return bool(torch._dynamo.config.compiled_autograd or state.compiled_autograd_enabled)
 
 
 def graph_break(graph: fx.GraphModule) -> str | None:
@@ -672,6 +454,19 @@ def no_dispatch_modes() -> Iterator[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
+        yield
+
+
+@contextlib.contextmanager
+def as_a_compiler() -> Iterator[None]:
+    """Run as AOTAutograd runs a compiler, whatever the user has entered around a model. torch 2.11, 2.13."""
+    with (
+        no_observers(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+    ):
         yield
 
 

@@ -1,0 +1,171 @@
+"""What traced graphs depend on beside a model, and the fake tensors in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fxshard._compat.inductor import inductor_decompositions
+from fxshard._compat.names import is_own_code
+
+FakeDescription = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, str, bool, int]
+"""Size, stride, offset, dtype, device, whether it wants a gradient, and the bytes of its memory."""
+
+
+def current_fake_mode() -> Any:
+    """The mode of the fake tensors of whoever traces now, or a new one. torch 2.11, 2.13."""
+    from torch._guards import TracingContext
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def described_fake(value: torch.Tensor) -> FakeDescription | None:
+    """A fake tensor in numbers, if nothing else is to be said of it. torch 2.11, 2.13."""
+    from torch._subclasses import FakeTensor
+
+    if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return None
+    numbers = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+    if not all(type(number) is int for number in numbers) or value.constant is not None:
+        return None
+    return (
+        tuple(value.shape),
+        tuple(value.stride()),
+        numbers[-2],
+        value.dtype,
+        str(value.device),
+        value.requires_grad,
+        numbers[-1],
+    )
+
+
+def fake_tensors(described: Iterable[tuple[Any, ...]]) -> list[torch.Tensor]:
+    """Fake tensors from the number of their memory and their description. torch 2.11, 2.13."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    mode = current_fake_mode()
+    convert = mode.fake_tensor_converter.from_meta_and_device
+    storages: dict[int, Any] = {}
+    made: list[torch.Tensor] = []
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        for storage, size, stride, offset, dtype, device, requires_grad, nbytes in described:
+            if storage not in storages:
+                storages[storage] = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+            plain = torch.empty(0, dtype=dtype, device="meta").set_(storages[storage], offset, size, stride)
+            made.append(convert(mode, plain.requires_grad_(requires_grad), torch.device(device)))
+    return made
+
+
+def traced_under() -> dict[str, Any] | None:
+    """What tracing a graph depends on beside it, as values; None where that cannot be said: modes and hooks of the
+    user's are on. torch 2.11, 2.13.
+    """
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+    from torch._subclasses import FakeTensorMode
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    functions = _get_current_function_mode_stack()
+    dispatches = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, FakeTensorMode)]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if dispatches or hooks is not None or any(type(mode) is not DeviceContext for mode in functions):
+        return None
+    kinds = ("cpu", "cuda")
+    return {
+        "functorch": functorch.save_config_portable(),
+        "dynamo": dynamo.save_config_portable(),
+        "default devices": [str(mode.device) for mode in functions],
+        "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
+        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "attention": _attention_kernels(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "cudnn": (
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.version(),
+        ),
+        "kernels": sorted(torch.library._impls),
+        "decompositions": sorted(map(str, inductor_decompositions())),
+        "devices": [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else None,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _attention_kernels() -> list[Any]:
+    cuda = torch.backends.cuda
+    return [
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        list(torch._C._get_sdp_priority_order()),
+    ]
+
+
+def _device(index: int) -> list[Any]:
+    found = torch.cuda.get_device_properties(index)
+    return [found.name, found.major, found.minor, found.multi_processor_count, found.total_memory]
+
+
+def foreign_code() -> str | None:
+    """Something that takes part in tracing and is not torch's: a decomposition, a pattern, a partitioner of the user's.
+
+    None if there is none. torch 2.11, 2.13.
+    """
+    for what, function in _taking_part():
+        if not _is_own(function):
+            return f"{what} {function!r:.200}"
+    return None
+
+
+def _is_own(function: Any) -> bool:
+    """Whether the code of a function, and of what decorators have wrapped in it, is torch's."""
+    todo, seen = [function], set()
+    while todo:
+        found = todo.pop()
+        if not callable(found) or isinstance(found, type) or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if not is_own_code(found):
+            return False
+        todo += [getattr(found, "__wrapped__", None), getattr(found, "func", None)]
+        todo += [cell.cell_contents for cell in getattr(found, "__closure__", None) or () if _is_filled(cell)]
+    return True
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _taking_part() -> Iterator[tuple[str, Any]]:
+    from torch._functorch import aot_autograd, partitioners
+    from torch._inductor.fx_passes import joint_graph
+
+    for decomposition in inductor_decompositions().values():
+        yield "the decomposition", decomposition
+    for listed in joint_graph.pass_patterns:
+        for entries in listed.patterns.values():
+            for entry in entries:
+                for name in ("extra_check", "handler", "normalize_args", "replace_fn"):
+                    yield f"a pattern's {name}", getattr(entry, name, None)
+    for module, name in (
+        (partitioners, "min_cut_rematerialization_partition"),
+        (joint_graph, "joint_graph_passes"),
+        (aot_autograd, "aot_module_simplified"),
+    ):
+        yield "in place of torch's,", getattr(module, name)

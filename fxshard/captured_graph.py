@@ -1,0 +1,200 @@
+"""One captured graph on its way through AOTAutograd: tied to parameters, partitioned, scheduled, lowered."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from fxshard import _compat
+from fxshard.events import Phase
+from fxshard.garbage import no_garbage_collection
+from fxshard.inspect.record import record, resident_bytes
+from fxshard.inspect.schedule import Schedule
+from fxshard.outline import fits, outline
+from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
+from fxshard.passes.pipeline import before_partition, chosen, schedule
+from fxshard.passes.run import blaming
+from fxshard.programs import Programs
+from fxshard.repetition.abridged import Abridged
+from fxshard.repetition.periods import Unrepeatable
+from fxshard.scheduled import Scheduled
+
+if TYPE_CHECKING:
+    from fxshard.backend import Backend
+
+
+class Capture:
+    """A graph that AOTAutograd traces, all of it."""
+
+    def __init__(self, backend: Backend, refs: list[ParamRef | None], graph: fx.GraphModule | None = None) -> None:
+        """``refs`` are the parameters among the inputs of ``graph``; its constants become inputs ahead of these."""
+        self._backend = backend
+        self._sharding = backend.sharding
+        self._observer = backend.observer
+        self.refs = [*[None] * (_compat.constants(graph) if graph is not None else 0), *refs]
+        self._backward: fx.GraphModule | None = None
+        self._programs: Programs | None = None
+        self._outputs: int | None = None
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._backend.report("partitioning")
+        self._outputs = kwargs["num_fwd_outputs"]
+        forward, backward = self._cut(self.whole(self._backend.rewrite_joint(joint)), **kwargs)
+        # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
+        self._backward = duplicate(backward)
+        self._backward.graph.output_node().meta[GRADS] = tuple(self.refs)
+        return forward, backward
+
+    def whole(self, joint: fx.GraphModule) -> fx.GraphModule:
+        """The joint graph of the whole model; planning puts back the layers that it left out."""
+        return joint
+
+    def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert self._backward is not None
+        self._finish(self._schedule({Phase.FORWARD: forward, Phase.BACKWARD: self._backward}))
+        return self._lower(Phase.FORWARD)
+
+    def compile_backward(self, backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with no_garbage_collection():  # AOTAutograd calls this from the first backward
+            return self._lower(Phase.BACKWARD)
+
+    def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        forward = self._backend.rewrite_joint(forward)
+        self._tie(forward)
+        self._finish(self._schedule({Phase.EVAL: forward}))
+        return self._lower(Phase.EVAL)
+
+    def context(self, phase: Phase) -> PassContext:
+        sharding = self._sharding
+        return PassContext(
+            sharding.plans,
+            sharding.options,
+            phase,
+            sharding.group_name,
+            ranks=sharding.ranks,
+            hardware=sharding.hardware,
+            profile=sharding.profile,
+            planned_experts=sharding.planned_experts,
+            observer=self._observer,
+        )
+
+    def _cut(self, joint: fx.GraphModule, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward out of one graph."""
+        self._tie(joint)
+        joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
+        joint = before_partition(joint, self.context(Phase.FORWARD))
+        return _compat.min_cut_partition(joint, (), **kwargs)
+
+    def _tie(self, graph: fx.GraphModule) -> None:
+        """Tie graph inputs to parameters, by position: training and inference graphs name them differently."""
+        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self.refs, strict=False):
+            node.meta[PARAM] = ref
+
+    def _schedule(self, graphs: dict[Phase, fx.GraphModule]) -> Scheduled:
+        """Run the passes."""
+        self._backend.report("scheduling")
+        with blaming(chosen(self.context(Phase.FORWARD))):
+            resident = resident_bytes(self._sharding.plans)
+            scheduled, memory = schedule(graphs, self.context(next(iter(graphs))), resident)
+        return Scheduled(scheduled, memory, outputs=self._outputs)
+
+    def _finish(self, scheduled: Scheduled) -> None:
+        """From here on the graphs are the model's: they can be looked at, and will run."""
+        self._hand_out(scheduled)
+        self._publish(scheduled)
+
+    def _hand_out(self, scheduled: Scheduled) -> None:
+        """Let other processes begin with what is scheduled."""
+        if self._backend.lower is None:
+            self._programs = Programs(self._sharding, scheduled, self.context)
+            self._programs.hand_out()
+
+    def _publish(self, scheduled: Scheduled) -> None:
+        """Record what was scheduled, verify it, and show it as the model's."""
+        with blaming(chosen(self.context(Phase.FORWARD))):
+            made = self._emit(scheduled)
+        self._backend.schedules.update(made)
+        self._backend.emitted.append(made[scheduled.name])
+        for phase, module in scheduled.graphs.items():
+            self._backend.graphs[phase.value] = module
+        self._emitted = made[scheduled.name]
+
+    def _emit(self, scheduled: Scheduled) -> dict[str, Schedule]:
+        """What the graphs will do, by name."""
+        sharding = self._sharding
+        emitted = record(
+            scheduled.graphs,
+            sharding.plans,
+            scheduled.memory,
+            ranks=sharding.ranks,
+            zero=sharding.zero,
+            budget=sharding.options.memory_budget,
+            carry=scheduled.memory.leading if sharding.own_optimizer and self._backend.one_graph else 0,
+        )
+        made = {scheduled.name: emitted}
+        if Phase.BACKWARD in scheduled.graphs and sharding.ranks > 1:
+            made["accumulate"] = emitted.accumulating()
+        for kind, each in made.items():
+            if self._observer is not None:
+                self._observer.schedule(each, kind)
+            if sharding.options.verify:
+                each.verify()
+        return made
+
+    def _lower(self, phase: Phase) -> Callable[..., Any]:
+        if self._backend.lower is not None:
+            return self._backend.lower(self._backend.graphs[phase.value])
+        assert self._programs is not None
+        return self._programs.program(phase, self._emitted)
+
+
+class Foreseen(Capture):
+    """A graph whose forward and backward are scheduled before AOTAutograd is asked. It sees their outlines."""
+
+    scheduled: Scheduled
+
+    def foresee(self, abridged: Abridged) -> Scheduled:
+        """Schedule a joint graph that was found otherwise, and let other processes begin with it."""
+        self._outputs = abridged.outputs
+        self._backend.report("partitioning")
+        forward, backward = self._cut(
+            abridged.joint,
+            num_fwd_outputs=abridged.outputs,
+            static_lifetime_input_indices=list(abridged.static),
+        )
+        outlines = {Phase.FORWARD: outline(forward), Phase.BACKWARD: outline(backward)}
+        backward.graph.output_node().meta[GRADS] = tuple(self.refs)
+        found = self._schedule({Phase.FORWARD: forward, Phase.BACKWARD: backward})
+        self.take(Scheduled(found.graphs, found.memory, outlines, abridged.outputs, abridged.left_out))
+        return self.scheduled
+
+    def take(self, scheduled: Scheduled) -> None:
+        """Use what is scheduled already."""
+        self.scheduled = scheduled
+        self._hand_out(scheduled)
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = (self.scheduled.outlines[phase] for phase in (Phase.FORWARD, Phase.BACKWARD))
+        outputs = kwargs["num_fwd_outputs"]
+        if outputs != self.scheduled.outputs or not fits(forward, backward, joint, outputs):
+            raise Unrepeatable
+        return forward, backward
+
+    def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._publish(self.scheduled)
+        return self._lower(Phase.FORWARD)
+
+    def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise Unrepeatable  # nothing is to be differentiated, so nothing was foreseen for it
+
+
+def duplicate(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph with the same values."""
+    return _compat.graph_module(module, copy.deepcopy(module.graph))

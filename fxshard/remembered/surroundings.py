@@ -1,0 +1,76 @@
+"""What a captured graph's schedule depends on beside the graph: torch, fxshard, the program, and how they are set."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fxshard import _compat
+from fxshard.remembered.canonical import Unnamed, canonical
+
+OTHERS = ("transformer_engine", "triton")
+"""Packages whose versions decide which kernels fxshard chooses."""
+
+
+def surroundings() -> str:
+    """All of it as a digest; raises :class:`~fxshard.remembered.canonical.Unnamed` where it cannot be told."""
+    foreign = _compat.foreign_code()
+    circumstances, state = _compat.compile_circumstances(), _compat.traced_under()
+    if foreign is not None or circumstances is None or state is None:
+        raise Unnamed(foreign or "lowerings, modes or hooks of the program's own take part in compiling")
+    set_here = {name: value for name, value in circumstances.items() if name != "directories"}
+    switches = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
+    said = canonical([platform.python_version(), _versions(), _fxshard(), set_here, state, switches, program()])
+    return hashlib.sha256(said.encode() + _compat.hash_compilers()).hexdigest()
+
+
+def program() -> list[Any]:
+    """The files of the running program and when each was last changed. Installed packages are none of it: what they do
+    to tracing is looked for where it takes part.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and not _is_installed(path):
+            try:
+                status = os.stat(path)
+            except OSError:
+                continue  # it was there when it was imported
+            found[path] = status.st_mtime_ns, status.st_size
+    return sorted(found.items())
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith(_compat.own_directories()) or "site-packages" in path or "dist-packages" in path
+
+
+@cache
+def _versions() -> list[Any]:
+    return [(name, metadata.version(name) if _installed(name) else None) for name in OTHERS]
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@cache
+def _fxshard() -> str:
+    """A digest of fxshard's own files."""
+    found = hashlib.sha256()
+    for folder, folders, files in os.walk(Path(__file__).parents[1], followlinks=True):
+        folders.sort()
+        for name in sorted(files):
+            if name.endswith(".py"):
+                found.update(name.encode())
+                found.update(Path(folder, name).read_bytes())
+    return found.hexdigest()

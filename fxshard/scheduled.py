@@ -1,0 +1,29 @@
+"""The graphs of a step, or of an evaluation, as the passes leave them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxshard.events import Phase
+from fxshard.plan.memory import MemoryPlan
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Graphs with their events in order, and the memory that was planned for them."""
+
+    graphs: dict[Phase, fx.GraphModule]
+    memory: MemoryPlan
+    outlines: dict[Phase, fx.GraphModule] = field(default_factory=dict)
+    """Inputs and outputs of the graphs as AOTAutograd knows them, where it has not made the graphs itself."""
+    outputs: int | None = None
+    """How many results of forward are the caller's; the others are saved for backward. None: all of them."""
+    left_out: int = 0
+    """Layers that were not traced."""
+
+    @property
+    def name(self) -> str:
+        """Under which name a model has the schedule."""
+        return "train" if Phase.FORWARD in self.graphs else "eval"

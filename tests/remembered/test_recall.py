@@ -1,0 +1,254 @@
+"""A second start traces nothing and comes to the same, to the bit; wherever that is not sure, it traces."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxshard
+from fxshard import _compat, captured_graph
+from fxshard.passes.pipeline import PASSES
+from fxshard.remembered import store
+from tests.pool import Pool
+from tests.remembered.starts import Deep, same, start
+from tests.thorough import thorough
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with nothing in it, that is used."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FXSHARD_REMEMBER", "1")
+    return tmp_path / "fxshard"
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*.graphs"))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_second_start_traces_nothing_and_is_the_same(cache: Path, dropout: float) -> None:
+    make = functools.partial(Deep, dropout=dropout)
+    first, second = start(make), start(make)
+    assert first.traced and not second.traced and first.left_out == 2
+    assert same(first, second)
+    assert len(kept(cache)) == 1
+
+
+def test_it_is_what_a_start_without_memory_comes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    recalled = start()
+    monkeypatch.setenv("FXSHARD_REMEMBER", "0")
+    plain = start(trace_once=False)
+    assert all(torch.equal(a, b) for a, b in zip(recalled.left, plain.left, strict=True))
+    assert (recalled.schedule, recalled.graphs) == (plain.schedule, plain.graphs)
+
+
+def test_nothing_is_kept_or_recalled_where_that_is_not_wanted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    monkeypatch.setenv("FXSHARD_REMEMBER", "0")
+    assert start().traced
+    for path in kept(cache):
+        path.unlink()
+    assert start().traced and not kept(cache)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"make": functools.partial(Deep, layers=7)},
+        thorough({"make": functools.partial(Deep, width=16), "shape": (4, 16)}),
+        {"make": functools.partial(Deep, dropout=0.5)},
+        {"shape": (5, 8)},
+        {"prefetch": 0},
+        thorough({"keep_resident": False}),
+        {"precision": fxshard.Precision(param=torch.bfloat16)},
+        thorough({"units": ["norm"]}),
+        {"optimizer": fxshard.Muon(lr=1e-2)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_another_program_is_not_taken_for_this_one(options: dict[str, Any]) -> None:
+    start(steps=1)
+    other = start(steps=1, **options)
+    assert other.traced
+    again = start(steps=1, **options)
+    assert not again.traced and same(other, again)
+
+
+class Frozen(Deep):
+    """As Deep, with one layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+class Rearranged(Deep):
+    """The parameters of Deep, and another model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).sigmoid()
+        return self.norm(x).square().mean()
+
+
+@pytest.mark.parametrize("make", [Frozen, Rearranged])
+def test_another_model_with_the_same_parameters_is_not_taken_for_this_one(make: Any) -> None:
+    start(steps=1)
+    assert start(make, steps=1).traced
+
+
+def precision_of_products() -> Callable[[], None]:
+    torch.set_float32_matmul_precision("high")
+    return lambda: torch.set_float32_matmul_precision("highest")
+
+
+def deterministic() -> Callable[[], None]:
+    torch.use_deterministic_algorithms(True)
+    return lambda: torch.use_deterministic_algorithms(False)
+
+
+def attention() -> Callable[[], None]:
+    torch.backends.cuda.enable_math_sdp(False)
+    return lambda: torch.backends.cuda.enable_math_sdp(True)
+
+
+def partitioner() -> Callable[[], None]:
+    patched = torch._functorch.config.patch(activation_memory_budget=0.5)
+    patched.__enter__()
+    return lambda: patched.__exit__(None, None, None)
+
+
+def inductor() -> Callable[[], None]:
+    patched = torch._inductor.config.patch(joint_graph_constant_folding=False)
+    patched.__enter__()
+    return lambda: patched.__exit__(None, None, None)
+
+
+@pytest.fixture(params=[precision_of_products, deterministic, attention, partitioner, inductor])
+def setting(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Sets something that traced graphs depend on, until the test is over."""
+    undo: list[Callable[[], None]] = []
+    yield lambda: undo.append(request.param())
+    for each in undo:
+        each()
+
+
+def test_another_setting_of_torch_is_another_program(setting: Callable[[], None]) -> None:
+    start(steps=1)
+    setting()
+    assert start(steps=1).traced
+
+
+def halved(x: Tensor) -> Tensor:
+    return torch.ops.aten.mul(x, 0.5)
+
+
+def test_a_decomposition_of_the_programs_own_is_not_recalled(cache: Path) -> None:
+    """Nobody could tell whether it is the same at the next start."""
+    start(steps=1)
+    table = dict(_compat.inductor_decompositions())
+    table[torch.ops.aten.tanh.default] = halved
+    with mock.patch("torch._inductor.decomposition.select_decomp_table", lambda: table):
+        assert start(steps=1).traced and start(steps=1).traced
+    assert len(kept(cache)) == 1
+
+
+def test_passes_of_the_programs_own_are_not_recalled(cache: Path) -> None:
+    passes = PASSES.after("insert_unshard", lambda module, context: module)
+    assert start(steps=1, passes=passes).traced and start(steps=1, passes=passes).traced
+    assert not kept(cache)
+
+
+def test_modes_and_hooks_of_the_programs_own_are_not_recalled(cache: Path) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        start(steps=1)
+    assert not kept(cache)
+
+
+def test_whoever_watches_sees_everything(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(steps=1)
+    monkeypatch.setenv("FXSHARD_DUMP", str(tmp_path / "seen"))
+    assert start(steps=1).traced
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-10], thorough(lambda data: b"")])
+def test_a_damaged_file_is_traced_and_written_again(cache: Path, damage: Callable[[bytes], bytes]) -> None:
+    first = start(steps=1)
+    (path,) = kept(cache)
+    path.write_bytes(damage(path.read_bytes()))
+    second, third = start(steps=1), start(steps=1)
+    assert second.traced and not third.traced
+    assert same(first, second) and same(first, third)
+
+
+def test_what_does_not_fit_is_traced_and_forgotten(cache: Path) -> None:
+    """Were a key too short, AOTAutograd's look at inputs and outputs would tell; layers are then traced once."""
+    first = start(steps=1)
+    (path,) = kept(cache)
+    with mock.patch.object(captured_graph, "fits", side_effect=[False, True]):
+        second = start(steps=1)
+    assert second.traced and second.left_out == 2 and same(first, second)
+    assert kept(cache) == [path] and not start(steps=1).traced
+
+
+def test_a_disk_that_cannot_be_written_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str, data: bytes) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(store, "write", full)
+    assert same(start(steps=1), start(steps=1))
+
+
+def on_ranks(path: str, make: Any, **options: Any) -> Any:
+    environment = {"TORCHINDUCTOR_CACHE_DIR": path, "FXSHARD_REMEMBER": "1"}
+    with mock.patch.dict(os.environ, environment):
+        first, second = start(make, steps=1, **options), start(make, steps=1, **options)
+    return first.traced, second.traced, same(first, second)
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, thorough({"zero": 2, "optimizer": fxshard.Muon(lr=1e-2)})])
+def test_ranks_recall_alike(ranks: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
+    for first, second, equal in ranks(2, on_ranks, str(tmp_path), Deep, **options):
+        assert not second and equal
+        assert first in (True, False)  # a rank may find what the other has just kept
+
+
+def program() -> None:
+    """A program that trains with Inductor, and says what came of it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with mock.patch("fxshard.backend.abridge", wraps=fxshard.backend.abridge) as abridge:
+        model = fxshard.compile(Deep(), zero=3)
+        loss = model(torch.linspace(-1, 1, 32).reshape(4, 8))
+        loss.backward()
+    grads = b"".join(parameter.grad.numpy().tobytes() for parameter in model.parameters())
+    print(json.dumps([abridge.called, float(loss.detach()).hex(), hashlib.sha256(grads).hexdigest()]))
+
+
+@pytest.mark.timeout(180)
+def test_another_process_recalls(tmp_path: Path) -> None:
+    def run() -> Any:
+        code = "from tests.remembered.test_recall import program; program()"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    first, second = run(), run()
+    assert first[0] is True and second[0] is False and first[1:] == second[1:]
