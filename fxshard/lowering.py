@@ -15,6 +15,7 @@ from torch import fx
 from fxshard import _compat
 from fxshard.helpers.crew import Crew
 from fxshard.helpers.known import Known
+from fxshard.helpers.packing import compile_packed, example_inputs, packed
 from fxshard.log import LOG
 
 BoxedCallable = Callable[[list[Any]], Any]
@@ -71,9 +72,9 @@ class SegmentCompiler:
                 new.setdefault(key, segment)  # the cache knows nodes by name, and the first will be asked for
         crew.withdraw_unwanted()
         for key in sorted(new, key=lambda key: -_length(new[key])):  # the longest first
-            packed = _compat.packed(new[key], _example_inputs(new[key]))
-            if packed is not None:
-                number = crew.publish(partial(_compat.compile_packed, packed, circumstances))
+            data = packed(new[key])
+            if data is not None:
+                number = crew.publish(partial(compile_packed, data, circumstances))
                 self._handed_out[number] = key, new[key]
 
     def finish(self, crew: Crew, segments: Iterable[fx.GraphModule]) -> None:
@@ -112,7 +113,7 @@ class SegmentCompiler:
                 return forward(*values)
 
             return run
-        return _compat.inductor_compile(segment, _example_inputs(segment))
+        return _compat.inductor_compile(segment, example_inputs(segment))
 
 
 def _key(segment: fx.GraphModule) -> Key:
@@ -146,18 +147,6 @@ def structure(segment: fx.GraphModule) -> str:
         value = _describe(node.meta.get("val")) if node.op == "placeholder" else ""
         lines.append(f"{node.op} {target} {args} {value}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _example_inputs(segment: fx.GraphModule) -> list[Any]:
-    """Values like those that the segment is called with. Layers that were traced once share theirs: they get their own,
-    or a compiler would take two inputs for the same memory.
-    """
-    values: list[Any] = []
-    for node in segment.graph.find_nodes(op="placeholder"):
-        value = node.meta["val"]
-        seen = isinstance(value, torch.Tensor) and any(value is other for other in values)
-        values.append(_compat.another_like(value) if seen else value)
-    return values
 
 
 def _describe(value: Any) -> str:

@@ -25,14 +25,14 @@ from fxshard._compat.names import own_name as own_name
 from fxshard._compat.processes import OF_THE_SCRIPT as OF_THE_SCRIPT
 from fxshard._compat.processes import compile_any as compile_any
 from fxshard._compat.processes import compile_circumstances as compile_circumstances
-from fxshard._compat.processes import compile_packed as compile_packed
 from fxshard._compat.processes import compile_processes as compile_processes
 from fxshard._compat.processes import import_what_kernels_import as import_what_kernels_import
+from fxshard._compat.processes import is_cached as is_cached
 from fxshard._compat.processes import kernel_cache as kernel_cache
-from fxshard._compat.processes import packed as packed
 from fxshard._compat.processes import start_compile_processes as start_compile_processes
 from fxshard._compat.processes import start_kernel_processes as start_kernel_processes
 from fxshard._compat.processes import stop_kernel_processes as stop_kernel_processes
+from fxshard._compat.processes import under as under
 from fxshard._compat.tracing import current_fake_mode as current_fake_mode
 from fxshard._compat.tracing import described_fake as described_fake
 from fxshard._compat.tracing import fake_tensors as fake_tensors

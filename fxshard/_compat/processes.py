@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import os
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -18,23 +19,19 @@ from fxshard._compat.inductor import compile_cache, inductor_compile
 from fxshard.log import LOG
 
 
-def packed(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes | None:
-    """A graph for another process to compile. torch 2.11, 2.13.
-
-    None if it cannot go there, or Inductor would not keep in its cache what comes of it.
-    """
+def is_cached(segment: fx.GraphModule) -> bool:
+    """Whether Inductor keeps in its cache what it makes of a graph. torch 2.11, 2.13."""
     from torch._inductor import config
     from torch._inductor.codecache import FxGraphCache
-    from torch.fx._graph_pickler import GraphPickler, Options
 
     if not config.fx_graph_cache or config.force_disable_caches:
-        return None
+        return False
     try:
         FxGraphCache._check_can_cache(segment)
-        return GraphPickler.dumps((segment, list(example_inputs)), Options(None, lambda key: key not in OF_THE_SCRIPT))
     except Exception as error:  # of many kinds; whatever is wrong with a graph, compiling it here will tell
-        LOG.debug("a segment cannot be compiled ahead: %s", error)
-        return None
+        LOG.debug("a segment is not kept in Inductor's cache: %s", error)
+        return False
+    return True
 
 
 class _Torch:
@@ -64,29 +61,24 @@ OF_THE_SCRIPT = {
 read it. All else must travel: Inductor's cache does not look at it, and some of it decides what is compiled."""
 
 
-def compile_packed(graph: bytes, circumstances: Mapping[str, Any]) -> None:
-    """Compile such a graph in this process, for Inductor's cache. torch 2.11, 2.13."""
+@contextlib.contextmanager
+def under(circumstances: Mapping[str, Any]) -> Iterator[None]:
+    """Compile as the process would that is in such circumstances. torch 2.11, 2.13."""
     from torch._inductor import config
-    from torch._subclasses import FakeTensorMode
-    from torch.fx._graph_pickler import GraphPickler
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     _adopt(circumstances)
-    loaded: Any = GraphPickler.loads(graph, FakeTensorMode(shape_env=ShapeEnv()))
     with config.patch(circumstances["inductor"]):
-        inductor_compile(*loaded)
+        yield
 
 
 def compile_any(circumstances: Mapping[str, Any]) -> None:
     """Compile a graph that nobody wants: the first one takes longest. torch 2.11, 2.13."""
-    from torch._inductor import config
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    _adopt(circumstances)
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        example = torch.empty(64, 64, device="cuda" if circumstances["device"] is not None else "cpu")
-    with config.patch(circumstances["inductor"]):
+    with under(circumstances):
+        with FakeTensorMode(shape_env=ShapeEnv()):
+            example = torch.empty(64, 64, device="cuda" if circumstances["device"] is not None else "cpu")
         inductor_compile(make_fx(_normalise)(example), [example])
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from fxshard import _compat
 from fxshard.remembered.canonical import Unnamed
 
-LEFT_BEHIND = {*_compat.OF_THE_SCRIPT, "stack_trace", "example_value", "tensor_meta"}
+LEFT_BEHIND = {*_compat.OF_THE_SCRIPT, "stack_trace", "example_value"}
 """What nodes know about where they come from, in a program that may have changed since."""
 
 
@@ -80,6 +80,8 @@ def _write(module: fx.GraphModule, tensors: _Tensors) -> list[tuple[Any, ...]]:
 
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
+            if value not in at:
+                raise Unnamed(f"a node that refers to {value}, behind it")
             return at[value]
         return tensors(value) if isinstance(value, torch.Tensor) else value
 

@@ -22,12 +22,15 @@ def key_of(graph: fx.GraphModule, inputs: Sequence[Any], *others: Any) -> str:
 
     Raises :class:`~fxshard.remembered.canonical.Unnamed` if something in it may mean something else at the next start.
     """
-    said = [str(FORMAT), *_graph(graph), _inputs(inputs), canonical(others), surroundings()]
+    said = [str(FORMAT), *_graph(graph, {}), _inputs(inputs), canonical(others), surroundings()]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 
-def _graph(module: fx.GraphModule) -> list[str]:
-    """A line for each node, and those of graphs inside."""
+def _graph(module: fx.GraphModule, stretches: dict[Any, int]) -> list[str]:
+    """A line for each node, and those of graphs inside.
+
+    ``stretches``: those that are to be recomputed, which torch numbers through a whole process.
+    """
     if _compat.constants(module):
         raise Unnamed("tensors that are part of the graph")
     number: dict[fx.Node, str] = {}
@@ -38,12 +41,12 @@ def _graph(module: fx.GraphModule) -> list[str]:
             inner = getattr(module, str(node.target), None)
             if not isinstance(inner, fx.GraphModule):
                 raise Unnamed(f"{node.target} of the graph")
-            lines += ["{", *_graph(inner), "}"]
+            lines += ["{", *_graph(inner, stretches), "}"]
         elif node.op == "call_module":
             raise Unnamed(f"a module in the graph: {node.target}")
         target = canonical(node.target) if node.op == "call_function" else node.target
         arguments = canonical(_numbered((node.args, node.kwargs), number))
-        lines.append(f"{node.op} {node.name} {target} {arguments} {_where(node)}")
+        lines.append(f"{node.op} {node.name} {target} {arguments} {_where(node, stretches)}")
     return lines
 
 
@@ -60,11 +63,13 @@ def _numbered(value: Any, number: dict[fx.Node, str]) -> Any:
     return value
 
 
-def _where(node: fx.Node) -> str:
+def _where(node: fx.Node, stretches: dict[Any, int]) -> str:
     """The modules that a node stands in, by which fxshard names things, and what else was noted at it."""
     stack = node.meta.get("nn_module_stack") or {}
     modules = [(path, getattr(kind, "__qualname__", str(kind))) for path, kind in stack.values()]
-    return canonical((modules, node.meta.get("custom"), node.meta.get("recompute"), node.meta.get("ac_graph_id")))
+    stretch = node.meta.get("ac_graph_id")
+    number = stretches.setdefault(stretch, len(stretches)) if stretch is not None else None
+    return canonical((modules, node.meta.get("custom"), node.meta.get("recompute"), number))
 
 
 def _inputs(values: Sequence[Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -28,10 +27,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxshard
-from fxshard import _compat, elsewhere
+from fxshard import _compat, elsewhere, lowering
 from fxshard.helpers import crew
 from fxshard.helpers.crew import Crew
+from fxshard.helpers.packing import compile_packed, packed
 from fxshard.lowering import SegmentCompiler, structure
+from fxshard.remembered import graphs
 from tests.helpers.crews import ASLEEP, living, ready, until
 from tests.toy import Mlp
 
@@ -164,7 +165,7 @@ def test_what_others_have_done_meanwhile_is_not_compiled_here(example: torch.Ten
 
 
 def test_what_cannot_be_packed_is_compiled_later(example: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "packed", lambda segment, inputs: None)
+    monkeypatch.setattr(lowering, "packed", lambda segment, inputs: None)
     idle, compiler = Idle(), SegmentCompiler("inductor")
     with mock.patch.object(_compat, "inductor_compile", side_effect=compiles):
         helped(compiler, idle, [segment(example, 2)])
@@ -189,10 +190,10 @@ def test_what_was_packed_is_compiled_as_it_would_be_here(example: torch.Tensor) 
     def compile(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> None:
         found.append((structure(graph), [(x.shape, x.stride()) for x in inputs], config.max_autotune))
 
-    packed = _compat.packed(segment(example, 3), [example])
-    assert packed is not None
+    data = packed(segment(example, 3))
+    assert data is not None
     with config.patch(max_autotune=True):
-        job = pickle.dumps(partial(_compat.compile_packed, packed, _compat.compile_circumstances()))
+        job = pickle.dumps(partial(compile_packed, data, _compat.compile_circumstances()))
     with mock.patch.object(_compat, "inductor_compile", compile):
         pickle.loads(job)()
     assert found == [(structure(segment(example, 3)), [(example.shape, example.stride())], True)]
@@ -204,19 +205,19 @@ def test_what_nodes_say_travels(example: torch.Tensor) -> None:
     graph.graph.output_node().meta["user_visible_output_idxs"] = [0]
     for node in graph.graph.nodes:
         node.meta["nn_module_stack"] = {"1": ("L['model']", Mlp)}
-    packed = _compat.packed(graph, [example])
+    data = packed(graph)
     circumstances = _compat.compile_circumstances()
-    assert packed is not None and circumstances is not None
+    assert data is not None and circumstances is not None
     with mock.patch.object(_compat, "inductor_compile", lambda graph, inputs: found.append(graph)):
-        _compat.compile_packed(packed, circumstances)
+        compile_packed(data, circumstances)
     (arrived,) = found
     assert arrived.graph.output_node().meta["user_visible_output_idxs"] == [0]
     for sent, got in zip(graph.graph.nodes, arrived.graph.nodes, strict=True):
-        assert got.name == sent.name and set(got.meta) == set(sent.meta) - _compat._OF_THE_SCRIPT
+        assert got.name == sent.name and set(got.meta) == set(sent.meta) - graphs.LEFT_BEHIND
 
 
 @pytest.mark.parametrize(
-    ("kept", "why"), [(lambda node: lambda: None, "lambda"), (lambda node: node, "raw Node")], ids=["lambda", "node"]
+    ("kept", "why"), [(lambda node: lambda: None, "lambda"), (lambda node: node, "refers to")], ids=["lambda", "node"]
 )
 def test_a_segment_that_cannot_travel_is_told_of(
     example: torch.Tensor, caplog: pytest.LogCaptureFixture, kept: Any, why: str
@@ -225,7 +226,7 @@ def test_a_segment_that_cannot_travel_is_told_of(
     for node in stuck.graph.find_nodes(op="placeholder"):
         node.meta["something"] = kept(node)
     with caplog.at_level("DEBUG", logger="fxshard"):
-        assert _compat.packed(stuck, [example]) is None
+        assert packed(stuck) is None
     assert "cannot be compiled ahead" in caplog.text and why in caplog.text
 
 
@@ -233,8 +234,8 @@ def test_nor_does_one_that_calls_a_function_of_python(example: torch.Tensor) -> 
     """One that is no operator, as libraries register them with Inductor."""
     stuck = segment(example, 1)
     for node in stuck.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
-        node.target = copy.copy
-    assert _compat.packed(stuck, [example]) is None
+        node.target = compiles
+    assert packed(stuck) is None
 
 
 def test_options_that_cannot_travel_hold_up_nothing(example: torch.Tensor) -> None:
@@ -255,7 +256,7 @@ def test_options_that_cannot_travel_hold_up_nothing(example: torch.Tensor) -> No
 def test_nothing_travels_without_a_cache(example: torch.Tensor, option: dict[str, bool]) -> None:
     """This process would not find what comes of it."""
     with config.patch(option):
-        assert (_compat.packed(segment(example, 1), [example]) is None) == bool(option)
+        assert (packed(segment(example, 1)) is None) == bool(option)
 
 
 def test_nothing_of_the_script_travels(example: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,8 +266,8 @@ def test_nothing_of_the_script_travels(example: torch.Tensor, monkeypatch: pytes
     graph = segment(example, 1)
     for node in graph.graph.nodes:  # as in backward graphs of a model that the script defines
         node.meta["fwd_nn_module_stack"] = {"1": ("L['model']", model)}
-    packed = _compat.packed(graph, [example])
-    assert packed is not None and b"__main__" not in packed
+    data = packed(graph)
+    assert data is not None and b"__main__" not in data
 
 
 @pytest.fixture
@@ -282,8 +283,8 @@ def laid_out(example: torch.Tensor) -> fx.GraphModule:
 
 
 def test_what_torch_names_is_not_looked_for_in_the_script(example: torch.Tensor, script: None) -> None:
-    packed = _compat.packed(laid_out(example), [example])
-    assert packed is not None and b"__mp_main__" not in packed
+    data = packed(laid_out(example))
+    assert data is not None and b"__mp_main__" not in data
 
 
 def test_others_know_what_they_compile_by_the_same_key(example: torch.Tensor, request: pytest.FixtureRequest) -> None:

@@ -121,7 +121,7 @@ def test_as_many_threads_are_used_elsewhere() -> None:
     circumstances = _compat.compile_circumstances()
     assert circumstances is not None and circumstances["threads"] == torch.get_num_threads()
     try:
-        _compat._adopt({**circumstances, "threads": 3})
+        _compat.processes._adopt({**circumstances, "threads": 3})
         assert torch.get_num_threads() == 3
     finally:
-        _compat._adopt(circumstances)
+        _compat.processes._adopt(circumstances)

@@ -1,0 +1,200 @@
+"""Keys of captured graphs: another one for whatever may make another schedule, and none for what nobody can name."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxshard import _compat
+from fxshard.remembered import surroundings
+from fxshard.remembered.canonical import Unnamed
+from fxshard.remembered.key import key_of
+
+X = torch.ones(4, 4)
+
+
+def captured(run: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    found: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(run, backend=keep, fullgraph=True)(*args)
+    return found[0]
+
+
+def key(run: Callable[..., Any], *args: Any) -> str:
+    return key_of(captured(run, *args), args, "told")
+
+
+def sine(x: Tensor) -> Tensor:
+    return torch.sin(x) * 2
+
+
+def again(x: Tensor) -> Tensor:
+    return torch.sin(x) * 2
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Surroundings that stay as they are, where a test is not about them; names of nodes do not depend on functions."""
+    monkeypatch.setattr("fxshard.remembered.key.surroundings", lambda: "here")
+
+
+def test_the_same_graph_has_the_same_key() -> None:
+    assert key(sine, X) == key(sine, X) == key(again, X)
+
+
+@pytest.mark.parametrize(
+    ("run", "args"),
+    [
+        (lambda x: torch.cos(x) * 2, (X,)),
+        (lambda x: torch.sin(x) * 2.5, (X,)),
+        (lambda x: torch.sin(x) * 2, (X[:2],)),
+        (lambda x: torch.sin(x) * 2, (X.t().contiguous().t(),)),
+        (lambda x: torch.sin(x) * 2, (X.double(),)),
+        (lambda x: torch.sin(x) * 2, (X.clone().requires_grad_(),)),
+        (lambda x: torch.sin(x) * 2, (nn.Parameter(X),)),
+    ],
+    ids=["operator", "number", "size", "stride", "dtype", "gradient", "parameter"],
+)
+def test_another_graph_has_another(run: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    assert key(run, *args) != key(sine, X)
+
+
+def test_it_matters_which_inputs_share_memory() -> None:
+    graph, base = captured(lambda x, y: x + y, X, X.clone()), torch.ones(8, 4)
+    apart = key_of(graph, [base[:4].clone(), base[4:].clone()])
+    assert apart != key_of(graph, [base[:4], base[4:]])
+    assert apart == key_of(graph, [X, X + 1])  # what they hold does not
+
+
+def test_it_matters_what_fxshard_is_told() -> None:
+    graph = captured(sine, X)
+    assert key_of(graph, [X], "zero=3") != key_of(graph, [X], "zero=2")
+
+
+def test_graphs_inside_graphs_count() -> None:
+    """Checkpointed stretches are graphs of their own."""
+
+    def checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: checkpoint(inner, x, use_reentrant=False) + 1
+
+    x = X.clone().requires_grad_()
+    same = key(checkpointed(sine), x)
+    assert same == key(checkpointed(again), x) != key(checkpointed(torch.cos), x)
+
+
+class Marked(torch.Tensor):
+    """A subclass, which may have operators of its own."""
+
+
+def of_mine(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    "value", [X.as_subclass(Marked), X.to_sparse(), object()], ids=["subclass", "sparse", "object"]
+)
+def test_inputs_of_which_nobody_can_tell(value: Any) -> None:
+    with pytest.raises(Unnamed):
+        key_of(captured(sine, X), [value])
+
+
+def test_functions_and_tensors_in_the_graph_of_which_nobody_can_tell() -> None:
+    allowed = torch.compiler.allow_in_graph(of_mine)
+    with pytest.raises(Unnamed, match="of_mine"):
+        key(lambda x: allowed(x) * 2, X)
+    constant = torch.compiler.assume_constant_result(lambda: torch.ones(4))
+    with pytest.raises(Unnamed, match="part of the graph"):
+        key(lambda x: x + constant(), X)
+
+
+def test_operators_of_the_programs_own_have_no_name() -> None:
+    with torch.library._scoped_library("tests_key", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+        graph = fx.Graph()
+        graph.output(graph.call_function(torch.ops.tests_key.twice.default, (graph.placeholder("x"),)))
+        with pytest.raises(Unnamed, match="tests_key"):
+            key_of(fx.GraphModule(nn.Module(), graph), [X])
+
+
+# -- surroundings ------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_the_program_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edited, it may do something else to torch; installed packages are looked at where they take part."""
+    path = tmp_path / "mine.py"
+    path.write_text("x = 1")
+    module = types.ModuleType("mine")
+    module.__file__ = str(path)
+    before = surroundings.surroundings()
+    monkeypatch.setitem(sys.modules, "mine", module)
+    first = surroundings.surroundings()
+    os.utime(path, (1, 1))
+    assert len({before, first, surroundings.surroundings()}) == 3
+    module.__file__ = str(tmp_path / "site-packages" / "mine.py")
+    assert surroundings.surroundings() == before
+    module.__file__ = str(tmp_path / "gone.py")
+    assert surroundings.surroundings() == before
+
+
+def test_files_of_torch_and_of_fxshard_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = surroundings.surroundings()
+    with mock.patch.object(_compat, "hash_compilers", return_value=b"another"):
+        torchs = surroundings.surroundings()
+    with mock.patch.object(surroundings, "_fxshard", return_value="another"):
+        assert len({before, torchs, surroundings.surroundings()}) == 3
+
+
+@pytest.mark.parametrize("module", ["_functorch.partitioners", "_functorch.aot_autograd"])
+def test_what_stands_in_place_of_a_part_of_torch_is_noticed(module: str) -> None:
+    name = "min_cut_rematerialization_partition" if "part" in module else "aot_module_simplified"
+    with mock.patch(f"torch.{module}.{name}", of_mine), pytest.raises(Unnamed, match="of_mine"):
+        surroundings.surroundings()
+
+
+def test_patterns_of_the_programs_own_are_noticed() -> None:
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.pattern_matcher import CallFunction, KeywordArg, PatternMatcherPass, register_graph_pattern
+
+    mine = PatternMatcherPass()
+    register_graph_pattern(CallFunction(torch.ops.aten.sin.default, KeywordArg("x")), pass_dict=mine)(of_mine)
+    with (
+        mock.patch.object(joint_graph, "pass_patterns", [*joint_graph.pass_patterns, mine]),
+        pytest.raises(Unnamed, match="of_mine"),
+    ):
+        surroundings.surroundings()
+
+
+def test_decompositions_behind_decorators_of_torchs_are_noticed() -> None:
+    from torch._prims_common.wrappers import out_wrapper
+
+    wrapped = out_wrapper()(of_mine)
+    table = {**_compat.inductor_decompositions(), torch.ops.aten.sin.default: wrapped}
+    with (
+        mock.patch("torch._inductor.decomposition.select_decomp_table", lambda: table),
+        pytest.raises(Unnamed, match="decomposition"),
+    ):
+        surroundings.surroundings()
+
+
+def test_a_decomposition_less_is_another_program() -> None:
+    table = dict(_compat.inductor_decompositions())
+    table.popitem()
+    before = surroundings.surroundings()
+    with mock.patch("torch._inductor.decomposition.select_decomp_table", lambda: table):
+        assert surroundings.surroundings() != before
