@@ -15,6 +15,7 @@ import torch
 
 from fxshard import _compat
 from fxshard.helpers import crew
+from fxshard.helpers.known import has_run
 from fxshard.log import LOG
 
 Compile = Callable[[int], None]
@@ -22,9 +23,13 @@ Compile = Callable[[int], None]
 
 
 def start() -> None:
-    """Start the processes that will compile beside this one, and wait for none of them."""
+    """Start the processes that will compile beside this one, and wait for none of them.
+
+    A program that has run before finds what it compiles in Inductor's cache, and starts no crew.
+    """
     gpus = torch.cuda.device_count() > 0  # is_available() would initialise CUDA: no process forked later could use it
-    if (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ:
+    wanted = (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ
+    if wanted and not has_run():
         crew.hire()
     if gpus:
         _compat.start_compile_processes()

@@ -7,13 +7,14 @@ runs: until then those have time, and what AOTAutograd and Dynamo do behind a co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from torch import fx
 
 from fxshard import _compat
 from fxshard.events import Event, Kind, Phase
 from fxshard.helpers.crew import dismiss, hired
+from fxshard.helpers.known import note_run
 from fxshard.inspect.observe import Observer
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import BoxedCallable
@@ -64,6 +65,9 @@ class Programs:
             program = self._program(phase, emitted).boxed()
         if phase is not Phase.FORWARD:  # nothing is left to compile
             dismiss()
+        if phase is Phase.BACKWARD and self._sharding.options.lowering == "inductor":
+            with suppress(OSError):  # somebody else's cache, which may be read
+                note_run()
         return program
 
     def _program(self, phase: Phase, emitted: Schedule) -> Program:

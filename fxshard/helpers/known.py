@@ -1,12 +1,15 @@
-"""Which segments Inductor's cache on disk has from earlier: there is nothing to help with.
+"""Which segments Inductor's cache on disk has from earlier, and which programs have compiled theirs: nothing is left to
+help with.
 
-A file beside that cache says so, one for each segment and all that its compilation depends on. It may be out of date,
-and then the segment is compiled by whoever wants it.
+A file beside that cache says so, one for each segment and all that its compilation depends on, one for each program. It
+may be out of date, and then the segment is compiled by whoever wants it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from pathlib import Path
 
 from fxshard import _compat
@@ -29,3 +32,31 @@ class Known:
 
     def _file(self, structure: str) -> Path:
         return self._directory / hashlib.sha256(f"{structure} {self._circumstances}".encode()).hexdigest()
+
+
+def has_run() -> bool:
+    """Whether this program has compiled a model before, with this cache, as it is now."""
+    marker = _program()
+    return marker is not None and marker.exists()
+
+
+def note_run() -> None:
+    """Remember that this program has compiled a model."""
+    marker = _program()
+    if marker is not None:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+
+
+def _program() -> Path | None:
+    """The file that stands for a script, unchanged, and its arguments; None where there is no script."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        status = os.stat(script) if script else None
+        where = os.getcwd()
+    except OSError:  # a script or a directory that has been deleted
+        return None
+    if status is None:
+        return None
+    said = (sys.executable, script, status.st_mtime_ns, status.st_size, sys.argv[1:], where)
+    return Path(_compat.compile_cache()) / "fxshard" / f"{hashlib.sha256(repr(said).encode()).hexdigest()}.program"

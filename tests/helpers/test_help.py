@@ -165,7 +165,7 @@ def test_what_others_have_done_meanwhile_is_not_compiled_here(example: torch.Ten
 
 
 def test_what_cannot_be_packed_is_compiled_later(example: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "packed", lambda segment, inputs: None)
+    monkeypatch.setattr(lowering, "packed", lambda segment: None)
     idle, compiler = Idle(), SegmentCompiler("inductor")
     with mock.patch.object(_compat, "inductor_compile", side_effect=compiles):
         helped(compiler, idle, [segment(example, 2)])

@@ -1,13 +1,19 @@
 """What Inductor's cache has from earlier, as far as we know."""
 
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch._inductor import config
 
-from fxshard import _compat
-from fxshard.helpers.known import Known
+import fxshard
+from fxshard import _compat, elsewhere
+from fxshard.helpers import crew
+from fxshard.helpers.known import Known, has_run, note_run
+from tests.remembered.starts import interpreted
+from tests.toy import Mlp
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +131,71 @@ def test_as_many_threads_are_used_elsewhere() -> None:
         assert torch.get_num_threads() == 3
     finally:
         _compat.processes._adopt(circumstances)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that runs."""
+    path = tmp_path / "train.py"
+    path.write_text("train()")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path), raising=False)
+    monkeypatch.setattr(sys, "argv", [str(path), "--layers", "4"])
+    return path
+
+
+def test_a_program_that_has_run_is_known(script: Path, cache: Path) -> None:
+    assert not has_run() and not list(cache.rglob("*"))
+    note_run()
+    note_run()
+    assert has_run() and len(list(cache.rglob("*.program"))) == 1
+
+
+def test_one_that_was_changed_or_called_otherwise_is_another(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note_run()
+    monkeypatch.setattr(sys, "argv", [str(script), "--layers", "8"])
+    assert not has_run()
+    monkeypatch.setattr(sys, "argv", [str(script), "--layers", "4"])
+    assert has_run()
+    script.write_text("train(more=True)")
+    assert not has_run()
+
+
+def test_what_is_no_script_or_is_gone_is_not_known(script: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs given on a command line have the same name."""
+    script.unlink()
+    note_run()
+    assert not has_run() and not list(cache.rglob("*"))
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.setattr(sys, "argv", [])
+    note_run()
+    assert not has_run() and not list(cache.rglob("*"))
+
+
+def test_in_a_directory_that_is_gone_nothing_is_known(
+    script: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    note_run()
+    assert not has_run() and not list(cache.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_nobody_is_hired_for_what_has_run(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(crew.VARIABLE, "2")
+    with mock.patch.object(crew, "hire") as hire:
+        elsewhere.start()
+        hire.assert_called_once_with()
+        note_run()
+        elsewhere.start()
+        hire.assert_called_once_with()
+
+
+def test_a_first_step_through_inductor_notes_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "inductor_compile", interpreted)
+    model = fxshard.compile(Mlp(), lowering="inductor")
+    loss = model(torch.randn(4, 7), torch.randn(4, 5))
+    assert not has_run()
+    loss.backward()
+    assert has_run()
