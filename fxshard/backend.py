@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class Backend:
         found = abridge(graph, names, example_inputs, self._decompositions(), self.rewrite_joint, capture.foresee)
         compiled = self._compile_foreseen(capture, gapped, example_inputs) if found is not None else None
         if found is not None and compiled is not None and key is not None:
-            remember(key, found)
+            capture.meanwhile(partial(remember, key, found))
         return compiled
 
     def _compile_foreseen(

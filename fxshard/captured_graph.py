@@ -173,6 +173,11 @@ class Foreseen(Capture):
         self.take(Scheduled(found.graphs, found.memory, outlines, abridged.outputs, abridged.left_out))
         return self.scheduled
 
+    def meanwhile(self, act: Callable[[], None]) -> None:
+        """Do something when the model first runs, which other processes may still compile segments for."""
+        assert self._programs is not None
+        self._programs.meanwhile = act
+
     def take(self, scheduled: Scheduled) -> None:
         """Use what is scheduled already."""
         self.scheduled = scheduled

@@ -36,6 +36,8 @@ class Programs:
         self._context = context
         self._splits: dict[Phase, fx.GraphModule] = {}
         self._owner = object()
+        self.meanwhile: Callable[[], None] | None = None
+        """What is left to do, and may be done while other processes compile."""
 
     @property
     def _observer(self) -> Observer | None:
@@ -59,6 +61,9 @@ class Programs:
 
     def _make(self, phase: Phase, emitted: Schedule) -> BoxedCallable:
         with _nobody_left_on_failure():
+            if self.meanwhile is not None:
+                self.meanwhile()
+                self.meanwhile = None
             crew = hired()
             if crew is not None:
                 self._sharding.compiler.finish(crew, segments(self._split(phase)))
