@@ -1,4 +1,4 @@
-"""On a GPU: what a crew of processes compiled ahead is found, and computes the same."""
+"""On a GPU: what a crew of processes compiled ahead, or an earlier start scheduled, is found, and computes the same."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SCRIPT = """
 import hashlib, json, sys, time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 import torch, fxshard
 from torch._dynamo.utils import counters
 from fxshard.helpers import crew
@@ -34,7 +35,8 @@ with torch.device("cuda"):
     tokens = torch.randint(0, 512, (2, 128))
 bf16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 model = fxshard.compile(plain, precision=bf16, lowering="inductor")
-loss = model(tokens, tokens)
+with mock.patch("fxshard.backend.abridge", wraps=fxshard.backend.abridge) as abridge:
+    loss = model(tokens, tokens)
 loss.backward()
 digest = hashlib.sha256()
 for name, parameter in model.named_parameters():
@@ -44,17 +46,19 @@ found = counters["inductor"]
 print(json.dumps({
     "loss": float(loss), "digest": digest.hexdigest(), "hits": found["fxgraph_cache_hit"],
     "misses": found["fxgraph_cache_miss"], "left": crew.hired() is not None,
-    "finished": helpers.finished if helpers is not None else 0,
+    "finished": helpers.finished if helpers is not None else 0, "traced": abridge.called,
 }))
 """
 
 
 def step(helpers: int, directory: Path) -> dict[str, object]:
-    directory.mkdir()
+    """The first step of a program with so many helpers; what it keeps is in ``directory``."""
+    directory.mkdir(exist_ok=True)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
         "FXSHARD_HELPERS": str(helpers),
+        "FXSHARD_REMEMBER": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"),
     }
     command = [sys.executable, "-c", SCRIPT, str(directory / "there")]
@@ -68,3 +72,10 @@ def test_what_a_crew_compiled_is_found_and_computes_the_same(tmp_path: Path) -> 
     assert helped["hits"] == alone["misses"], "each segment was compiled elsewhere"
     assert helped["left"] is False
     assert (helped["loss"], helped["digest"]) == (alone["loss"], alone["digest"])
+
+
+def test_a_second_start_recalls_and_computes_the_same(tmp_path: Path) -> None:
+    first, second = step(0, tmp_path / "cache"), step(0, tmp_path / "cache")
+    assert first["traced"] is True and second["traced"] is False
+    assert second["misses"] == 0 and second["hits"] == first["misses"]
+    assert (first["loss"], first["digest"]) == (second["loss"], second["digest"])
