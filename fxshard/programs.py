@@ -7,7 +7,7 @@ runs: until then those have time, and what AOTAutograd and Dynamo do behind a co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from torch import fx
 
@@ -71,8 +71,7 @@ class Programs:
         if phase is not Phase.FORWARD:  # nothing is left to compile
             dismiss()
         if phase is Phase.BACKWARD and self._sharding.options.lowering == "inductor":
-            with suppress(OSError):  # somebody else's cache, which may be read
-                note_run()
+            note_run()
         return program
 
     def _program(self, phase: Phase, emitted: Schedule) -> Program:

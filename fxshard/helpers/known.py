@@ -10,46 +10,43 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from pathlib import Path
 
 from fxshard import _compat
+from fxshard.remembered.store import is_marked, mark
 
 
 class Known:
     """What was compiled in this cache, under this configuration."""
 
     def __init__(self) -> None:
-        self._directory = Path(_compat.compile_cache()) / "fxshard"
         self._circumstances = repr(_compat.compile_circumstances())
 
     def __contains__(self, structure: str) -> bool:
-        return self._file(structure).exists()
+        return is_marked(self._name(structure))
 
     def add(self, structure: str) -> None:
         """Remember that it is there."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._file(structure).touch()
+        mark(self._name(structure))
 
-    def _file(self, structure: str) -> Path:
-        return self._directory / hashlib.sha256(f"{structure} {self._circumstances}".encode()).hexdigest()
+    def _name(self, structure: str) -> str:
+        return hashlib.sha256(f"{structure} {self._circumstances}".encode()).hexdigest()
 
 
 def has_run() -> bool:
     """Whether this program has compiled a model before, with this cache, as it is now."""
-    marker = _program()
-    return marker is not None and marker.exists()
+    program = _program()
+    return program is not None and is_marked(program)
 
 
 def note_run() -> None:
     """Remember that this program has compiled a model."""
-    marker = _program()
-    if marker is not None:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
+    program = _program()
+    if program is not None:
+        mark(program)
 
 
-def _program() -> Path | None:
-    """The file that stands for a script, unchanged, and its arguments; None where there is no script."""
+def _program() -> str | None:
+    """What stands for a script, unchanged, and its arguments; None where there is no script."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         status = os.stat(script) if script else None
@@ -58,5 +55,5 @@ def _program() -> Path | None:
         return None
     if status is None:
         return None
-    said = (sys.executable, script, status.st_mtime_ns, status.st_size, sys.argv[1:], where)
-    return Path(_compat.compile_cache()) / "fxshard" / f"{hashlib.sha256(repr(said).encode()).hexdigest()}.program"
+    said = ("program", sys.executable, script, status.st_mtime_ns, status.st_size, sys.argv[1:], where)
+    return hashlib.sha256(repr(said).encode()).hexdigest()

@@ -1,4 +1,6 @@
-"""Files beside Inductor's cache: written whole or not at all, the latest used are kept."""
+"""Files beside Inductor's cache: written whole or not at all, the latest used are kept. Some are empty, and say no more
+than that something was done.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from fxshard import _compat
 
 MOST = 256
 """Files that are kept."""
-SUFFIX = ".graphs"
+MOST_MARKS = 4096
+SUFFIX, MARK = ".graphs", ".done"
 
 
 def directory() -> Path:
@@ -42,7 +45,7 @@ def write(name: str, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _forget_the_oldest(folder)
+    _forget_the_oldest(folder, SUFFIX, MOST)
 
 
 def remove(name: str) -> None:
@@ -50,8 +53,23 @@ def remove(name: str) -> None:
     (directory() / f"{name}{SUFFIX}").unlink(missing_ok=True)
 
 
-def _forget_the_oldest(folder: Path) -> None:
+def mark(name: str) -> None:
+    """Note that what has this name was done, if anything can be noted."""
+    folder = directory()
+    with contextlib.suppress(OSError):  # somebody else's cache, which may be read
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}{MARK}").touch()
+        _forget_the_oldest(folder, MARK, MOST_MARKS)
+
+
+def is_marked(name: str) -> bool:
+    """Whether it was noted, and not forgotten since."""
+    return (directory() / f"{name}{MARK}").exists()
+
+
+def _forget_the_oldest(folder: Path, suffix: str, most: int) -> None:
     with contextlib.suppress(OSError):  # other processes clear up, too
-        found = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        for path in found[:-MOST]:
-            path.unlink(missing_ok=True)
+        found = list(folder.glob(f"*{suffix}"))
+        if len(found) > most:
+            for path in sorted(found, key=lambda path: path.stat().st_mtime)[:-most]:
+                path.unlink(missing_ok=True)

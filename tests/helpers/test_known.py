@@ -147,7 +147,7 @@ def test_a_program_that_has_run_is_known(script: Path, cache: Path) -> None:
     assert not has_run() and not list(cache.rglob("*"))
     note_run()
     note_run()
-    assert has_run() and len(list(cache.rglob("*.program"))) == 1
+    assert has_run() and len(list(cache.rglob("*.done"))) == 1
 
 
 def test_one_that_was_changed_or_called_otherwise_is_another(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,3 +47,25 @@ def test_a_full_disk_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="no space"):
         store.write("a", b"one")
     assert not list(cache.iterdir())
+
+
+def test_marks_are_kept_and_bounded_apart(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MOST_MARKS", 2)
+    store.write("a", b"graphs")
+    os.utime(cache / "a.graphs", (0, 0))
+    for i, name in enumerate("bcd"):
+        assert not store.is_marked(name)
+        store.mark(name)
+        store.mark(name)
+        os.utime(cache / f"{name}.done", (i, i))
+    assert [name for name in "abcd" if store.is_marked(name)] == ["c", "d"]
+    assert store.read("a") == b"graphs"
+
+
+def test_a_cache_that_cannot_be_written_is_not_marked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: object, **kwargs: object) -> None:
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(Path, "touch", denied)
+    store.mark("a")
+    assert not store.is_marked("a")
