@@ -105,15 +105,20 @@ class SegmentCompiler:
 
     def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
         if self.lowering == "eager" or not _worth_compiling(segment):
-            forward = fx.GraphModule(segment, segment.graph).forward
-
-            def run(args: list[Any]) -> Any:
-                values = tuple(args)
-                args.clear()
-                return forward(*values)
-
-            return run
+            return interpreted(segment)
         return _compat.inductor_compile(segment, example_inputs(segment))
+
+
+def interpreted(segment: fx.GraphModule) -> BoxedCallable:
+    """A segment as it stands, operator by operator."""
+    forward = fx.GraphModule(segment, segment.graph).forward
+
+    def run(args: list[Any]) -> Any:
+        values = tuple(args)
+        args.clear()
+        return forward(*values)
+
+    return run
 
 
 def _key(segment: fx.GraphModule) -> Key:

@@ -12,7 +12,7 @@ import fxshard
 from fxshard import _compat, elsewhere
 from fxshard.helpers import crew
 from fxshard.helpers.known import Known, has_run, note_run
-from tests.remembered.starts import interpreted
+from tests.remembered.starts import uncompiled
 from tests.toy import Mlp
 
 
@@ -193,7 +193,7 @@ def test_nobody_is_hired_for_what_has_run(script: Path, monkeypatch: pytest.Monk
 
 
 def test_a_first_step_through_inductor_notes_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "inductor_compile", interpreted)
+    monkeypatch.setattr(_compat, "inductor_compile", uncompiled)
     model = fxshard.compile(Mlp(), lowering="inductor")
     loss = model(torch.randn(4, 7), torch.randn(4, 5))
     assert not has_run()

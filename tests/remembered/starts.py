@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxshard
 from fxshard import _compat, backend
+from fxshard.lowering import interpreted
 from tests.pool import forget
 
 
@@ -30,16 +31,9 @@ class Deep(nn.Module):
         return self.norm(x).square().mean()
 
 
-def interpreted(segment: fx.GraphModule, inputs: Any) -> Any:
+def uncompiled(segment: fx.GraphModule, inputs: Any) -> Any:
     """In place of Inductor: what a segment says, without compiling it."""
-    run = fx.GraphModule(segment, segment.graph).forward
-
-    def boxed(args: list[Any]) -> Any:
-        values = tuple(args)
-        args.clear()
-        return run(*values)
-
-    return boxed
+    return interpreted(segment)
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ def start(make: Any = Deep, steps: int = 2, shape: tuple[int, ...] = (4, 8), **o
     left: list[Tensor] = []
     with (
         mock.patch.object(backend, "abridge", wraps=backend.abridge) as abridge,
-        mock.patch.object(_compat, "inductor_compile", interpreted),
+        mock.patch.object(_compat, "inductor_compile", uncompiled),
     ):
         for step in range(steps):
             loss = model(torch.randn(*shape, generator=torch.Generator().manual_seed(step)))
