@@ -130,6 +130,22 @@ def test_time_to_the_first_step_beside_a_peer() -> None:
     assert chart.base == "fsdp2-compile" and ("fxshard-trace-all, again", 2.0) in chart.bars
 
 
+def test_stages_of_a_first_and_a_second_start() -> None:
+    from fxshard.bench.compile_time import stages
+
+    clocks = {"capture": 2.0, "joint": 3.0, "next to nothing": 0.01}
+    said = stages(
+        [{"layers": 8, "contender": "fxshard", "stages": clocks, "warm_stages": {"capture": 1.5, "read": 0.2}}]
+    )
+    title, *lines = said.strip().splitlines()
+    assert title.startswith("fxshard, 8 layers") and title.split()[-2:] == ["first", "second"]
+    assert [line.split() for line in lines] == [
+        ["joint", "3.00", "s", "0.00", "s"],
+        ["capture", "2.00", "s", "1.50", "s"],
+        ["read", "0.00", "s", "0.20", "s"],
+    ]
+
+
 def test_under_torchrun(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert cli.main(["bench", "train"]) == 2 and not started

@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard._compat.inductor import compile_cache as compile_cache
+from fxshard._compat.inductor import compile_clocks as compile_clocks
 from fxshard._compat.inductor import hash_compilers as hash_compilers
 from fxshard._compat.inductor import import_inductor as import_inductor
 from fxshard._compat.inductor import inductor_compile as inductor_compile

@@ -59,3 +59,10 @@ def hash_compilers() -> bytes:
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
     return torch_key() + (str(triton_key()).encode() if HAS_TRITON else b"")
+
+
+def compile_clocks() -> dict[str, float]:
+    """Seconds that torch has spent in parts of compiling, by its own clocks; some lie in others. torch 2.11, 2.13."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return {name: sum(seconds) for name, seconds in compilation_time_metrics.items()}

@@ -23,12 +23,15 @@ import torch
 import torch.distributed as dist
 
 import fxshard
+from fxshard import _compat
 from fxshard.bench import names
 from fxshard.bench.train import BF16, SIZES, fsdp2
 from fxshard.inspect.progress import progress
 from fxshard.models import Llama, LlamaConfig
 
 TRACE_ALL = "fxshard-trace-all"
+LEAST = 0.05
+"""Seconds of a stage that is worth a line."""
 TORCHS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx", "torch.distributed.fsdp")
 
 
@@ -75,6 +78,7 @@ def measure(what: Trained, device: str, contender: str) -> dict[str, Any]:
         _step(sharded, sharded.optimizer, tokens)
     found["first_step_s"] = time.perf_counter() - start
     found["cpu_s"] = _cpu_seconds() - cpu
+    found["stages"] = _compat.compile_clocks()
     if contender == "fsdp2-compile":
         dist.destroy_process_group()
         return found
@@ -111,7 +115,12 @@ def in_fresh_processes(layers: int, contender: str, arguments: argparse.Namespac
         for _ in range(2):
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             starts.append(json.loads(done.stdout.splitlines()[-1]))
-    again = {"warm_s": "first_step_s", "warm_cpu_s": "cpu_s", "warm_imports_s": "imports_s"}
+    again = {
+        "warm_s": "first_step_s",
+        "warm_cpu_s": "cpu_s",
+        "warm_imports_s": "imports_s",
+        "warm_stages": "stages",
+    }
     return {**starts[0], **{name: starts[1][measured] for name, measured in again.items()}}
 
 
@@ -124,6 +133,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256, help="width of a small one, a multiple of 64 (default: 256)")
     parser.add_argument("--peer", choices=names.COMPILE_TIME_PEERS, help="FSDP2 with each block compiled as well")
     parser.add_argument("--trace-all", action="store_true", help="fxshard.compile(trace_once=False) as well")
+    parser.add_argument("--stages", action="store_true", help="also where the time went, by torch's own clocks")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--contender", default="fxshard", help=argparse.SUPPRESS)
@@ -147,6 +157,20 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
     print(table(rows))
+    if arguments.stages:
+        print(stages(rows))
+
+
+def stages(rows: list[dict[str, Any]]) -> str:
+    """Seconds of what torch has clocks for, where it took any time; one may lie in another."""
+    lines = []
+    for row in rows:
+        named = sorted({*row["stages"], *row["warm_stages"]})
+        taken = [(name, row["stages"].get(name, 0.0), row["warm_stages"].get(name, 0.0)) for name in named]
+        lines.append(f"\n{row['contender']}, {row['layers']} layers{'first':>52}{'second':>10}")
+        shown = sorted((each for each in taken if max(each[1:]) >= LEAST), key=lambda each: -each[1])
+        lines += [f"{name:<60}{first:>8.2f} s{second:>8.2f} s" for name, first, second in shown]
+    return "\n".join(lines)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
