@@ -17,6 +17,7 @@ from fxshard.elsewhere import start, warm_up
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Phase
 from fxshard.fused.ahead import compile_ahead
+from fxshard.fused.choose import is_own
 from fxshard.garbage import make_old
 from fxshard.inspect.observe import Observer, observed, observer
 from fxshard.inspect.schedule import Schedule
@@ -175,8 +176,10 @@ class Backend:
         kept = self._foresees() and self.lower is None and sharding.options.lowering == "inductor"
         if not kept or observed() or not recall_wanted():
             return None
+        if sharding.profile is not None or is_own(sharding.options.experts):
+            return None  # durations are never the same again, and what experts of the user's own ask for may not be
         told = (sharding.plans, sharding.options, sharding.precision, sharding.zero, sharding.group_name)
-        machine = (sharding.ranks, sharding.hardware, sharding.profile, sharding.own_optimizer, sharding.engine.device)
+        machine = (sharding.ranks, sharding.hardware, sharding.own_optimizer, sharding.engine.device)
         try:
             return key_of(graph, graph_inputs(graph), refs, self._input_names(graph, refs), told, machine)
         except Unnamed as error:

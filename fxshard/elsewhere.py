@@ -25,14 +25,16 @@ Compile = Callable[[int], None]
 def start() -> None:
     """Start the processes that will compile beside this one, and wait for none of them.
 
-    A program that has run before finds what it compiles in Inductor's cache, and starts no crew.
+    A program that has run before finds what it compiles in Inductor's cache, and needs no crew. Whether it has is known
+    when some of torch's compiler is imported, and a crew that is needed is not to wait for that.
     """
     gpus = torch.cuda.device_count() > 0  # is_available() would initialise CUDA: no process forked later could use it
-    wanted = (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ
-    if wanted and not has_run():
+    if (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ:
         crew.hire()
     if gpus:
         _compat.start_compile_processes()
+    if crew.hired() is not None and has_run():
+        crew.dismiss()
 
 
 def compile_elsewhere(compile: Compile, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from fxshard.capture import FAILURES, cast_floats, explained
 from fxshard.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
 from fxshard.events import Phase
 from fxshard.garbage import no_garbage_collection
+from fxshard.helpers.crew import dismiss
 from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import Compilations
 from fxshard.mirror import mirror, refresh_buffers
@@ -98,7 +99,10 @@ class ShardedModule(nn.Module):
         return result
 
     def _failed(self, error: FxshardError) -> FxshardError:
-        """Until the ranks have agreed on a schedule, each waits for the others there: tell them not to."""
+        """Until the ranks have agreed on a schedule, each waits for the others there: tell them not to. Nobody need
+        compile anything ahead any more.
+        """
+        dismiss()
         told_already = isinstance(error, (PeerError, RankDivergenceError))
         if not told_already and not self._sharding.agreement.settled(COMMUNICATION):
             self._sharding.agreement.fail(error)

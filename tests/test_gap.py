@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from fxshard import _compat
 from fxshard.repetition.gap import everything
-
-
-def captured(run: Callable[..., Any], *args: Any) -> fx.GraphModule:
-    found: list[fx.GraphModule] = []
-
-    def keep(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found.append(graph)
-        return graph.forward
-
-    torch.compile(run, backend=keep, fullgraph=True)(*args)
-    return found[0]
-
+from tests.capturing import captured
 
 WEIGHT = nn.Parameter(torch.ones(3))
 
@@ -44,13 +34,19 @@ def test_inputs_outputs_and_gradients_are_those_of_the_graph() -> None:
     assert gradient.shape == WEIGHT.shape
 
 
-def view(x: Tensor) -> Tensor:
-    return (x * 2).sum() + x.t().sum(), x.t()  # type: ignore[return-value]
+def view(x: Tensor) -> tuple[Tensor, Tensor]:
+    return (x * 2).sum() + x.t().sum(), x.t()
 
 
 def twice(x: Tensor) -> tuple[Tensor, Tensor]:
     y = x * 2
     return y, y.t()
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    first, second = y.split([1, 1])
+    return second, (first * second).sum()
 
 
 def number(x: Tensor) -> tuple[Tensor, int]:
@@ -61,7 +57,22 @@ def itself(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, x * 2
 
 
-@pytest.mark.parametrize(("run", "can"), [(view, False), (twice, False), (number, True), (itself, True)])
-def test_what_shares_memory_is_not_left_out(run: Callable[..., Any], can: bool) -> None:
-    """AOTAutograd would not learn of it; what is given and returned stands outside of the gap."""
-    assert (everything(captured(run, torch.ones(2, 3, requires_grad=True))) is not None) == can
+@pytest.mark.parametrize("run", [view, twice, split, number])
+def test_what_shares_memory_shares_it(run: Callable[..., Any]) -> None:
+    """With what is given, too. A caller may write to a result of its own, and autograd asks whether it is a view."""
+    x = torch.randn(2, 2, requires_grad=True)
+    gapped = everything(captured(run, x))
+    assert gapped is not None
+    plain, mine = [value for value in run(x) if isinstance(value, Tensor)], gapped(x)
+    assert len(mine) == len(plain)
+    for a, b in zip(mine, plain, strict=True):
+        assert (a.shape, a.stride(), a._is_view()) == (b.shape, b.stride(), b._is_view())
+        assert _compat.share_memory(a, x) == _compat.share_memory(b, x)
+
+
+def test_a_new_tensor_that_nobody_can_tell_from_another_is_not_left_out() -> None:
+    """Dynamo's values do not say that two results are one piece of memory, other than as a view of it."""
+    graph = captured(itself, torch.ones(2, 3, requires_grad=True))
+    (product,) = [node for node in graph.graph.nodes if node.op == "call_function"]
+    product.meta["example_value"] = graph.graph.find_nodes(op="placeholder")[0].meta["example_value"]
+    assert everything(graph) is None

@@ -23,6 +23,9 @@ _IN_C = (
 )
 
 
+_OF_TORCH = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+
+
 def own_name(value: Any) -> str | None:
     """The name of what torch, fxshard or Python itself define; None for anything else. torch 2.11, 2.13."""
     path = operator_path(value)
@@ -40,17 +43,37 @@ def own_name(value: Any) -> str | None:
         home = next((home for home in homes if home), "")
         return f"{home}.{value.__qualname__}" if home.partition(".")[0] in ROOTS else None
     if isinstance(value, types.FunctionType):
-        named = "<" not in value.__qualname__ and is_own_code(value)
-        return f"{value.__module__}.{value.__qualname__}" if named else None
+        return f"{value.__module__}.{value.__qualname__}" if _is_there(value) and is_own(value) else None
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}" if _is_there(value) else None
     return None
 
 
-def is_own_code(function: Any) -> bool:
-    """Whether torch's, fxshard's or Python's files have the code of a function, whatever it says its module is."""
-    code = getattr(function, "__code__", None)
-    return code is None or code.co_filename.startswith(own_directories())
+def is_own(function: Any) -> bool:
+    """Whether torch's, fxshard's or Python's files have the code of a function, and of all that decorators have wrapped
+    in it, whatever it says its module is.
+    """
+    todo, seen = [function], set()
+    while todo:
+        found = todo.pop()
+        if not callable(found) or isinstance(found, (type, *_IN_C)) or id(found) in seen:
+            continue
+        seen.add(id(found))
+        code = getattr(found, "__code__", None)
+        if code is None and not isinstance(found, _OF_TORCH):  # an object that can be called
+            todo.append(type(found).__call__)
+        elif code is not None and not code.co_filename.startswith(own_directories()):
+            return False
+        todo += [getattr(found, name, None) for name in ("__wrapped__", "__func__", "func")]
+        todo += [cell.cell_contents for cell in getattr(found, "__closure__", None) or () if _is_filled(cell)]
+    return True
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def operator_path(value: Any) -> tuple[str, str, str] | None:
@@ -69,14 +92,14 @@ def operator_at(namespace: str, name: str, overload: str) -> Any:
     return getattr(packet, overload) if overload else packet
 
 
-def _is_there(kind: type) -> bool:
-    """Whether a class is where it says."""
-    if kind.__module__.partition(".")[0] not in ROOTS:
+def _is_there(value: Any) -> bool:
+    """Whether a class or a function is where it says."""
+    if value.__module__ is None or value.__module__.partition(".")[0] not in ROOTS:
         return False
-    found: Any = sys.modules.get(kind.__module__)
-    for part in kind.__qualname__.split("."):
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is kind
+    return found is value
 
 
 @cache

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from fxshard._compat.inductor import inductor_decompositions
-from fxshard._compat.names import is_own_code
+from fxshard._compat.names import is_own, own_directories
 
 FakeDescription = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, str, bool, int]
 """Size, stride, offset, dtype, device, whether it wants a gradient, and the bytes of its memory."""
@@ -64,26 +65,18 @@ def fake_tensors(described: Iterable[tuple[Any, ...]]) -> list[torch.Tensor]:
 
 
 def traced_under() -> dict[str, Any] | None:
-    """What tracing a graph depends on beside it, as values; None where that cannot be said: modes and hooks of the
-    user's are on. torch 2.11, 2.13.
+    """What tracing a graph depends on beside it, as values; None where that cannot be said: hooks of the user's take
+    part. Modes do, too, but Dynamo captures what they do. torch 2.11, 2.13.
     """
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
-    from torch._subclasses import FakeTensorMode
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    functions = _get_current_function_mode_stack()
-    dispatches = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, FakeTensorMode)]
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if dispatches or hooks is not None or any(type(mode) is not DeviceContext for mode in functions):
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     kinds = ("cpu", "cuda")
     return {
         "functorch": functorch.save_config_portable(),
         "dynamo": dynamo.save_config_portable(),
-        "default devices": [str(mode.device) for mode in functions],
         "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "attention": _attention_kernels(),
@@ -120,40 +113,19 @@ def _device(index: int) -> list[Any]:
 
 
 def foreign_code() -> str | None:
-    """Something that takes part in tracing and is not torch's: a decomposition, a pattern, a partitioner of the user's.
-
-    None if there is none. torch 2.11, 2.13.
+    """Something that takes part in tracing and is not torch's: a decomposition, a pattern, a pass, a kernel of the
+    user's. None if there is none. torch 2.11, 2.13.
     """
     for what, function in _taking_part():
-        if not _is_own(function):
+        if not is_own(function):
             return f"{what} {function!r:.200}"
-    return None
-
-
-def _is_own(function: Any) -> bool:
-    """Whether the code of a function, and of what decorators have wrapped in it, is torch's."""
-    todo, seen = [function], set()
-    while todo:
-        found = todo.pop()
-        if not callable(found) or isinstance(found, type) or id(found) in seen:
-            continue
-        seen.add(id(found))
-        if not is_own_code(found):
-            return False
-        todo += [getattr(found, "__wrapped__", None), getattr(found, "func", None)]
-        todo += [cell.cell_contents for cell in getattr(found, "__closure__", None) or () if _is_filled(cell)]
-    return True
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+    return _foreign_kernel()
 
 
 def _taking_part() -> Iterator[tuple[str, Any]]:
     from torch._functorch import aot_autograd, partitioners
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
     from torch._inductor.fx_passes import joint_graph
 
     for decomposition in inductor_decompositions().values():
@@ -169,3 +141,29 @@ def _taking_part() -> Iterator[tuple[str, Any]]:
         (aot_autograd, "aot_module_simplified"),
     ):
         yield "in place of torch's,", getattr(module, name)
+    # What configurations say of these is left out where they are written down.
+    for config, name in (
+        (inductor, "joint_custom_pre_pass"),
+        (inductor, "joint_custom_post_pass"),
+        (functorch, "joint_custom_pass"),
+    ):
+        given = getattr(config, name, None)
+        for each in given if isinstance(given, list | tuple) else [given]:
+            yield name, each
+
+
+def _foreign_kernel() -> str | None:
+    """A kernel for one of torch's operators that a file of somebody else's has registered."""
+    own, anybodys = own_directories(), str(torch.library.__file__)  # which registers what others ask it to
+    for name in torch.library._impls:
+        namespace, _, rest = name.partition("/")
+        if namespace in ("aten", "prims"):
+            operator = f"{namespace}::{rest.rpartition('/')[0]}"
+            registered = torch._C._dispatch_dump(operator)
+            for path in _REGISTERED_IN_PYTHON.findall(registered):
+                if not path.startswith(own) or path == anybodys:
+                    return f"a kernel for {operator}, registered in {path}"
+    return None
+
+
+_REGISTERED_IN_PYTHON = re.compile(r"registered at (.*\.py|<.*>):\d+ ")

@@ -42,7 +42,10 @@ def dumps(graphs: Mapping[Any, fx.GraphModule], *others: Any) -> bytes:
     tensors = _Tensors()
     written = {name: _write(module, tensors) for name, module in graphs.items()}
     file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump((written, tensors.described, others))
+    try:
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump((written, tensors.described, others))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # what pickle says of what it cannot pickle
+        raise Unnamed(str(error)) from error
     return file.getvalue()
 
 
@@ -126,6 +129,9 @@ def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
+_NEVER = (torch.Tensor, torch.SymInt, torch.nn.Module, torch._ops.HigherOrderOperator)
+
+
 class _Pickler(pickle.Pickler):
     """Pickles nothing but plain values and what torch, Python and fxshard have by name."""
 
@@ -134,6 +140,6 @@ class _Pickler(pickle.Pickler):
         if operator is not None:
             return _compat.operator_at, operator
         named = value if callable(value) else type(value)
-        if _compat.own_name(named) is None or isinstance(value, torch.Tensor | torch.SymInt | torch.nn.Module):
+        if _compat.own_name(named) is None or isinstance(value, _NEVER):
             raise Unnamed(f"{type(value).__name__} {value!r:.200}")
         return NotImplemented

@@ -33,6 +33,9 @@ def _graph(module: fx.GraphModule, stretches: dict[Any, int]) -> list[str]:
     """
     if _compat.constants(module):
         raise Unnamed("tensors that are part of the graph")
+    for what, noted in module.meta.items():  # a policy that says what to recompute, for one
+        if callable(noted) and _compat.own_name(noted) is None:
+            raise Unnamed(f"{what} of the graph is {noted!r:.200}")
     number: dict[fx.Node, str] = {}
     lines: list[str] = []
     for node in module.graph.nodes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from pathlib import Path
 
 from fxshard import _compat
@@ -14,7 +15,8 @@ from fxshard import _compat
 MOST = 256
 """Files that are kept."""
 MOST_MARKS = 4096
-SUFFIX, MARK = ".graphs", ".done"
+SUFFIX, MARK, UNFINISHED = ".graphs", ".done", ".unfinished"
+HOUR = 3600.0
 
 
 def directory() -> Path:
@@ -38,7 +40,7 @@ def write(name: str, data: bytes) -> None:
     """Keep something under a name. Raises ``OSError`` where that cannot be."""
     folder = directory()
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{name}.{os.getpid()}.{threading.get_ident()}"
+    temporary = folder / f"{name}.{os.getpid()}.{threading.get_ident()}{UNFINISHED}"
     try:
         temporary.write_bytes(data)
         os.replace(temporary, folder / f"{name}{SUFFIX}")
@@ -50,7 +52,8 @@ def write(name: str, data: bytes) -> None:
 
 def remove(name: str) -> None:
     """Forget something that turned out to be of no use."""
-    (directory() / f"{name}{SUFFIX}").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # somebody else's cache, which may be read
+        (directory() / f"{name}{SUFFIX}").unlink(missing_ok=True)
 
 
 def mark(name: str) -> None:
@@ -72,4 +75,7 @@ def _forget_the_oldest(folder: Path, suffix: str, most: int) -> None:
         found = list(folder.glob(f"*{suffix}"))
         if len(found) > most:
             for path in sorted(found, key=lambda path: path.stat().st_mtime)[:-most]:
+                path.unlink(missing_ok=True)
+        for path in folder.glob(f"*{UNFINISHED}"):  # of processes that were killed
+            if time.time() - path.stat().st_mtime > HOUR:
                 path.unlink(missing_ok=True)

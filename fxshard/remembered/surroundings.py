@@ -23,7 +23,7 @@ def surroundings() -> str:
     foreign = _compat.foreign_code()
     circumstances, state = _compat.compile_circumstances(), _compat.traced_under()
     if foreign is not None or circumstances is None or state is None:
-        raise Unnamed(foreign or "lowerings, modes or hooks of the program's own take part in compiling")
+        raise Unnamed(foreign or "lowerings or hooks of the program's own take part in compiling")
     set_here = {name: value for name, value in circumstances.items() if name != "directories"}
     switches = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
     said = canonical([platform.python_version(), _versions(), _fxshard(), set_here, state, switches, program()])
@@ -36,7 +36,7 @@ def program() -> list[Any]:
     """
     found: dict[str, tuple[int, int]] = {}
     for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
+        path = getattr(module, "__dict__", {}).get("__file__")  # asking a lazy module would import it
         if isinstance(path, str) and not _is_installed(path):
             try:
                 status = os.stat(path)

@@ -8,7 +8,7 @@ between has been differentiated already.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,24 @@ from fxshard import _compat
 
 
 def everything(module: fx.GraphModule) -> fx.GraphModule | None:
-    """The graph with one node between inputs and outputs; None if other than new tensors come out of it."""
-    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-    left_out = dict.fromkeys(nodes)
-    given = dict.fromkeys(ref for node in nodes for ref in node.all_input_nodes if ref not in left_out)
-    leaving = [node for node in nodes if any(user not in left_out for user in node.users)]
+    """The graph with one node between inputs and outputs; None if other than new tensors come out of it.
+
+    What comes out as a view of something new is made of it behind the node, or AOTAutograd would take it for new.
+    """
+    end = module.graph.output_node()
+    inside = {node for node in module.graph.nodes if node.op not in ("placeholder", "output")}
+    given = dict.fromkeys(ref for node in module.graph.nodes if node in inside for ref in node.all_input_nodes)
+    given = {ref: None for ref in given if ref not in inside}
+    behind = {node for node in _sources(end, lambda node: not _is_new(node)) if node in inside and not _is_new(node)}
+    leaving = [
+        node
+        for node in module.graph.nodes
+        if node in inside and node not in behind and any(user is end or user in behind for user in node.users)
+    ]
     values = [node.meta.get("example_value") for node in leaving]
     if not all(isinstance(value, torch.Tensor) for value in values) or not _all_new(values, given):
+        return None
+    if any(node.op in ("get_attr", "call_module") for node in behind):
         return None
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -34,12 +45,32 @@ def everything(module: fx.GraphModule) -> fx.GraphModule | None:
     for i, result in enumerate(leaving):
         env[result] = graph.call_function(operator.getitem, (call, i))
         env[result].meta.update(result.meta)
-    graph.node_copy(module.graph.output_node(), env.__getitem__)
+    for node in module.graph.nodes:
+        if node in behind or node is end:
+            env[node] = graph.node_copy(node, env.__getitem__)
     root = nn.Module()
     root.fxshard_gap = _Gap(values)
     gapped = fx.GraphModule(root, graph)
     gapped.meta.update(module.meta)
     return gapped
+
+
+def _sources(node: fx.Node, through: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The nodes that ``node`` is made of, up to those that ``through`` does not hold for."""
+    found: set[fx.Node] = set()
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source not in found:
+            found.add(source)
+            stack += source.all_input_nodes if through(source) else []
+    return found
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor with memory of its own."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and not value._is_view()
 
 
 def _all_new(values: list[Any], given: Mapping[fx.Node, None]) -> bool:

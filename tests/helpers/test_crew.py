@@ -385,6 +385,16 @@ def test_nobody_is_left_when_backward_runs_or_cannot_be_meant_to(made: mock.Mock
     assert crew.hired() is None
 
 
+def test_nobody_is_left_when_a_model_cannot_be_captured(made: mock.Mock) -> None:
+    crew.hire()
+    helpers = crew.hired()
+    assert helpers is not None
+    model = fxshard.compile(torch.nn.Linear(3, 3), lowering="inductor")
+    with pytest.raises(fxshard.FxshardError):
+        model(torch.ones(2, 5))
+    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
+
+
 def test_nobody_is_left_when_compilation_fails(made: mock.Mock) -> None:
     crew.hire()
     helpers = crew.hired()

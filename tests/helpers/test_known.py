@@ -182,14 +182,20 @@ def test_in_a_directory_that_is_gone_nothing_is_known(
     monkeypatch.chdir(tmp_path)
 
 
-def test_nobody_is_hired_for_what_has_run(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_stays_for_what_has_run(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are hired first: to know whether they are needed takes longer than to start them."""
     monkeypatch.setenv(crew.VARIABLE, "2")
-    with mock.patch.object(crew, "hire") as hire:
+    with (
+        mock.patch.object(crew, "hire") as hire,
+        mock.patch.object(crew, "hired", return_value=mock.Mock()),
+        mock.patch.object(crew, "dismiss") as dismiss,
+    ):
         elsewhere.start()
         hire.assert_called_once_with()
+        dismiss.assert_not_called()
         note_run()
         elsewhere.start()
-        hire.assert_called_once_with()
+        dismiss.assert_called_once_with()
 
 
 def test_a_first_step_through_inductor_notes_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import fxshard
 from fxshard import _compat, backend
 from fxshard.lowering import interpreted
+from fxshard.remembered.recall import recall as backend_recall
 from tests.pool import forget
 
 
@@ -41,7 +42,7 @@ class Start:
     """What a start did and what came of it."""
 
     traced: bool
-    """Whether layers went through autograd."""
+    """Whether anything but Dynamo traced the model."""
     left: list[Tensor]
     """Results, gradients and parameters of two steps."""
     schedule: str
@@ -55,7 +56,14 @@ def start(make: Any = Deep, steps: int = 2, shape: tuple[int, ...] = (4, 8), **o
     options = {"optimizer": fxshard.AdamW(lr=1e-2), "lowering": "inductor", **options}
     model = fxshard.compile(make(), **options)
     left: list[Tensor] = []
+    recalled: list[Any] = []
+
+    def recall(key: str) -> Any:
+        recalled.append(backend_recall(key))
+        return recalled[-1]
+
     with (
+        mock.patch.object(backend, "recall", recall),
         mock.patch.object(backend, "abridge", wraps=backend.abridge) as abridge,
         mock.patch.object(_compat, "inductor_compile", uncompiled),
     ):
@@ -68,7 +76,8 @@ def start(make: Any = Deep, steps: int = 2, shape: tuple[int, ...] = (4, 8), **o
     left += tree_leaves(model.full_state_dict())
     left = [value.to_local() if hasattr(value, "to_local") else value for value in left]
     texts = {phase: str(graph.graph) for phase, graph in model.graphs.items()}
-    return Start(abridge.called, left, str(model.schedule), texts, model.compilations.layers_left_out)
+    traced = abridge.called or [found is not None for found in recalled] != [True]
+    return Start(traced, left, str(model.schedule), texts, model.compilations.layers_left_out)
 
 
 def _trained(model: fxshard.ShardedModule) -> list[nn.Parameter]:

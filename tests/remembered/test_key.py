@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,26 +15,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard import _compat
 from fxshard.remembered import surroundings
 from fxshard.remembered.canonical import Unnamed
 from fxshard.remembered.key import key_of
+from tests.capturing import captured
 
 X = torch.ones(4, 4)
-
-
-def captured(run: Callable[..., Any], *args: Any) -> fx.GraphModule:
-    found: list[fx.GraphModule] = []
-
-    def keep(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.compile(run, backend=keep, fullgraph=True)(*args)
-    return found[0]
 
 
 def key(run: Callable[..., Any], *args: Any) -> str:
@@ -122,6 +113,23 @@ def test_functions_and_tensors_in_the_graph_of_which_nobody_can_tell() -> None:
         key(lambda x: x + constant(), X)
 
 
+def test_functions_of_the_programs_own_have_no_name_behind_decorators() -> None:
+    """Their own code is torch's, and they say that they are the program's; or that they are torch's."""
+    allowed = torch.compiler.allow_in_graph(torch.no_grad()(of_mine))
+    with pytest.raises(Unnamed, match="of_mine"):
+        key(lambda x: allowed(x) * 2, X)
+
+
+def test_a_policy_of_what_to_recompute_has_no_name() -> None:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    chosen = functools.partial(create_selective_checkpoint_contexts, policy)
+    x = X.clone().requires_grad_()
+    with pytest.raises(Unnamed, match="context_fn"):
+        key(lambda x: checkpoint(sine, x, use_reentrant=False, context_fn=chosen) + 1, x)
+
+
 def test_operators_of_the_programs_own_have_no_name() -> None:
     with torch.library._scoped_library("tests_key", "DEF") as library:
         library.define("twice(Tensor x) -> Tensor")
@@ -198,3 +206,58 @@ def test_a_decomposition_less_is_another_program() -> None:
     before = surroundings.surroundings()
     with mock.patch("torch._inductor.decomposition.select_decomp_table", lambda: table):
         assert surroundings.surroundings() != before
+
+
+@pytest.mark.parametrize("name", ["joint_custom_pre_pass", "joint_custom_post_pass"])
+@pytest.mark.parametrize("given", [of_mine, [of_mine]], ids=["one", "list"])
+def test_passes_given_to_inductor_are_noticed(name: str, given: Any) -> None:
+    """Its own list of what its configuration is leaves them out."""
+    with torch._inductor.config.patch({name: given}), pytest.raises(Unnamed, match="of_mine"):
+        surroundings.surroundings()
+
+
+@contextmanager
+def library_of_the_programs_own() -> Iterator[torch.library.Library]:
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        yield library
+    finally:
+        library._destroy()
+
+
+@pytest.mark.parametrize(
+    "make", [library_of_the_programs_own, lambda: torch.library._scoped_library("aten", "IMPL")], ids=["own", "torch's"]
+)
+def test_kernels_of_the_programs_own_for_torchs_operators_are_noticed(make: Any) -> None:
+    """Also where torch registers them for it."""
+    before = surroundings.surroundings()
+    with make() as library:
+        library.impl("tanh", lambda x: x, "AutogradCPU")
+        with pytest.raises(Unnamed, match=r"aten::tanh, registered in .*\.py"):
+            surroundings.surroundings()
+    assert surroundings.surroundings() == before
+
+
+class Callable_:
+    """An object that can be called."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_objects_that_can_be_called_are_noticed() -> None:
+    table = {**_compat.inductor_decompositions(), torch.ops.aten.sin.default: Callable_()}
+    with (
+        mock.patch("torch._inductor.decomposition.select_decomp_table", lambda: table),
+        pytest.raises(Unnamed, match="decomposition"),
+    ):
+        surroundings.surroundings()
+
+
+def test_modules_that_are_not_imported_yet_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError(f"{name} needs something that is not installed")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    surroundings.surroundings()

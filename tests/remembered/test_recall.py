@@ -19,10 +19,12 @@ from torch import Tensor
 
 import fxshard
 from fxshard import _compat, captured_graph
+from fxshard.fused import choose
+from fxshard.fused.by_torch import TorchExperts
 from fxshard.passes.pipeline import PASSES
 from fxshard.remembered import store
 from tests.pool import Pool
-from tests.remembered.starts import Deep, same, start
+from tests.remembered.starts import Deep, same, start, uncompiled
 from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -175,10 +177,33 @@ def test_passes_of_the_programs_own_are_not_recalled(cache: Path) -> None:
     assert not kept(cache)
 
 
-def test_modes_and_hooks_of_the_programs_own_are_not_recalled(cache: Path) -> None:
+def test_hooks_of_the_programs_own_are_not_recalled(cache: Path) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         start(steps=1)
     assert not kept(cache)
+
+
+def test_a_profile_is_not_recalled(cache: Path) -> None:
+    """Durations are never the same again: each would leave a file that nobody finds."""
+    with mock.patch.object(_compat, "inductor_compile", uncompiled):
+        model = fxshard.compile(Deep(), lowering="inductor")
+        with model.profile(steps=1) as profile:
+            model(torch.ones(4, 8)).backward()
+        model.reschedule(profile)
+        model(torch.ones(4, 8)).backward()
+    assert len(kept(cache)) == 1
+
+
+class Mine(TorchExperts):
+    """An implementation of the user's own."""
+
+
+def test_experts_of_the_programs_own_are_not_recalled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they ask for is part of the graph."""
+    monkeypatch.setitem(choose._MAKE, "mine", Mine)
+    monkeypatch.setitem(choose._REFUSALS, "mine", lambda case: None)
+    assert start(steps=1, experts="mine").traced and not kept(cache)
+    assert start(steps=1, experts="torch").traced and len(kept(cache)) == 1
 
 
 def test_whoever_watches_sees_everything(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +232,16 @@ def test_what_does_not_fit_is_traced_and_forgotten(cache: Path) -> None:
     assert kept(cache) == [path] and not start(steps=1).traced
 
 
+def test_a_damaged_file_that_cannot_be_removed_is_no_failure(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: object, **kwargs: object) -> None:
+        raise PermissionError("read-only file system")
+
+    first = start(steps=1)
+    kept(cache)[0].write_bytes(b"nonsense")
+    monkeypatch.setattr(Path, "unlink", denied)
+    assert same(first, start(steps=1))
+
+
 def test_a_disk_that_cannot_be_written_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(name: str, data: bytes) -> None:
         raise OSError("no space left on device")
@@ -224,9 +259,9 @@ def on_ranks(path: str, make: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{"zero": 3}, thorough({"zero": 2, "optimizer": fxshard.Muon(lr=1e-2)})])
 def test_ranks_recall_alike(ranks: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
-    for first, second, equal in ranks(2, on_ranks, str(tmp_path), Deep, **options):
-        assert not second and equal
-        assert first in (True, False)  # a rank may find what the other has just kept
+    done = ranks(2, on_ranks, str(tmp_path), Deep, **options)
+    assert any(first for first, _, _ in done)  # one may find what the other has just kept
+    assert all(not second and equal for _, second, equal in done)
 
 
 def program() -> None:

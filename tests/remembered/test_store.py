@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,13 @@ def test_a_cache_that_cannot_be_written_is_not_marked(cache: Path, monkeypatch: 
     monkeypatch.setattr(Path, "touch", denied)
     store.mark("a")
     assert not store.is_marked("a")
+
+
+def test_what_a_killed_process_left_half_written_goes(cache: Path) -> None:
+    store.write("a", b"")
+    for name, age in (("old", 7200), ("new", 60)):
+        path = cache / f"{name}.1.2.unfinished"
+        path.touch()
+        os.utime(path, (time.time() - age, time.time() - age))
+    store.write("b", b"")
+    assert sorted(path.name for path in cache.iterdir()) == ["a.graphs", "b.graphs", "new.1.2.unfinished"]
