@@ -6,6 +6,7 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import full_gradients
 
 
@@ -65,7 +66,7 @@ def plain(make: type[nn.Module], ranks: int) -> tuple[list[float], dict[str, tor
     return [loss.item() for loss in losses], {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("make", "lowering"), [(Scaled, "eager"), (Scaled, "inductor"), (Deep, "eager")])
+@pytest.mark.parametrize(("make", "lowering"), [(Scaled, "eager"), thorough(Scaled, "inductor"), (Deep, "eager")])
 def test_parameters_keep_their_places(make: type[nn.Module], lowering: str) -> None:
     loss, gradients = sharded(make, lowering)
     (expected,), reference = plain(make, 1)

@@ -73,7 +73,7 @@ def test_equals_fsdp2_bitwise(ranks: Pool) -> None:
 
 
 @pytest.mark.shows("S3")
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [thorough(1), 3])
 def test_scheduling_options_change_nothing(ranks: Pool, zero: int) -> None:
     for runs in ranks(2, variants, zero):
         for name, run in runs.items():

@@ -90,7 +90,7 @@ def with_muon(zero: int) -> tuple[Run, Run, list[Counter[str]], set[bool]]:
 
 
 @pytest.mark.shows("Q8")
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [thorough(2), 3])
 def test_muon_and_adamw_buckets_are_each_gathered_once(ranks: Pool, zero: int) -> None:
     for off, on, counts, kinds in ranks(2, with_muon, zero):
         assert on.same(off)

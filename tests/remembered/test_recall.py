@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +24,9 @@ from fxshard.fused import choose
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.passes.pipeline import PASSES
 from fxshard.remembered import store
+from fxshard.remembered.surroundings import surroundings
 from tests.pool import Pool
-from tests.remembered.starts import Deep, same, start, uncompiled
+from tests.remembered.starts import Deep, Start, same, start, uncompiled
 from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("FXSHARD_REMEMBER", "1")
     return tmp_path / "fxshard"
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Start, Path, str]:
+    """A start of one step, the cache that it left, and what was around it."""
+    path = tmp_path_factory.mktemp("earlier")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
+        patch.setenv("FXSHARD_REMEMBER", "1")
+        return start(steps=1), path, surroundings()
+
+
+@pytest.fixture
+def first(cache: Path, earlier: tuple[Start, Path, str]) -> Start:
+    """That start, with a cache that knows it. Nothing has changed since: the same start would be recalled."""
+    done, path, around = earlier
+    shutil.copytree(path / "fxshard", cache)
+    assert done.traced and len(kept(cache)) == 1 and surroundings() == around
+    return done
 
 
 def kept(cache: Path) -> list[Path]:
@@ -60,13 +81,14 @@ def test_it_is_what_a_start_without_memory_comes_to(monkeypatch: pytest.MonkeyPa
     assert (recalled.schedule, recalled.graphs) == (plain.schedule, plain.graphs)
 
 
-def test_nothing_is_kept_or_recalled_where_that_is_not_wanted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start()
+def test_nothing_is_kept_or_recalled_where_that_is_not_wanted(
+    first: Start, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FXSHARD_REMEMBER", "0")
-    assert start().traced
+    assert start(steps=1).traced
     for path in kept(cache):
         path.unlink()
-    assert start().traced and not kept(cache)
+    assert start(steps=1).traced and not kept(cache)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +106,7 @@ def test_nothing_is_kept_or_recalled_where_that_is_not_wanted(cache: Path, monke
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_another_program_is_not_taken_for_this_one(options: dict[str, Any]) -> None:
-    start(steps=1)
+def test_another_program_is_not_taken_for_this_one(first: Start, options: dict[str, Any]) -> None:
     other = start(steps=1, **options)
     assert other.traced
     again = start(steps=1, **options)
@@ -110,14 +131,20 @@ class Rearranged(Deep):
 
 
 @pytest.mark.parametrize("make", [Frozen, Rearranged])
-def test_another_model_with_the_same_parameters_is_not_taken_for_this_one(make: Any) -> None:
-    start(steps=1)
+def test_another_model_with_the_same_parameters_is_not_taken_for_this_one(first: Start, make: Any) -> None:
     assert start(make, steps=1).traced
 
 
 def precision_of_products() -> Callable[[], None]:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
     torch.set_float32_matmul_precision("high")
-    return lambda: torch.set_float32_matmul_precision("highest")
+
+    def undo() -> None:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before  # by its newer name it was not set at all
+
+    return undo
 
 
 def deterministic() -> Callable[[], None]:
@@ -151,8 +178,7 @@ def setting(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
         each()
 
 
-def test_another_setting_of_torch_is_another_program(setting: Callable[[], None]) -> None:
-    start(steps=1)
+def test_another_setting_of_torch_is_another_program(first: Start, setting: Callable[[], None]) -> None:
     setting()
     assert start(steps=1).traced
 
@@ -161,19 +187,18 @@ def halved(x: Tensor) -> Tensor:
     return torch.ops.aten.mul(x, 0.5)
 
 
-def test_a_decomposition_of_the_programs_own_is_not_recalled(cache: Path) -> None:
+def test_a_decomposition_of_the_programs_own_is_not_recalled(first: Start, cache: Path) -> None:
     """Nobody could tell whether it is the same at the next start."""
-    start(steps=1)
     table = dict(_compat.inductor_decompositions())
     table[torch.ops.aten.tanh.default] = halved
     with mock.patch("torch._inductor.decomposition.select_decomp_table", lambda: table):
-        assert start(steps=1).traced and start(steps=1).traced
+        assert start(steps=1).traced
     assert len(kept(cache)) == 1
 
 
 def test_passes_of_the_programs_own_are_not_recalled(cache: Path) -> None:
     passes = PASSES.after("insert_unshard", lambda module, context: module)
-    assert start(steps=1, passes=passes).traced and start(steps=1, passes=passes).traced
+    assert start(steps=1, passes=passes).traced
     assert not kept(cache)
 
 
@@ -206,15 +231,15 @@ def test_experts_of_the_programs_own_are_not_recalled(cache: Path, monkeypatch: 
     assert start(steps=1, experts="torch").traced and len(kept(cache)) == 1
 
 
-def test_whoever_watches_sees_everything(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(steps=1)
+def test_whoever_watches_sees_everything(first: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXSHARD_DUMP", str(tmp_path / "seen"))
     assert start(steps=1).traced
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-10], thorough(lambda data: b"")])
-def test_a_damaged_file_is_traced_and_written_again(cache: Path, damage: Callable[[bytes], bytes]) -> None:
-    first = start(steps=1)
+def test_a_damaged_file_is_traced_and_written_again(
+    first: Start, cache: Path, damage: Callable[[bytes], bytes]
+) -> None:
     (path,) = kept(cache)
     path.write_bytes(damage(path.read_bytes()))
     second, third = start(steps=1), start(steps=1)
@@ -222,9 +247,8 @@ def test_a_damaged_file_is_traced_and_written_again(cache: Path, damage: Callabl
     assert same(first, second) and same(first, third)
 
 
-def test_what_does_not_fit_is_traced_and_forgotten(cache: Path) -> None:
+def test_what_does_not_fit_is_traced_and_forgotten(first: Start, cache: Path) -> None:
     """Were a key too short, AOTAutograd's look at inputs and outputs would tell; layers are then traced once."""
-    first = start(steps=1)
     (path,) = kept(cache)
     with mock.patch.object(captured_graph, "fits", side_effect=[False, True]):
         second = start(steps=1)
@@ -232,11 +256,12 @@ def test_what_does_not_fit_is_traced_and_forgotten(cache: Path) -> None:
     assert kept(cache) == [path] and not start(steps=1).traced
 
 
-def test_a_damaged_file_that_cannot_be_removed_is_no_failure(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_that_cannot_be_removed_is_no_failure(
+    first: Start, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(*args: object, **kwargs: object) -> None:
         raise PermissionError("read-only file system")
 
-    first = start(steps=1)
     kept(cache)[0].write_bytes(b"nonsense")
     monkeypatch.setattr(Path, "unlink", denied)
     assert same(first, start(steps=1))
