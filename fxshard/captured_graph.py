@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from fxshard import _compat
 from fxshard.events import Phase
-from fxshard.garbage import no_garbage_collection
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
 from fxshard.outline import fits, outline
@@ -60,8 +60,7 @@ class Capture:
         return self._lower(Phase.FORWARD)
 
     def compile_backward(self, backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with no_garbage_collection():  # AOTAutograd calls this from the first backward
-            return self._lower(Phase.BACKWARD)
+        return self._lower(Phase.BACKWARD)
 
     def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         forward = self._backend.rewrite_joint(forward)
@@ -170,7 +169,7 @@ class Foreseen(Capture):
         outlines = {Phase.FORWARD: outline(forward), Phase.BACKWARD: outline(backward)}
         backward.graph.output_node().meta[GRADS] = tuple(self.refs)
         found = self._schedule({Phase.FORWARD: forward, Phase.BACKWARD: backward})
-        self.take(Scheduled(found.graphs, found.memory, outlines, abridged.outputs, abridged.left_out))
+        self.take(replace(found, outlines=outlines, left_out=abridged.left_out))
         return self.scheduled
 
     def meanwhile(self, act: Callable[[], None]) -> None:

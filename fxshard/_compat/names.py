@@ -21,8 +21,6 @@ _IN_C = (
     types.WrapperDescriptorType,
     types.MethodWrapperType,
 )
-
-
 _OF_TORCH = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 
 

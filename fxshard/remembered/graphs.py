@@ -91,8 +91,8 @@ def _write(module: fx.GraphModule, tensors: _Tensors) -> list[tuple[Any, ...]]:
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise Unnamed(f"{node.op} {node.target}")
-        meta = {key: _mapped(value, leaf) for key, value in node.meta.items() if key not in LEFT_BEHIND}
-        given = _mapped(node.args, leaf), _mapped(node.kwargs, leaf)
+        meta = {key: mapped(value, leaf) for key, value in node.meta.items() if key not in LEFT_BEHIND}
+        given = mapped(node.args, leaf), mapped(node.kwargs, leaf)
         written.append((node.op, node.name, node.target, *given, node.type, meta))
         at[node] = _Node(len(at))
     return written
@@ -107,25 +107,25 @@ def _read(written: list[tuple[Any, ...]], tensors: list[torch.Tensor]) -> fx.Gra
         return nodes[value.at] if kind is _Node else tensors[value.at] if kind is _Tensor else value
 
     for op, name, target, args, kwargs, kind, meta in written:
-        node = graph.create_node(op, target, _mapped(args, leaf), _mapped(kwargs, leaf), name, kind)
+        node = graph.create_node(op, target, mapped(args, leaf), mapped(kwargs, leaf), name, kind)
         if node.name != name:
             raise Unnamed(f"{name} became {node.name}")
-        node.meta = {key: _mapped(value, leaf) for key, value in meta.items()}
+        node.meta = {key: mapped(value, leaf) for key, value in meta.items()}
         nodes.append(node)
     return _compat.graph_module(torch.nn.Module(), graph)
 
 
-def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """A value with what is in its tuples, lists and dicts replaced."""
     kind = type(value)
     if kind is tuple:
-        return tuple([_mapped(item, leaf) for item in value])
+        return tuple([mapped(item, leaf) for item in value])
     if kind is list or kind is fx.immutable_collections.immutable_list:
-        return [_mapped(item, leaf) for item in value]
+        return [mapped(item, leaf) for item in value]
     if kind is dict or kind is fx.immutable_collections.immutable_dict:
-        return {key: _mapped(item, leaf) for key, item in value.items()}
+        return {key: mapped(item, leaf) for key, item in value.items()}
     if kind is slice:
-        return slice(*(_mapped(item, leaf) for item in (value.start, value.stop, value.step)))
+        return slice(*(mapped(item, leaf) for item in (value.start, value.stop, value.step)))
     return leaf(value)
 
 

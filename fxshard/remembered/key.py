@@ -11,6 +11,7 @@ from torch import fx
 
 from fxshard import _compat
 from fxshard.remembered.canonical import Unnamed, canonical
+from fxshard.remembered.graphs import mapped
 from fxshard.remembered.surroundings import surroundings
 
 FORMAT = 1
@@ -38,6 +39,10 @@ def _graph(module: fx.GraphModule, stretches: dict[Any, int]) -> list[str]:
             raise Unnamed(f"{what} of the graph is {noted!r:.200}")
     number: dict[fx.Node, str] = {}
     lines: list[str] = []
+
+    def numbered(value: Any) -> Any:
+        return number[value] if isinstance(value, fx.Node) else value
+
     for node in module.graph.nodes:
         number[node] = f"%{len(number)}"
         if node.op == "get_attr":
@@ -48,22 +53,9 @@ def _graph(module: fx.GraphModule, stretches: dict[Any, int]) -> list[str]:
         elif node.op == "call_module":
             raise Unnamed(f"a module in the graph: {node.target}")
         target = canonical(node.target) if node.op == "call_function" else node.target
-        arguments = canonical(_numbered((node.args, node.kwargs), number))
+        arguments = canonical(mapped((node.args, node.kwargs), numbered))
         lines.append(f"{node.op} {node.name} {target} {arguments} {_where(node, stretches)}")
     return lines
-
-
-def _numbered(value: Any, number: dict[fx.Node, str]) -> Any:
-    """Arguments with the nodes among them replaced by their numbers."""
-    if isinstance(value, fx.Node):
-        return number[value]
-    if isinstance(value, tuple | list):
-        return tuple(_numbered(item, number) for item in value)
-    if isinstance(value, dict):
-        return {key: _numbered(item, number) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_numbered(item, number) for item in (value.start, value.stop, value.step)))
-    return value
 
 
 def _where(node: fx.Node, stretches: dict[Any, int]) -> str:

@@ -38,10 +38,10 @@ def recall(key: str) -> Scheduled | None:
         LOG.debug("graphs of an earlier start cannot be read, and are traced again: %s", error)
         store.remove(key)
         return None
-    kinds: dict[str, dict[object, object]] = {"graph": {}, "outline": {}}
-    for (kind, phase), module in found.items():
-        kinds[kind][phase] = module
-    return Scheduled(kinds["graph"], memory, kinds["outline"], outputs, left_out)  # type: ignore[arg-type]
+    kept, outlines = (
+        {phase: module for (kind, phase), module in found.items() if kind == each} for each in ("graph", "outline")
+    )
+    return Scheduled(kept, memory, outlines, outputs, left_out)
 
 
 def forget(key: str) -> None:

@@ -25,8 +25,9 @@ def surroundings() -> str:
     if foreign is not None or circumstances is None or state is None:
         raise Unnamed(foreign or "lowerings or hooks of the program's own take part in compiling")
     set_here = {name: value for name, value in circumstances.items() if name != "directories"}
+    versions = {name: _version(name) for name in OTHERS}
     switches = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
-    said = canonical([platform.python_version(), _versions(), _fxshard(), set_here, state, switches, program()])
+    said = canonical([platform.python_version(), versions, _fxshard(), set_here, state, switches, program()])
     return hashlib.sha256(said.encode() + _compat.hash_compilers()).hexdigest()
 
 
@@ -51,16 +52,11 @@ def _is_installed(path: str) -> bool:
 
 
 @cache
-def _versions() -> list[Any]:
-    return [(name, metadata.version(name) if _installed(name) else None) for name in OTHERS]
-
-
-def _installed(name: str) -> bool:
+def _version(package: str) -> str | None:
     try:
-        metadata.version(name)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 @cache
