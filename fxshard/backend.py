@@ -248,7 +248,7 @@ def backend_of(sharding: Sharding) -> Backend:
         sharding.backend = Backend(sharding)
         if sharding.options.lowering == "inductor" and sharding.engine.device.type == "cuda":
             start()
-            warm_up(sharding.engine.device)  # done when the model has been traced
+            warm_up(sharding.engine.device, {plan.param_dtype for plan in sharding.plans})  # while the model is traced
     return sharding.backend
 
 

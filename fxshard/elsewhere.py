@@ -7,14 +7,15 @@ What they compile is on disk when this process looks for it, at a first launch. 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 
 import torch
 
 from fxshard import _compat
-from fxshard.helpers import crew
+from fxshard.first_product import load_libraries
+from fxshard.helpers import beside, crew
 from fxshard.helpers.known import has_run
 from fxshard.log import LOG
 
@@ -33,6 +34,7 @@ def start() -> None:
         crew.hire()
     if gpus:
         _compat.start_compile_processes()
+        beside.begin("hash Triton", _compat.hash_triton)  # which looking into Inductor's cache begins with
     if crew.hired() is not None and has_run():
         crew.dismiss()
 
@@ -54,8 +56,10 @@ def compile_elsewhere(compile: Compile, device: torch.device) -> None:
         pool.submit(_in_cache, cache, compile, 10 * major + minor).add_done_callback(_say)
 
 
-def warm_up(device: torch.device) -> None:
-    """Let each of the processes compile something: the first takes longest."""
+def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+    """Let each of the processes compile something, and this one multiply something: the first takes longest."""
+    for dtype in dtypes:
+        beside.begin(f"load libraries for {dtype}", partial(load_libraries, device, dtype))
     helpers, (pools, count) = crew.hired(), _compat.compile_processes()
     if helpers is not None:
         circumstances = _compat.compile_circumstances()

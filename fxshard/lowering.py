@@ -82,7 +82,7 @@ class SegmentCompiler:
         else that it was asked for.
         """
         if self._handed_out:
-            _compat.hash_compilers()  # which looking into the cache begins with: others are at work now
+            _compat.hash_torch()  # which looking into the cache begins with: others are at work now
         for number in reversed(self._handed_out):
             key, segment = self._handed_out[number]
             if len(crew.open.intersection(self._handed_out)) <= crew.present():

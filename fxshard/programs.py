@@ -13,6 +13,7 @@ from torch import fx
 
 from fxshard import _compat
 from fxshard.events import Event, Kind, Phase
+from fxshard.helpers import beside
 from fxshard.helpers.crew import dismiss, hired
 from fxshard.helpers.known import note_run
 from fxshard.inspect.observe import Observer
@@ -37,7 +38,7 @@ class Programs:
         self._splits: dict[Phase, fx.GraphModule] = {}
         self._owner = object()
         self.meanwhile: Callable[[], None] | None = None
-        """What is left to do, and may be done while other processes compile."""
+        """What is left to do, and may be done while other processes compile, or a device computes."""
 
     @property
     def _observer(self) -> Observer | None:
@@ -57,15 +58,21 @@ class Programs:
 
     def program(self, phase: Phase, emitted: Schedule) -> BoxedCallable:
         """What runs one phase, made when it first does. ``emitted`` is what it will do."""
-        return later(lambda: self._make(phase, emitted), f"the {phase} graph")
+        last = phase is Phase.BACKWARD
+        return later(lambda: self._make(phase, emitted), f"the {phase} graph", self._do_the_rest if last else None)
+
+    def _do_the_rest(self) -> None:
+        if self.meanwhile is not None:
+            self.meanwhile()
+            self.meanwhile = None
 
     def _make(self, phase: Phase, emitted: Schedule) -> BoxedCallable:
         with _nobody_left_on_failure():
-            if self.meanwhile is not None:
-                self.meanwhile()
-                self.meanwhile = None
+            beside.finish()
             crew = hired()
             if crew is not None:
+                if crew.is_busy():
+                    self._do_the_rest()
                 self._sharding.compiler.finish(crew, segments(self._split(phase)))
             program = self._program(phase, emitted).boxed()
         if phase is not Phase.FORWARD:  # nothing is left to compile

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard._compat.inductor import compile_cache as compile_cache
 from fxshard._compat.inductor import compile_clocks as compile_clocks
-from fxshard._compat.inductor import hash_compilers as hash_compilers
+from fxshard._compat.inductor import hash_torch as hash_torch
+from fxshard._compat.inductor import hash_triton as hash_triton
 from fxshard._compat.inductor import import_inductor as import_inductor
 from fxshard._compat.inductor import inductor_compile as inductor_compile
 from fxshard._compat.inductor import inductor_decompositions as inductor_decompositions
@@ -61,7 +62,8 @@ def min_cut_partition(
     """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    return graph_module(forward, forward.graph), graph_module(backward, backward.graph)
 
 
 def draws_random_numbers(graph: fx.Graph) -> bool:

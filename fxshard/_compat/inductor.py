@@ -53,12 +53,20 @@ def import_inductor() -> None:
     from torch._inductor import compile_fx, lowering  # noqa: F401
 
 
-def hash_compilers() -> bytes:
-    """A digest of torch's and Triton's files, which Inductor's cache asks of a process once. torch 2.11, 2.13."""
+def hash_torch() -> bytes:
+    """A digest of torch's Python files, which Inductor's cache asks of a process once. torch 2.11, 2.13."""
     from torch._inductor.codecache import torch_key
+
+    return torch_key()
+
+
+def hash_triton() -> None:
+    """Have the other digest made that Inductor's cache asks for: of Triton's files, hundreds of megabytes. torch 2.11,
+    2.13."""
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
-    return torch_key() + (str(triton_key()).encode() if HAS_TRITON else b"")
+    if HAS_TRITON:
+        triton_key()
 
 
 def compile_clocks() -> dict[str, float]:

@@ -16,6 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
+from fxshard.helpers import beside
 from fxshard.helpers.crew import HERE, NUMBER
 from fxshard.log import LOG
 
@@ -48,8 +49,9 @@ def prepare(directory: Path) -> None:
 
     from fxshard import _compat
 
+    beside.begin("hash Triton", _compat.hash_triton)
     _compat.import_inductor()
-    _compat.hash_compilers()
+    _compat.hash_torch()
     import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
 
     if torch.cuda.device_count() > 0:
@@ -60,6 +62,7 @@ def prepare(directory: Path) -> None:
         compile_copy(0)
         os.environ.clear()
         os.environ.update(given)
+    beside.finish()
 
 
 def serve(directory: Path) -> None:

@@ -28,7 +28,7 @@ def surroundings() -> str:
     versions = {name: _version(name) for name in OTHERS}
     switches = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
     said = canonical([platform.python_version(), versions, _fxshard(), set_here, state, switches, program()])
-    return hashlib.sha256(said.encode() + _compat.hash_compilers()).hexdigest()
+    return hashlib.sha256(said.encode() + _compat.hash_torch()).hexdigest()
 
 
 def program() -> list[Any]:

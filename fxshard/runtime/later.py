@@ -12,19 +12,23 @@ from fxshard.helpers.crew import dismiss
 from fxshard.lowering import BoxedCallable
 
 
-def later(make: Callable[[], BoxedCallable], what: str) -> BoxedCallable:
+def later(make: Callable[[], BoxedCallable], what: str, behind: Callable[[], None] | None = None) -> BoxedCallable:
     """What ``make`` will make when it is first called, as AOTAutograd wants it: it takes its arguments in a list.
 
-    It is made as if nobody ran a model: whatever modes the caller has entered do not reach the compiler.
+    It is made as if nobody ran a model: whatever modes the caller has entered do not reach the compiler. ``behind`` is
+    called behind the first call, when a device has work to do.
     """
     made: list[BoxedCallable] = []
 
     def run(args: list[Any]) -> Any:
         if made:
             dismiss()  # whoever calls this again does not wait for a backward that somebody could be compiling
-        else:
-            made.append(_make(make, what))
-        return made[0](args)
+            return made[0](args)
+        made.append(_make(make, what))
+        results = made[0](args)
+        if behind is not None:
+            behind()
+        return results
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -162,7 +162,7 @@ def test_files_of_the_program_count(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_files_of_torch_and_of_fxshard_count(monkeypatch: pytest.MonkeyPatch) -> None:
     before = surroundings.surroundings()
-    with mock.patch.object(_compat, "hash_compilers", return_value=b"another"):
+    with mock.patch.object(_compat, "hash_torch", return_value=b"another"):
         torchs = surroundings.surroundings()
     with mock.patch.object(surroundings, "_fxshard", return_value="another"):
         assert len({before, torchs, surroundings.surroundings()}) == 3
