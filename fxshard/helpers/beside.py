@@ -1,0 +1,34 @@
+"""What this process does in threads while it traces a model: reading files and loading libraries, for which a thread
+does not hold the interpreter.
+
+Nothing but time depends on it: whatever was not done, or failed, happens again where it is wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from fxshard.log import LOG
+
+_begun: dict[str, threading.Thread] = {}
+
+
+def begin(name: str, act: Callable[[], None]) -> None:
+    """Do something in a thread, once in a process, and wait for nothing."""
+    if name not in _begun:
+        _begun[name] = threading.Thread(target=_do, args=(act,), name=f"fxshard: {name}", daemon=True)
+        _begun[name].start()
+
+
+def _do(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except Exception as error:  # of any kind: it will come again, to somebody who can be told
+        LOG.debug("something could not be done in advance: %s: %s", type(error).__name__, error)
+
+
+def finish() -> None:
+    """Wait for all that was begun: what comes next would do the same once more."""
+    for thread in _begun.values():
+        thread.join()
