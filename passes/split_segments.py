@@ -63,11 +63,12 @@ def is_runtime(node: fx.Node) -> bool:
 
 
 def _gather_unpacking(graph: fx.Graph) -> None:
-    """Put every unpacking right behind what it unpacks.
+    """Put every unpacking right behind what it unpacks, in the order that they have: a graph that was split before, and
+    kept, is split the same way again.
 
     The views that a runtime node gives must not cut a stretch of compute, and a tuple must not cross into another one.
     """
-    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+    for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
         source = node.args[0]
         if isinstance(source, fx.Node):
             source.append(node)

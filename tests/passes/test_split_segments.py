@@ -203,6 +203,19 @@ def test_a_tuple_is_unpacked_in_the_segment_that_makes_it() -> None:
     assert len(segments(split)) == 3
 
 
+def test_a_graph_is_split_the_same_way_again() -> None:
+    """It is kept when it was split, and a second start is to find in a cache what the first compiled."""
+    draft = Draft()
+    x, w = draft.input("x", *SQUARE), draft.input("w", *SQUARE, param=ParamRef(0, 0))
+    top = draft.call(aten.topk.default, draft.call(aten.mm.default, x, w), 4)
+    values, indices = (draft.call(operator.getitem, top, i) for i in range(2))
+    module = scheduled(draft.output(draft.call(aten.gather.default, values, 1, indices)))
+    split = [segments(split_segments(module, context(*BUCKETS))) for _ in range(3)]
+    first, second, third = [[listing(segment) for segment in each] for each in split]
+    assert first == second == third
+    assert [line.split("(")[0] for line in first[-1]][:3] == ["topk", "topk[0]", "topk[1]"]
+
+
 def test_writes_without_a_reader_are_kept() -> None:
     draft = Draft()
     t = draft.input("t", *SQUARE)
