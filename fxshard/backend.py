@@ -16,7 +16,7 @@ from fxshard.config import Options
 from fxshard.elsewhere import start, warm_up
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.events import Phase
-from fxshard.fused.ahead import compile_ahead
+from fxshard.fused.ahead import Kernel, compile_ahead
 from fxshard.fused.choose import is_own
 from fxshard.garbage import make_old
 from fxshard.inspect.observe import Observer, observed, observer
@@ -84,6 +84,8 @@ class Backend:
         """Whether Dynamo captures the whole model at once, so that a graph always gets the same parameters."""
         self.buffers: Mapping[str, torch.Tensor] = {}
         """The model's buffers by name."""
+        self._kernels: set[Kernel] = set()
+        """Kernels of ours that other processes were asked to compile."""
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile_captured(graph, example_inputs)
@@ -116,12 +118,14 @@ class Backend:
         earlier start, ``key`` says under which name that is kept.
         """
         gapped = everything(graph) if self._foresees() else None
-        if gapped is not None:
-            compiled = self._compile_kept(key, refs, gapped, example_inputs) if key is not None else None
-            compiled = compiled or self._compile_abridged(key, refs, graph, gapped, example_inputs)
-            if compiled is not None:
-                return compiled
-        return self.compile(Capture(self, refs, graph), graph, example_inputs)
+        compiled = None
+        if gapped is not None and key is not None:
+            compiled = self._compile_kept(key, refs, gapped, example_inputs)
+        if compiled is None:
+            self._compile_ahead(graph)
+            if gapped is not None:
+                compiled = self._compile_abridged(key, refs, graph, gapped, example_inputs)
+        return compiled or self.compile(Capture(self, refs, graph), graph, example_inputs)
 
     def _compile_kept(
         self, key: str, refs: list[ParamRef | None], gapped: fx.GraphModule, example_inputs: Sequence[Any]
@@ -200,9 +204,13 @@ class Backend:
 
     def rewrite_joint(self, joint: fx.GraphModule) -> fx.GraphModule:
         """What Inductor does to a graph before it is partitioned, where Inductor lowers it."""
-        if self.lower is None and self.sharding.engine.device.type == "cuda":
-            compile_ahead(joint.graph, self.sharding.engine.device)  # all kernels of ours that it will launch
+        self._compile_ahead(joint)
         return _compat.inductor_joint_passes(joint) if self.sharding.options.lowering == "inductor" else joint
+
+    def _compile_ahead(self, module: fx.GraphModule) -> None:
+        """Let other processes begin with kernels of ours that a graph will launch, as far as can be told."""
+        if self.lower is None and self.sharding.engine.device.type == "cuda":
+            compile_ahead(module.graph, self.sharding.engine.device, self._kernels)
 
     def _decompositions(self) -> dict[Any, Any] | None:
         return _compat.inductor_decompositions() if self.sharding.options.lowering == "inductor" else None

@@ -64,7 +64,7 @@ def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
     if helpers is not None:
         circumstances = _compat.compile_circumstances()
         if circumstances is not None:
-            for _ in range(helpers.count):
+            for _ in range(helpers.count - 1):  # one is left for kernels of ours, which take longest
                 helpers.publish(partial(_compat.compile_any, circumstances), wanted=False)
     elif pools:
         from fxshard.first_kernel import compile_first

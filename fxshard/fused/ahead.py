@@ -1,5 +1,5 @@
-"""Kernels of experts, compiled in other processes while the model is traced: one after the other at their first launch,
-they would take seconds.
+"""Kernels of experts and of dense MLPs, compiled in other processes while the model is traced: one after the other at
+their first launch, they would take seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxshard.elsewhere import compile_elsewhere
-from fxshard.fused.dense_op import dense_swiglu
+from fxshard.fused.dense_op import dense_mlp, dense_swiglu
 from fxshard.fused.glu import SWIGLU, Glu
 from fxshard.fused.op import grouped_product, grouped_swiglu, grouped_swiglu_backward, grouped_wgrad
 
@@ -43,19 +43,25 @@ class Gradient:
 Kernel = Product | Up | Gradient
 
 
-def compile_ahead(graph: fx.Graph, device: torch.device) -> None:
-    """Start compiling what the experts of a joint graph will launch, and wait for nothing."""
+def compile_ahead(graph: fx.Graph, device: torch.device, begun: set[Kernel]) -> None:
+    """Start compiling what a captured graph or a joint one will launch, but for what was ``begun`` before; wait for
+    nothing.
+    """
     for kernel in dict.fromkeys(kernels(graph)):
-        compile_elsewhere(partial(compile_kernel, kernel), device)
+        if kernel not in begun:
+            begun.add(kernel)
+            compile_elsewhere(partial(compile_kernel, kernel), device)
 
 
 def kernels(graph: fx.Graph) -> Iterator[Kernel]:
     """Kernels of our own that a graph launches, as far as it says what its nodes' values are."""
     for node in graph.nodes:
         find = _FIND.get(node.target)
-        known = all("val" in source.meta for source in node.all_input_nodes)
-        if find is not None and known and node.args[-1] == "triton":
-            yield from find(*fx.map_arg(node.args, lambda arg: arg.meta["val"]))
+        if find is None or node.args[-1] != "triton":
+            continue
+        values = {source: source.meta.get("val", source.meta.get("example_value")) for source in node.all_input_nodes}
+        if all(value is not None for value in values.values()):
+            yield from find(*fx.map_arg(node.args, values.__getitem__))
 
 
 def compile_kernel(kernel: Kernel, capability: int) -> None:
@@ -93,6 +99,7 @@ def _dense(x: Any, gate: torch.Tensor, *_: Any) -> Iterator[Kernel]:
 _FIND: dict[Any, Callable[..., Iterator[Kernel]]] = {
     grouped_swiglu: _forward,
     dense_swiglu: _dense,
+    dense_mlp: _dense,
     grouped_swiglu_backward: _backward,
     grouped_product: lambda x, weight, *_: iter([_product(weight)]),
     grouped_wgrad: lambda *_: iter([Gradient()]),

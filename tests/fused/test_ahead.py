@@ -9,11 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxshard import _compat, elsewhere
-from fxshard.fused.ahead import Gradient, Product, Up, compile_ahead, compile_kernel, kernels
+from fxshard.fused.ahead import Gradient, Kernel, Product, Up, compile_ahead, compile_kernel, kernels
+from fxshard.fused.dense_op import dense_mlp
 from fxshard.fused.glu import SWIGLU
 from fxshard.fused.op import grouped_swiglu
 
@@ -54,6 +55,23 @@ def test_without_routing_weights_it_is_another_kernel() -> None:
     assert Up(EXPERTS, True, SWIGLU, None) in found
 
 
+@pytest.mark.parametrize("dense", [nn.Linear(HIDDEN, INNER).weight, nn.Linear(INNER, HIDDEN).weight.t()])
+def test_a_dense_mlp_is_known_before_it_is_differentiated(dense: torch.Tensor) -> None:
+    """A captured graph has it as a call of ours, a joint one as an operator: the same kernel."""
+    x, down = torch.randn(TOKENS, HIDDEN), torch.randn(HIDDEN, INNER)
+
+    def run(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return dense_mlp(x, gate, up, down, "triton")
+
+    captured = fx.Graph()
+    given = [captured.placeholder(name) for name in ("x", "gate", "up", "down")]
+    for node, value in zip(given, (x, dense, dense, down), strict=True):
+        node.meta["example_value"] = value
+    captured.output(captured.call_function(dense_mlp, (*given, "triton")))
+    joint = make_fx(run, tracing_mode="fake")(x, dense, dense, down).graph
+    assert [*kernels(captured)] == [*kernels(joint)] == [Up(1, dense.stride(-1) == 1, SWIGLU, None)]
+
+
 def test_other_implementations_launch_none_of_ours() -> None:
     assert not list(kernels(step("torch", turned=True, joined=False, weighted=True)))
 
@@ -91,7 +109,9 @@ def test_each_kernel_is_given_away_once(pool: Pool) -> None:
             "fxshard.fused.hopper_products", compile_up=mock.DEFAULT, compile_gradient=mock.DEFAULT
         ) as others,
     ):
-        compile_ahead(graph, torch.device("cuda", 0))
+        begun: set[Kernel] = set()
+        for _ in range(2):
+            compile_ahead(graph, torch.device("cuda", 0), begun)
     assert len(pool.given) == 4 and {(cache, capability) for cache, _, capability in pool.given} == {("kernels", 90)}
     assert product.call_args_list == [mock.call(EXPERTS, True, 90), mock.call(EXPERTS, False, 90)]
     others["compile_up"].assert_called_once_with(EXPERTS, True, SWIGLU, torch.float32, 90)
