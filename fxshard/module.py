@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.replay import Captures
 from fxshard.runtime.unreduced import refuse_unreduced
 from fxshard.sharding import Sharding
+from fxshard.stack import in_one_piece
 
 
 class ShardedModule(nn.Module):
@@ -85,7 +87,8 @@ class ShardedModule(nn.Module):
         try:
             first = self._backend.captures == 0
             with self._reads or contextlib.nullcontext(), no_garbage_collection(first):
-                result = self._compiled(*args, **kwargs)
+                run = partial(in_one_piece, self._compiled) if first else self._compiled
+                result = run(*args, **kwargs)
         except FAILURES as error:
             raise self._failed(explained(error, self._inner)) from error
         except FxshardError as error:

@@ -36,6 +36,7 @@ from fxshard.repetition.periods import Unrepeatable
 from fxshard.repetition.shorten import shorten
 from fxshard.runtime.hollow import hollow_like
 from fxshard.sharding import Sharding, check_placement, plan_model, register, sharding_of, unsharded
+from fxshard.stack import in_one_piece
 
 STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
 """What planning does, in order. Each takes a good part of the time."""
@@ -227,7 +228,7 @@ def _capture(twin: nn.Module, inputs: Any, backend: Backend, precision: Precisio
     backend.report("capturing")
     try:
         with no_garbage_collection(), _compat.lazy_graph_modules():
-            capture(twin, backend, dynamic=False)(*args, **kwargs)
+            in_one_piece(capture(twin, backend, dynamic=False), *args, **kwargs)
     except _Planned:
         pass
     except FAILURES as error:

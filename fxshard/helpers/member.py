@@ -19,6 +19,7 @@ from pathlib import Path
 from fxshard.helpers import beside
 from fxshard.helpers.crew import HERE, NUMBER
 from fxshard.log import LOG
+from fxshard.stack import in_one_piece
 
 
 def main(directory: Path, count: int) -> int:
@@ -95,4 +96,4 @@ def work(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(in_one_piece(main, Path(sys.argv[1]), int(sys.argv[2])))

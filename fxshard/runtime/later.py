@@ -10,6 +10,7 @@ from fxshard.errors import CaptureError, FxshardError
 from fxshard.garbage import no_garbage_collection
 from fxshard.helpers.crew import dismiss
 from fxshard.lowering import BoxedCallable
+from fxshard.stack import in_one_piece
 
 
 def later(make: Callable[[], BoxedCallable], what: str, behind: Callable[[], None] | None = None) -> BoxedCallable:
@@ -37,7 +38,7 @@ def later(make: Callable[[], BoxedCallable], what: str, behind: Callable[[], Non
 def _make(make: Callable[[], BoxedCallable], what: str) -> BoxedCallable:
     try:
         with no_garbage_collection(), _compat.as_a_compiler():
-            return make()
+            return in_one_piece(make)
     except FxshardError:
         raise
     except Exception as error:
