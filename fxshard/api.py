@@ -16,7 +16,6 @@ from fxshard.groups import Groups
 from fxshard.materialise import Init
 from fxshard.module import ShardedModule
 from fxshard.optim.adamw import ShardedAdamW
-from fxshard.optim.muon import ShardedMuon
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.pass_list import PassList
 from fxshard.plan.choice import LayoutKind
@@ -166,5 +165,7 @@ def shard(
     if isinstance(optimizer, AdamW):
         sharded._optimizer = ShardedAdamW(sharding.engine, optimizer)
     elif isinstance(optimizer, Muon):
+        from fxshard.optim.muon import ShardedMuon  # with kernels, which take a while to import
+
         sharded._optimizer = ShardedMuon(sharding.engine, optimizer, splits)
     return sharded

@@ -155,7 +155,7 @@ class Backend:
         found = abridge(graph, names, example_inputs, self._decompositions(), self.rewrite_joint, capture.foresee)
         compiled = self._compile_foreseen(capture, gapped, example_inputs) if found is not None else None
         if found is not None and compiled is not None and key is not None:
-            capture.meanwhile(partial(remember, key, found))
+            capture.behind(partial(remember, key, found))
         return compiled
 
     def _compile_foreseen(

@@ -172,10 +172,10 @@ class Foreseen(Capture):
         self.take(replace(found, outlines=outlines, left_out=abridged.left_out))
         return self.scheduled
 
-    def meanwhile(self, act: Callable[[], None]) -> None:
-        """Do something when the model first runs, which other processes may still compile segments for."""
+    def behind(self, act: Callable[[], None]) -> None:
+        """Do something behind the first backward."""
         assert self._programs is not None
-        self._programs.meanwhile = act
+        self._programs.rest = act
 
     def take(self, scheduled: Scheduled) -> None:
         """Use what is scheduled already."""

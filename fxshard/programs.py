@@ -37,8 +37,8 @@ class Programs:
         self._context = context
         self._splits: dict[Phase, fx.GraphModule] = {}
         self._owner = object()
-        self.meanwhile: Callable[[], None] | None = None
-        """What is left to do, and may be done while other processes compile, or a device computes."""
+        self.rest: Callable[[], None] | None = None
+        """What is left to do when a step has been taken."""
 
     @property
     def _observer(self) -> Observer | None:
@@ -62,17 +62,15 @@ class Programs:
         return later(lambda: self._make(phase, emitted), f"the {phase} graph", self._do_the_rest if last else None)
 
     def _do_the_rest(self) -> None:
-        if self.meanwhile is not None:
-            self.meanwhile()
-            self.meanwhile = None
+        if self.rest is not None:
+            beside.behind(self.rest)
+            self.rest = None
 
     def _make(self, phase: Phase, emitted: Schedule) -> BoxedCallable:
         with _nobody_left_on_failure():
             beside.finish()
             crew = hired()
             if crew is not None:
-                if crew.is_busy():
-                    self._do_the_rest()
                 self._sharding.compiler.finish(crew, segments(self._split(phase)))
             program = self._program(phase, emitted).boxed()
         if phase is not Phase.FORWARD:  # nothing is left to compile

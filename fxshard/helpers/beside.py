@@ -1,5 +1,5 @@
-"""What this process does in threads while it traces a model: reading files and loading libraries, for which a thread
-does not hold the interpreter.
+"""What this process does in threads. While it traces a model: reading files and loading libraries, for which a thread
+does not hold the interpreter. Behind its first step: what the next start will want.
 
 Nothing but time depends on it: whatever was not done, or failed, happens again where it is wanted.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fxshard.log import LOG
 
 _begun: dict[str, threading.Thread] = {}
+_behind: list[threading.Thread] = []
 
 
 def begin(name: str, act: Callable[[], None]) -> None:
@@ -21,14 +22,27 @@ def begin(name: str, act: Callable[[], None]) -> None:
         _begun[name].start()
 
 
+def behind(act: Callable[[], None]) -> None:
+    """Do something in a thread, and wait for it only where the program ends."""
+    _behind.append(threading.Thread(target=_do, args=(act,), name="fxshard: behind the first step"))
+    _behind[-1].start()
+
+
 def _do(act: Callable[[], None]) -> None:
     try:
         act()
     except Exception as error:  # of any kind: it will come again, to somebody who can be told
-        LOG.debug("something could not be done in advance: %s: %s", type(error).__name__, error)
+        LOG.debug("something could not be done beside the program: %s: %s", type(error).__name__, error)
 
 
 def finish() -> None:
     """Wait for all that was begun: what comes next would do the same once more."""
     for thread in _begun.values():
         thread.join()
+
+
+def finish_all() -> None:
+    """Wait for everything."""
+    finish()
+    while _behind:
+        _behind.pop().join()

@@ -131,10 +131,6 @@ class Crew:
             pass
         return self._present
 
-    def is_busy(self) -> bool:
-        """Whether anything that is wanted is still to be done by them."""
-        return self.present() > 0 and bool(self.open)
-
     def finish(self, *, but: Collection[int] = ()) -> None:
         """Return when all wanted jobs are done, or nobody is there who could do them, or says anything any more.
 

@@ -17,7 +17,7 @@ def later(make: Callable[[], BoxedCallable], what: str, behind: Callable[[], Non
     """What ``make`` will make when it is first called, as AOTAutograd wants it: it takes its arguments in a list.
 
     It is made as if nobody ran a model: whatever modes the caller has entered do not reach the compiler. ``behind`` is
-    called behind the first call, when a device has work to do.
+    called behind the first call.
     """
     made: list[BoxedCallable] = []
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fxshard import _compat
+
+if TYPE_CHECKING:  # not to be imported before anybody writes a checkpoint
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class Rows(torch.Tensor):
@@ -31,6 +33,9 @@ class Rows(torch.Tensor):
         """What this rank has to write: nothing if it holds no rows."""
         if self._whole.numel() and not self.numel():
             return []
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         (chunk,) = self._chunks()
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(_plain(self)), self._whole)
         return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
@@ -44,6 +49,8 @@ class Rows(torch.Tensor):
         return _plain(self)
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         offsets = (self._first, *[0] * (len(self._whole) - 1)) if self._whole else ()
         return [ChunkStorageMetadata(torch.Size(offsets), self.size())]
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxshard
 from fxshard import _compat, backend
+from fxshard.helpers import beside
 from fxshard.lowering import interpreted
 from fxshard.remembered.recall import recall as backend_recall
 from tests.pool import forget
@@ -73,6 +74,7 @@ def start(make: Any = Deep, steps: int = 2, shape: tuple[int, ...] = (4, 8), **o
             left += [loss.detach().clone(), *(parameter.grad.clone() for parameter in _trained(model))]
             model.optimizer.step()
             model.optimizer.zero_grad()
+    beside.finish_all()
     left += tree_leaves(model.full_state_dict())
     left = [value.to_local() if hasattr(value, "to_local") else value for value in left]
     texts = {phase: str(graph.graph) for phase, graph in model.graphs.items()}
