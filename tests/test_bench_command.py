@@ -130,6 +130,29 @@ def test_time_to_the_first_step_beside_a_peer() -> None:
     assert chart.base == "fsdp2-compile" and ("fxshard-trace-all, again", 2.0) in chart.bars
 
 
+def test_rounds_of_the_first_step() -> None:
+    """Medians of figures and of clocks, and what each round says by itself."""
+    from fxshard.bench.compile_time import median, ratios
+
+    def rounds(contender: str, *walls: float) -> dict[str, Any]:
+        each = [
+            {
+                "layers": 8,
+                "contender": contender,
+                "first_step_s": wall,
+                "warm_s": 3.0,
+                "stages": {"read": 1.0} if wall < 5 else {},
+            }
+            for wall in walls
+        ]
+        return {**median(each), "rounds": each}
+
+    rows = [rounds("fxshard", 9.0, 4.0, 6.0), rounds("fsdp2-compile", 3.0, 4.0, 5.0)]
+    assert (rows[0]["first_step_s"], rows[0]["layers"], rows[0]["stages"]) == (6.0, 8, {"read": 0.0})
+    first, second = ratios(rows).splitlines()
+    assert first.endswith("3.00  1.00  1.20") and second.endswith("1.00  1.00  1.00")
+
+
 def test_stages_of_a_first_and_a_second_start() -> None:
     from fxshard.bench.compile_time import stages
 

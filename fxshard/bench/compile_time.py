@@ -1,6 +1,6 @@
 """Time to the first step and number of compilations by depth, each in a fresh process with an empty compiler cache.
 
-python -m fxshard.bench.compile_time --device cuda --size 1b --peer fsdp2-compile
+python -m fxshard.bench.compile_time --device cuda --size 1b --peer fsdp2-compile --rounds 5
 python -m fxshard.bench.compile_time --device cuda --layers 8,32 --peer fsdp2-compile --trace-all
 """
 
@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=names.COMPILE_TIME_PEERS, help="FSDP2 with each block compiled as well")
     parser.add_argument("--trace-all", action="store_true", help="fxshard.compile(trace_once=False) as well")
     parser.add_argument("--stages", action="store_true", help="also where the time went, by torch's own clocks")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each takes its turn; medians (default: 1)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--contender", default="fxshard", help=argparse.SUPPRESS)
@@ -151,16 +153,51 @@ def main() -> None:
         *([arguments.peer] if arguments.peer else []),
     ]
     cases = [(int(layers), contender) for layers in depths.split(",") for contender in contenders]
-    rows = []
-    with progress(len(cases)) as begin:
-        for layers, contender in cases:
+    measured: dict[tuple[int, str], list[dict[str, Any]]] = {case: [] for case in cases}
+    with progress(len(cases) * arguments.rounds) as begin:
+        for layers, contender in cases * arguments.rounds:
             begin(f"{contender}, {layers} layers, in fresh processes")
-            rows.append(in_fresh_processes(layers, contender, arguments))
+            measured[layers, contender].append(in_fresh_processes(layers, contender, arguments))
+    rows = [{**median(each), "rounds": each} for each in measured.values()]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
     print(table(rows))
+    if arguments.rounds > 1:
+        print(ratios(rows))
     if arguments.stages:
         print(stages(rows))
+
+
+def median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each figure; of clocks, too, which count nothing where they did not run."""
+    found = dict(rounds[0])
+    for name, value in rounds[0].items():
+        if isinstance(value, float):
+            found[name] = statistics.median(each[name] for each in rounds)
+        elif isinstance(value, dict):
+            clocks = sorted({clock for each in rounds for clock in each[name]})
+            found[name] = {clock: statistics.median(each[name].get(clock, 0.0) for each in rounds) for clock in clocks}
+    return found
+
+
+def ratios(rows: list[dict[str, Any]]) -> str:
+    """What each round by itself would have said."""
+    lines = []
+    for row in rows:
+        base = _base(row, rows)
+        if base is row:
+            continue
+        for title, name in (("first step", "first_step_s"), ("second", "warm_s")):
+            pairs = zip(row["rounds"], base["rounds"], strict=True)
+            each = "".join(f"{own[name] / others[name]:>6.2f}" for own, others in pairs)
+            lines.append(f"{row['layers']:>6}  {row['contender']:<20}{title + ', ratio in each round':<34}{each}")
+    return "\n".join(lines)
+
+
+def _base(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a row is compared with: the peer at the same depth, or the first row."""
+    peers = (r for r in rows if r["layers"] == row["layers"] and r["contender"] in names.COMPILE_TIME_PEERS)
+    return next(peers, rows[0])
 
 
 def stages(rows: list[dict[str, Any]]) -> str:
@@ -186,8 +223,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     )  # fmt: skip
     lines = [f"{'layers':>6}  {'contender':<20}" + "".join(f"{title:>{width}}" for title, width in titles)]
     for row in rows:
-        peers = (r for r in rows if r["layers"] == row["layers"] and r["contender"] in names.COMPILE_TIME_PEERS)
-        base = next(peers, rows[0])
+        base = _base(row, rows)
         counts = (("segments", 9), ("compilations", 13), ("layers_left_out", 9))
         line = f"{row['layers']:>6}  {row['contender']:<20}" + "".join(f"{row.get(n, '–'):>{w}}" for n, w in counts)
         starts = (("first_step_s", "imports_s", "cpu_s", 11), ("warm_s", "warm_imports_s", "warm_cpu_s", 8))
