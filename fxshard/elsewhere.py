@@ -31,7 +31,7 @@ def start() -> None:
     """
     gpus = torch.cuda.device_count() > 0  # is_available() would initialise CUDA: no process forked later could use it
     if (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ:
-        crew.hire()
+        crew.hire(torch.cuda.current_device() if torch.cuda.is_initialized() else None)
     if gpus:
         _compat.start_compile_processes()
         beside.begin("hash Triton", _compat.hash_triton)  # which looking into Inductor's cache begins with
@@ -50,7 +50,7 @@ def compile_elsewhere(compile: Compile, device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     cache = _compat.kernel_cache(torch.cuda.current_device() if device.index is None else device.index)
     if helpers is not None:
-        helpers.publish(partial(_in_cache, cache, compile, 10 * major + minor))
+        helpers.publish(partial(_in_cache, cache, compile, 10 * major + minor), queue=crew.KERNELS)
         return
     for pool in pools:
         pool.submit(_in_cache, cache, compile, 10 * major + minor).add_done_callback(_say)
@@ -64,7 +64,7 @@ def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
     if helpers is not None:
         circumstances = _compat.compile_circumstances()
         if circumstances is not None:
-            for _ in range(helpers.count - 1):  # one is left for kernels of ours, which take longest
+            for _ in range(helpers.count):
                 helpers.publish(partial(_compat.compile_any, circumstances), wanted=False)
     elif pools:
         from fxshard.first_kernel import compile_first

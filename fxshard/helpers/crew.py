@@ -2,7 +2,8 @@
 
 What they compile goes into caches on disk, where this process finds it: whatever becomes of them, nothing but time
 depends on it. A job is a pickled function. Each takes jobs from one queue, a FIFO in which a job is its number, and
-whoever reads a number does that job. Numbers of finished jobs come back through another FIFO.
+whoever reads a number does that job. Numbers of finished jobs come back through another FIFO. One more process has a
+queue of its own, for kernels that need neither Inductor nor a device, and is there seconds earlier.
 
 Nothing here imports torch: the processes take seconds to start, and start first.
 """
@@ -31,6 +32,8 @@ MOST = 8
 CORES_EACH = 2
 KERNELS_EACH = 3
 """Processes in which each compiles the kernels that it writes."""
+QUEUE, KERNELS, DONE = "queue", "kernels", "done"
+"""FIFOs: jobs for anybody, kernels, and what is done."""
 NUMBER = 4
 """Bytes of a job's number."""
 HERE = 2 ** (8 * NUMBER) - 1
@@ -64,7 +67,10 @@ def _ranks_here() -> int:
 class Crew:
     """Processes that wait for jobs. They end with this one, or when they are dismissed."""
 
-    def __init__(self, count: int, command: Sequence[str] = ("-m", "fxshard.helpers.member")) -> None:
+    def __init__(
+        self, count: int, device: int | None = None, command: Sequence[str] = ("-m", "fxshard.helpers.member")
+    ) -> None:
+        """``device``: the number of the GPU that they will compile for, where it is known and in use already."""
         self.count = count
         self.finished = 0
         """How many jobs they have done."""
@@ -76,15 +82,15 @@ class Crew:
         self._heard = 0.0
         self._dismissed = False
         self._directory = Path(tempfile.mkdtemp(prefix="fxshard-"))
-        for name in ("queue", "done"):
+        for name in (QUEUE, KERNELS, DONE):
             os.mkfifo(self._directory / name)
-        self._queue = os.open(self._directory / "queue", os.O_RDWR | os.O_NONBLOCK)
-        self._done = os.open(self._directory / "done", os.O_RDONLY | os.O_NONBLOCK)
+        self._queues = {name: os.open(self._directory / name, os.O_RDWR | os.O_NONBLOCK) for name in (QUEUE, KERNELS)}
+        self._done = os.open(self._directory / DONE, os.O_RDONLY | os.O_NONBLOCK)
         self._news = select.poll()
         self._news.register(self._done, select.POLLIN)
         self._owner = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, *command, str(self._directory), str(count)],
+            [sys.executable, *command, str(self._directory), str(count), "" if device is None else str(device)],
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -102,7 +108,7 @@ class Crew:
         )
         atexit.register(self.dismiss)
 
-    def publish(self, job: Callable[[], object], *, wanted: bool = True) -> int:
+    def publish(self, job: Callable[[], object], *, wanted: bool = True, queue: str = QUEUE) -> int:
         """Hand out work; its number. What is not ``wanted`` is for the crew's own good, and nobody waits for it."""
         number = self._made
         self._made += 1
@@ -112,7 +118,7 @@ class Crew:
             LOG.debug("something cannot be compiled ahead: %s", error)
             return number
         (self.open if wanted else self._unwanted).add(number)
-        os.write(self._queue, number.to_bytes(NUMBER, "little"))
+        os.write(self._queues[queue], number.to_bytes(NUMBER, "little"))
         return number
 
     def withdraw(self, number: int) -> None:
@@ -181,8 +187,8 @@ class Crew:
 
     def close(self) -> None:
         """Neither say nor hear anything any more."""
-        os.close(self._queue)
-        os.close(self._done)
+        for descriptor in (*self._queues.values(), self._done):
+            os.close(descriptor)
 
 
 _hired: list[Crew] = []
@@ -191,14 +197,14 @@ _started: list[int] = []
 """The processes that have had one: a second model compiles by itself."""
 
 
-def hire() -> None:
-    """Start a crew, once in a process, and wait for nothing."""
+def hire(device: int | None = None) -> None:
+    """Start a crew, once in a process, and wait for nothing. ``device``: as of :class:`Crew`."""
     count = wanted() if os.getpid() not in _started else 0
     if count > 0:
         if not _started:
             os.register_at_fork(after_in_child=_forget)
         _started.append(os.getpid())
-        _hired.append(Crew(count))
+        _hired.append(Crew(count, device))
 
 
 def _forget() -> None:

@@ -1,4 +1,4 @@
-"""What each of the crew runs: ``python -m fxshard.helpers.member DIRECTORY COUNT``.
+"""What each of the crew runs: ``python -m fxshard.helpers.member DIRECTORY COUNT DEVICE``.
 
 One process imports torch's compiler and forks the others, so that it is imported once. It does not use CUDA: no process
 forked from it could.
@@ -14,27 +14,24 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from fxshard.helpers import beside
-from fxshard.helpers.crew import HERE, NUMBER
+from fxshard.helpers.crew import DONE, HERE, KERNELS, NUMBER, QUEUE
 from fxshard.log import LOG
 from fxshard.stack import in_one_piece
 
 
-def main(directory: Path, count: int) -> int:
+def main(directory: Path, count: int, device: int | None = None) -> int:
     """Fork the crew and stay until all have gone home; if one of them dies, send the others home."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
-    prepare(directory)
+    members = {_fork(partial(serve_kernels, directory))} if is_there_a_gpu() else set()
+    prepare()
     gc.freeze()
-    members = set()
-    for _ in range(count):
-        member = os.fork()
-        if member == 0:
-            serve(directory)
-            os._exit(0)
-        members.add(member)
+    members.update(_fork(partial(serve, directory, number, device)) for number in range(count))
     while members:
         member, status = os.wait()
         members.discard(member)
@@ -44,10 +41,23 @@ def main(directory: Path, count: int) -> int:
     return 0
 
 
-def prepare(directory: Path) -> None:
-    """Import and set up what all forks need."""
+def _fork(act: Callable[[], None]) -> int:
+    member = os.fork()
+    if member == 0:
+        act()
+        os._exit(0)
+    return member
+
+
+def is_there_a_gpu() -> bool:
+    """Whether kernels will be wanted; torch is imported to know it."""
     import torch
 
+    return torch.cuda.device_count() > 0
+
+
+def prepare() -> None:
+    """Import what all forks need."""
     from fxshard import _compat
 
     beside.begin("hash Triton", _compat.hash_triton)
@@ -55,34 +65,57 @@ def prepare(directory: Path) -> None:
     _compat.hash_torch()
     import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
 
-    if torch.cuda.device_count() > 0:
-        given = dict(os.environ)
-        os.environ["TRITON_CACHE_DIR"] = str(directory / "triton")
-        from fxshard.first_kernel import compile_copy
-
-        compile_copy(0)
-        os.environ.clear()
-        os.environ.update(given)
     beside.finish()
 
 
-def serve(directory: Path) -> None:
+def serve_kernels(directory: Path) -> None:
+    """The one who compiles kernels, from its fork to its end."""
+    from fxshard.fused import ahead, hopper_products  # noqa: F401
+
+    _set_up_triton(directory, -1)
+    work(directory, KERNELS)
+
+
+def serve(directory: Path, number: int, device: int | None) -> None:
     """One of the crew, from its fork to its end."""
     from fxshard import _compat
 
+    if device is not None:
+        beside.begin("context", partial(_use, device))  # half a second of waiting
+    if is_there_a_gpu():
+        _set_up_triton(directory, number)
+    beside.finish()
     _compat.start_kernel_processes()  # ahead of the files: forks would keep them open
     work(directory)
     _compat.stop_kernel_processes()
 
 
-def work(directory: Path) -> None:
-    """Do what the queue says until it is closed."""
+def _use(device: int) -> None:
+    import torch
+
+    torch.empty(1, device=torch.device("cuda", device))
+
+
+def _set_up_triton(directory: Path, number: int) -> None:
+    """Compile a kernel that nobody wants: it is the first that takes longest, and forks will have it behind them."""
+    from fxshard.first_kernel import compile_copy
+
+    given = dict(os.environ)
+    os.environ["TRITON_CACHE_DIR"] = str(directory / "triton")
+    compile_copy(number)
+    os.environ.clear()
+    os.environ.update(given)
+
+
+def work(directory: Path, queue: str = QUEUE) -> None:
+    """Do what a queue says until it is closed."""
     # Opened without waiting for the other side, which may be gone already; then nothing can be read or written.
-    done = os.open(directory / "done", os.O_WRONLY | os.O_NONBLOCK)
-    queue = os.open(directory / "queue", os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(queue, True)
-    os.write(done, HERE.to_bytes(NUMBER, "little"))
-    while number := os.read(queue, NUMBER):
+    done = os.open(directory / DONE, os.O_WRONLY | os.O_NONBLOCK)
+    jobs = os.open(directory / queue, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(jobs, True)
+    if queue == QUEUE:
+        os.write(done, HERE.to_bytes(NUMBER, "little"))
+    while number := os.read(jobs, NUMBER):
         job = directory / f"{int.from_bytes(number, 'little')}.job"
         if not job.exists():  # withdrawn
             continue
@@ -96,4 +129,6 @@ def work(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(in_one_piece(main, Path(sys.argv[1]), int(sys.argv[2])))
+    given_directory, given_count, given_device = sys.argv[1:]
+    which = int(given_device) if given_device else None
+    sys.exit(in_one_piece(main, Path(given_directory), int(given_count), which))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fxshard
-from fxshard import ConfigError
+from fxshard import ConfigError, elsewhere
 from fxshard.helpers import crew
 from fxshard.helpers.crew import MOST, Crew
 from fxshard.lowering import SegmentCompiler
@@ -30,8 +30,10 @@ MEMBERS = """
 import sys
 from pathlib import Path
 from fxshard.helpers import member
-member.prepare = lambda directory: None
-member.serve = member.work
+member.is_there_a_gpu = lambda: True
+member.prepare = lambda: None
+member.serve = lambda directory, number, device: member.work(directory)
+member.serve_kernels = lambda directory: member.work(directory, member.KERNELS)
 sys.exit(member.main(Path(sys.argv[1]), int(sys.argv[2])))
 """
 """All that a crew does, without torch, which takes seconds to import."""
@@ -58,7 +60,7 @@ def hire(tmp_path: Path) -> Iterator[Hire]:
     def make(count: int, script: str = MEMBERS) -> Crew:
         path = tmp_path / f"crew{len(made)}.py"
         path.write_text(script)
-        made.append(Crew(count, (str(path),)))
+        made.append(Crew(count, command=(str(path),)))
         return made[-1]
 
     yield make
@@ -93,6 +95,38 @@ def test_members_work_side_by_side(hire: Hire, tmp_path: Path) -> None:
     until(lambda: one.exists() and other.exists())
     helpers.finish()
     assert helpers.finished == 2
+
+
+def test_kernels_are_somebody_elses(hire: Hire, tmp_path: Path) -> None:
+    """Who is there while the others are busy, or not there yet; they are waited for like anything that is wanted."""
+    helpers = ready(hire(1), tmp_path / "ready")
+    helpers.publish(take_long(tmp_path / "begun"), wanted=False)
+    until((tmp_path / "begun").exists)
+    number = helpers.publish(say_who(tmp_path / "kernel"), queue=crew.KERNELS)
+    assert helpers.open >= {number}
+    helpers.finish()
+    assert (tmp_path / "kernel").exists() and not helpers.open
+    assert helpers.present() == 1, "who compiles kernels does nothing else"
+
+
+def test_members_are_told_which_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The GPU that this process uses, where it does; none is asked for here."""
+    said = tmp_path / "said"
+    script = f"import pathlib, sys; pathlib.Path({str(said)!r}).write_text(repr(sys.argv[2:]))"
+    for device, arguments in ((3, ["2", "3"]), (None, ["2", ""])):
+        helpers = Crew(2, device, ("-c", script))
+        helpers._process.wait()
+        helpers.dismiss()
+        assert said.read_text() == repr(arguments)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_device_in_use_is_told(made: mock.Mock, monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(elsewhere, "has_run", lambda: False)
+    elsewhere.start()
+    made.assert_called_once_with(3, 2 if used else None)
 
 
 def test_who_is_there_is_known(hire: Hire) -> None:
@@ -239,7 +273,7 @@ from functools import partial
 from pathlib import Path
 from fxshard.helpers.crew import Crew
 members, job, said, end = sys.argv[1:]
-crew = Crew(1, (members,))
+crew = Crew(1, command=(members,))
 crew.publish(partial(exec, job))
 while not (os.path.exists(said) and Path(said).read_text()):
     time.sleep(0.01)
@@ -301,7 +335,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     monkeypatch.setenv(crew.VARIABLE, "3")
     monkeypatch.setattr(crew, "_hired", [])
     monkeypatch.setattr(crew, "_started", [])
-    monkeypatch.setattr(crew, "Crew", mock.Mock(side_effect=lambda count: mock.Mock(count=count)))
+    monkeypatch.setattr(crew, "Crew", mock.Mock(side_effect=lambda count, device: mock.Mock(count=count)))
     return crew.Crew  # type: ignore[return-value]
 
 
@@ -320,7 +354,7 @@ def test_a_process_hires_once(made: mock.Mock) -> None:
     crew.dismiss()
     crew.hire()
     assert crew.hired() is None
-    made.assert_called_once_with(3)
+    made.assert_called_once_with(3, None)
 
 
 def test_a_forked_process_has_no_crew_until_it_hires_its_own(made: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,12 +371,13 @@ def test_a_forked_process_does_not_keep_the_queue_open(made: mock.Mock, monkeypa
     with mock.patch.object(os, "register_at_fork") as register:
         crew.hire()
     register.assert_called_once_with(after_in_child=crew._forget)
-    helpers = Crew(1, ("-c", ASLEEP))
+    helpers = Crew(1, command=("-c", ASLEEP))
     monkeypatch.setattr(crew, "_hired", [helpers])
     child = os.fork()
     if child == 0:
         crew._forget()
-        still_open = [os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in (helpers._queue, helpers._done)]
+        descriptors = (*helpers._queues.values(), helpers._done)
+        still_open = [os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors]
         os._exit(any(still_open) or bool(crew._hired))
     assert os.waitpid(child, 0)[1] == 0
     helpers.dismiss()

@@ -49,9 +49,11 @@ class Idle:
     jobs: list[Any] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
     waited_for: set[int] = field(default_factory=set)
+    queues: list[str] = field(default_factory=list)
 
-    def publish(self, job: Any, *, wanted: bool = True) -> int:
+    def publish(self, job: Any, *, wanted: bool = True, queue: str = crew.QUEUE) -> int:
         self.jobs.append(job)
+        self.queues.append(queue)
         self.open.add(len(self.jobs) - 1)
         return len(self.jobs) - 1
 
@@ -245,7 +247,7 @@ def test_options_that_cannot_travel_hold_up_nothing(example: torch.Tensor) -> No
         config.patch(reorder_for_compute_comm_overlap_passes=[lambda nodes: nodes]),
         mock.patch.object(_compat, "inductor_compile", side_effect=compiles),
     ):
-        helpers = Crew(1, ("-c", ASLEEP))
+        helpers = Crew(1, command=("-c", ASLEEP))
         helped(compiler, helpers, [segment(example, 1)])
         helpers.dismiss()
         assert not helpers.open and compiler.compilations == 0
@@ -311,7 +313,7 @@ def test_kernels_go_to_the_crew_while_there_is_one(monkeypatch: pytest.MonkeyPat
         lambda capability: seen.append((os.environ.get("TRITON_CACHE_DIR"), capability)), torch.device("cuda", 0)
     )
     (job,) = idle.jobs
-    assert not seen
+    assert not seen and idle.queues == [crew.KERNELS]
     job()
     assert seen == [("kernels", 90)]
 

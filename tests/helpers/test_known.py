@@ -191,7 +191,7 @@ def test_nobody_stays_for_what_has_run(script: Path, monkeypatch: pytest.MonkeyP
         mock.patch.object(crew, "dismiss") as dismiss,
     ):
         elsewhere.start()
-        hire.assert_called_once_with()
+        hire.assert_called_once_with(None)
         dismiss.assert_not_called()
         note_run()
         elsewhere.start()
