@@ -6,6 +6,7 @@ forked from it could.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -14,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,15 +24,18 @@ from fxshard.helpers.crew import DONE, HERE, KERNELS, NUMBER, QUEUE
 from fxshard.log import LOG
 from fxshard.stack import in_one_piece
 
+CACHE = "TRITON_CACHE_DIR"
+
 
 def main(directory: Path, count: int, device: int | None = None) -> int:
     """Fork the crew and stay until all have gone home; if one of them dies, send the others home."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
-    members = {_fork(partial(serve_kernels, directory))} if is_there_a_gpu() else set()
-    prepare()
+    gpu = is_there_a_gpu()
+    members = {_fork(partial(serve_kernels, directory))} if gpu else set()
+    prepare(directory, gpu)
     gc.freeze()
-    members.update(_fork(partial(serve, directory, number, device)) for number in range(count))
+    members.update(_fork(partial(serve, directory, device)) for _ in range(count))
     while members:
         member, status = os.wait()
         members.discard(member)
@@ -56,55 +60,61 @@ def is_there_a_gpu() -> bool:
     return torch.cuda.device_count() > 0
 
 
-def prepare() -> None:
-    """Import what all forks need."""
+def prepare(directory: Path, gpu: bool) -> None:
+    """Import and set up what all forks need: Triton in a thread, which has much to read and to wait for."""
     from fxshard import _compat
 
-    beside.begin("hash Triton", _compat.hash_triton)
-    _compat.import_inductor()
-    _compat.hash_torch()
-    import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
+    with _first_kernel(directory) if gpu else contextlib.nullcontext(lambda: None) as compile_first:
 
-    beside.finish()
+        def set_up_triton() -> None:
+            compile_first()
+            _compat.hash_triton()
+
+        beside.begin("set up Triton", set_up_triton)
+        _compat.import_inductor()
+        _compat.hash_torch()
+        import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
+
+        beside.finish()
 
 
 def serve_kernels(directory: Path) -> None:
     """The one who compiles kernels, from its fork to its end."""
     from fxshard.fused import ahead, hopper_products  # noqa: F401
 
-    _set_up_triton(directory, -1)
+    with _first_kernel(directory) as compile_first:
+        compile_first()
     work(directory, KERNELS)
 
 
-def serve(directory: Path, number: int, device: int | None) -> None:
+def serve(directory: Path, device: int | None) -> None:
     """One of the crew, from its fork to its end."""
+    import torch
+
     from fxshard import _compat
 
     if device is not None:
-        beside.begin("context", partial(_use, device))  # half a second of waiting
-    if is_there_a_gpu():
-        _set_up_triton(directory, number)
-    beside.finish()
+        torch.empty(1, device=torch.device("cuda", device))  # a context, which takes half a second
     _compat.start_kernel_processes()  # ahead of the files: forks would keep them open
     work(directory)
     _compat.stop_kernel_processes()
 
 
-def _use(device: int) -> None:
-    import torch
-
-    torch.empty(1, device=torch.device("cuda", device))
-
-
-def _set_up_triton(directory: Path, number: int) -> None:
-    """Compile a kernel that nobody wants: it is the first that takes longest, and forks will have it behind them."""
+@contextlib.contextmanager
+def _first_kernel(directory: Path) -> Iterator[Callable[[], None]]:
+    """Compiles a kernel that nobody wants, inside, into a cache that nobody reads: the first takes longest, and forks
+    will have it behind them. What it takes is imported before."""
     from fxshard.first_kernel import compile_copy
 
-    given = dict(os.environ)
-    os.environ["TRITON_CACHE_DIR"] = str(directory / "triton")
-    compile_copy(number)
-    os.environ.clear()
-    os.environ.update(given)
+    given = os.environ.get(CACHE)
+    os.environ[CACHE] = str(directory / f"triton-{os.getpid()}")
+    try:
+        yield partial(compile_copy, 0)
+    finally:
+        if given is None:
+            del os.environ[CACHE]
+        else:
+            os.environ[CACHE] = given
 
 
 def work(directory: Path, queue: str = QUEUE) -> None:
