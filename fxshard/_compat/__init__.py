@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -118,12 +119,14 @@ def operator_name(operator: torch._ops.OpOverload) -> str:
     return operator._opname
 
 
+@functools.cache
 def returns_view(operator: torch._ops.OpOverload) -> bool:
     """Whether the schema says that a result shares memory with an argument it does not write to. torch 2.11, 2.13."""
     returns = operator._schema.returns
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
+@functools.cache
 def is_mutable(operator: torch._ops.OpOverload) -> bool:
     """Whether an operator writes to one of its arguments. torch 2.11, 2.13."""
     return operator._schema.is_mutable
