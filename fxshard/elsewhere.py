@@ -59,7 +59,7 @@ def compile_elsewhere(compile: Compile, device: torch.device) -> None:
 def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
     """Let each of the processes compile something, and this one multiply something: the first takes longest."""
     for dtype in dtypes:
-        beside.begin(f"load libraries for {dtype}", partial(load_libraries, device, dtype))
+        beside.begin(f"load libraries for {dtype}", partial(load_libraries, device, dtype), torch=True)
     helpers, (pools, count) = crew.hired(), _compat.compile_processes()
     if helpers is not None:
         circumstances = _compat.compile_circumstances()

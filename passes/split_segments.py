@@ -68,9 +68,12 @@ def _gather_unpacking(graph: fx.Graph) -> None:
 
     The views that a runtime node gives must not cut a stretch of compute, and a tuple must not cross into another one.
     """
-    for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
-        source = node.args[0]
-        if isinstance(source, fx.Node):
+    unpacked: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        if isinstance(node.args[0], fx.Node):
+            unpacked.setdefault(node.args[0], []).append(node)
+    for source, nodes in unpacked.items():  # what is in a tuple may be unpacked, too: behind it, where it then is
+        for node in reversed(nodes):
             source.append(node)
 
 

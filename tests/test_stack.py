@@ -23,6 +23,10 @@ def nothing() -> None:
     pass
 
 
+nothing.__code__ = nothing.__code__.replace(co_stacksize=64)
+"""Its frame is larger than that of ``at``, so that at some depth there is room for the one and not for the other."""
+
+
 def at(depth: int) -> None:
     """Calls ``nothing`` often from so deep."""
     if depth:

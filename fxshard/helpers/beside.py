@@ -6,6 +6,7 @@ Nothing but time depends on it: whatever was not done, or failed, happens again 
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 
@@ -15,17 +16,36 @@ _begun: dict[str, threading.Thread] = {}
 _behind: list[threading.Thread] = []
 
 
-def begin(name: str, act: Callable[[], None]) -> None:
-    """Do something in a thread, once in a process, and wait for nothing."""
+def begin(name: str, act: Callable[[], None], *, torch: bool = False) -> None:
+    """Do something in a thread, once in a process, and wait for nothing.
+
+    ``torch``: it calls torch, and a program that ends waits for it. Python ends threads that do not hold the
+    interpreter where they are, which code that is not Python's may not survive.
+    """
     if name not in _begun:
-        _begun[name] = threading.Thread(target=_do, args=(act,), name=f"fxshard: {name}", daemon=True)
-        _begun[name].start()
+        thread = threading.Thread(target=_do, args=(act,), name=f"fxshard: {name}", daemon=True)
+        if _started(thread):
+            _begun[name] = thread
+            if torch:
+                atexit.register(thread.join)
 
 
 def behind(act: Callable[[], None]) -> None:
-    """Do something in a thread, and wait for it only where the program ends."""
-    _behind.append(threading.Thread(target=_do, args=(act,), name="fxshard: behind the first step"))
-    _behind[-1].start()
+    """Do something in a thread, and wait for it only where the program ends, whichever thread asks for it: autograd's
+    have daemons, if nothing is said.
+    """
+    thread = threading.Thread(target=_do, args=(act,), name="fxshard: behind the first step", daemon=False)
+    if _started(thread):
+        _behind.append(thread)
+
+
+def _started(thread: threading.Thread) -> bool:
+    try:
+        thread.start()
+    except RuntimeError as error:  # there are too many, or the program ends
+        LOG.debug("%s is left out: %s", thread.name, error)
+        return False
+    return True
 
 
 def _do(act: Callable[[], None]) -> None:
@@ -37,7 +57,7 @@ def _do(act: Callable[[], None]) -> None:
 
 def finish() -> None:
     """Wait for all that was begun: what comes next would do the same once more."""
-    for thread in _begun.values():
+    for thread in list(_begun.values()):
         thread.join()
 
 

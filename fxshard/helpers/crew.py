@@ -2,8 +2,8 @@
 
 What they compile goes into caches on disk, where this process finds it: whatever becomes of them, nothing but time
 depends on it. A job is a pickled function. Each takes jobs from one queue, a FIFO in which a job is its number, and
-whoever reads a number does that job. Numbers of finished jobs come back through another FIFO. One more process has a
-queue of its own, for kernels that need neither Inductor nor a device, and is there seconds earlier.
+whoever reads a number does that job. Numbers of finished jobs come back through another FIFO. A few more processes
+have a queue of their own, for kernels that need neither Inductor nor a device, and are there seconds earlier.
 
 Nothing here imports torch: the processes take seconds to start, and start first.
 """

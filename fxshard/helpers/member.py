@@ -25,6 +25,8 @@ from fxshard.log import LOG
 from fxshard.stack import in_one_piece
 
 CACHE = "TRITON_CACHE_DIR"
+MOST_KERNELS = 4
+"""Processes for kernels of ours; experts have four kernels."""
 
 
 def main(directory: Path, count: int, device: int | None = None) -> int:
@@ -32,7 +34,7 @@ def main(directory: Path, count: int, device: int | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     gpu = is_there_a_gpu()
-    members = {_fork(partial(serve_kernels, directory))} if gpu else set()
+    members = {_fork(partial(serve_kernels, directory)) for _ in range(min(-(-count // 2), MOST_KERNELS) if gpu else 0)}
     prepare(directory, gpu)
     gc.freeze()
     members.update(_fork(partial(serve, directory, device)) for _ in range(count))
@@ -79,7 +81,7 @@ def prepare(directory: Path, gpu: bool) -> None:
 
 
 def serve_kernels(directory: Path) -> None:
-    """The one who compiles kernels, from its fork to its end."""
+    """One of those who compile kernels, from its fork to its end."""
     from fxshard.fused import ahead, hopper_products  # noqa: F401
 
     with _first_kernel(directory) as compile_first:
@@ -94,7 +96,10 @@ def serve(directory: Path, device: int | None) -> None:
     from fxshard import _compat
 
     if device is not None:
-        torch.empty(1, device=torch.device("cuda", device))  # a context, which takes half a second
+        try:
+            torch.empty(1, device=torch.device("cuda", device))  # a context, which takes half a second
+        except RuntimeError as error:  # a full device, for one; jobs will find it so, too
+            LOG.debug("process %d has no device: %s", os.getpid(), error)
     _compat.start_kernel_processes()  # ahead of the files: forks would keep them open
     work(directory)
     _compat.stop_kernel_processes()

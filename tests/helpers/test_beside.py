@@ -62,12 +62,31 @@ def test_what_comes_behind_is_not_waited_for_until_the_end() -> None:
 def test_a_program_that_ends_finishes_what_comes_behind(tmp_path: Path) -> None:
     """Its next start would miss it; what was begun in advance is not wanted any more."""
     script = """
-import sys, time
+import _thread, sys, time
 from pathlib import Path
 from fxshard.helpers import beside
 
-beside.behind(lambda: (time.sleep(0.5), Path(sys.argv[1]).touch()))
+def behind():
+    beside.behind(lambda: (time.sleep(0.5), Path(sys.argv[1]).touch()))
+    asked.release()
+
+asked = _thread.allocate_lock()
+asked.acquire()
+_thread.start_new_thread(behind, ())  # as autograd's threads are, which Python has not started
+asked.acquire()
 beside.begin("something long", lambda: time.sleep(60))
+beside.begin("a library", lambda: (time.sleep(0.5), Path(sys.argv[2]).touch()), torch=True)
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "written")], check=True, timeout=20)
-    assert (tmp_path / "written").exists()
+    paths = [tmp_path / "written", tmp_path / "loaded"]
+    subprocess.run([sys.executable, "-c", script, *map(str, paths)], check=True, timeout=20)
+    assert all(path.exists() for path in paths)
+
+
+def test_threads_that_cannot_be_started_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    beside.begin("one", lambda: None)
+    beside.behind(lambda: None)
+    beside.finish_all()

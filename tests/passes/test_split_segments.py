@@ -216,6 +216,26 @@ def test_a_graph_is_split_the_same_way_again() -> None:
     assert [line.split("(")[0] for line in first[-1]][:3] == ["topk", "topk[0]", "topk[1]"]
 
 
+def several(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return x + 1, [x * 2, x * 3]
+
+
+def test_a_list_in_a_tuple_is_unpacked_where_it_is_made() -> None:
+    """Gathers fall between an operator with such a result and the use of what is in the list."""
+    draft = Draft()
+    x, *w = draft.input("x", *SQUARE), *(draft.input(f"w{i}", *SQUARE, param=ParamRef(i, 0)) for i in range(2))
+    made = draft.call(several, x)
+    first = draft.call(operator.getitem, made, 0)
+    mm = draft.call(aten.mm.default, draft.call(aten.mm.default, first, w[0]), w[1])
+    inner = draft.call(operator.getitem, made, 1)
+    both = [draft.call(operator.getitem, inner, i) for i in range(2)]
+    module = scheduled(draft.output(draft.call(aten.add.Tensor, mm, draft.call(aten.mul.Tensor, *both))))
+    one, other = (segments(split_segments(module, context(*BUCKETS))) for _ in range(2))
+    assert [listing(each) for each in one] == [listing(each) for each in other]
+    given = [node.meta["val"] for segment in one for node in segment.graph.find_nodes(op="placeholder")]
+    assert all(isinstance(value, Tensor) for value in given)
+
+
 def test_writes_without_a_reader_are_kept() -> None:
     draft = Draft()
     t = draft.input("t", *SQUARE)
