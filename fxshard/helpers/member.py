@@ -34,8 +34,9 @@ def main(directory: Path, count: int, device: int | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     gpu = is_there_a_gpu()
-    members = {_fork(partial(serve_kernels, directory)) for _ in range(min(-(-count // 2), MOST_KERNELS) if gpu else 0)}
-    prepare(directory, gpu)
+    with _kernels_in(directory / "triton"):
+        members = {_fork(partial(serve_kernels, directory)) for _ in range(processes_for_kernels(count) if gpu else 0)}
+        prepare(gpu)
     gc.freeze()
     members.update(_fork(partial(serve, directory, device)) for _ in range(count))
     while members:
@@ -62,30 +63,45 @@ def is_there_a_gpu() -> bool:
     return torch.cuda.device_count() > 0
 
 
-def prepare(directory: Path, gpu: bool) -> None:
+def processes_for_kernels(count: int) -> int:
+    """Half as many as the crew has members."""
+    return min((count + 1) // 2, MOST_KERNELS)
+
+
+def prepare(gpu: bool) -> None:
     """Import and set up what all forks need: Triton in a thread, which has much to read and to wait for."""
     from fxshard import _compat
 
-    with _first_kernel(directory) if gpu else contextlib.nullcontext(lambda: None) as compile_first:
+    if gpu:
+        import fxshard.first_kernel  # and Triton, by this thread
+    beside.begin("set up Triton", partial(_set_up_triton, gpu))
+    _compat.import_inductor()
+    _compat.hash_torch()
+    import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
 
-        def set_up_triton() -> None:
-            compile_first()
-            _compat.hash_triton()
+    beside.finish()
 
-        beside.begin("set up Triton", set_up_triton)
-        _compat.import_inductor()
-        _compat.hash_torch()
-        import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
 
-        beside.finish()
+def _set_up_triton(gpu: bool) -> None:
+    from fxshard import _compat
+
+    if gpu:
+        _compile_first_kernel()
+    _compat.hash_triton()
+
+
+def _compile_first_kernel() -> None:
+    """Nobody wants it, and no two processes have the same: the first takes longest, and forks have it behind them."""
+    from fxshard.first_kernel import compile_copy
+
+    compile_copy(os.getpid())
 
 
 def serve_kernels(directory: Path) -> None:
     """One of those who compile kernels, from its fork to its end."""
     from fxshard.fused import ahead, hopper_products  # noqa: F401
 
-    with _first_kernel(directory) as compile_first:
-        compile_first()
+    _compile_first_kernel()
     work(directory, KERNELS)
 
 
@@ -106,15 +122,12 @@ def serve(directory: Path, device: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _first_kernel(directory: Path) -> Iterator[Callable[[], None]]:
-    """Compiles a kernel that nobody wants, inside, into a cache that nobody reads: the first takes longest, and forks
-    will have it behind them. What it takes is imported before."""
-    from fxshard.first_kernel import compile_copy
-
+def _kernels_in(cache: Path) -> Iterator[None]:
+    """What is compiled inside goes there; jobs say where theirs goes."""
     given = os.environ.get(CACHE)
-    os.environ[CACHE] = str(directory / f"triton-{os.getpid()}")
+    os.environ[CACHE] = str(cache)
     try:
-        yield partial(compile_copy, 0)
+        yield
     finally:
         if given is None:
             del os.environ[CACHE]

@@ -31,7 +31,7 @@ import sys
 from pathlib import Path
 from fxshard.helpers import member
 member.is_there_a_gpu = lambda: True
-member.prepare = lambda directory, gpu: None
+member.prepare = lambda gpu: None
 member.serve = lambda directory, device: member.work(directory)
 member.serve_kernels = lambda directory: member.work(directory, member.KERNELS)
 sys.exit(member.main(Path(sys.argv[1]), int(sys.argv[2])))
