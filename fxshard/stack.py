@@ -3,7 +3,7 @@
 CPython keeps the frames of calls in pieces of 16 KiB. It gives a piece back to the system when the last call in it
 returns, and asks for it again at the next call. Compilers call deep, up and down, and wherever a loop of theirs stands
 at the end of a piece, each call maps memory and touches it for the first time: a tenth of tracing a model, and by
-chance much more. A frame that is larger than a piece gets one of its own size; what it calls finds room in the rest.
+chance more. A frame that is larger than a piece gets one of its own size; what it calls finds room in the rest.
 """
 
 from __future__ import annotations
