@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.backend import backend_of
+from fxshard.brief import capture_briefly
 from fxshard.capture import capture
 from fxshard.config import AdamW, Muon, Options, Precision, parse_bytes
 from fxshard.errors import ConfigError, StateError
@@ -82,7 +83,12 @@ def compile(
         )
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
     sharded = shard(**given)
-    again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
+    brief = fullgraph and trace_once
+    again = (
+        partial(capture_briefly, sharded._inner, sharded._backend, dynamic=dynamic)
+        if brief
+        else partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
+    )
     sharded.bind(again, fullgraph=fullgraph)
     return sharded
 

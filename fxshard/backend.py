@@ -31,6 +31,8 @@ from fxshard.remembered.recall import wanted as recall_wanted
 from fxshard.repetition.abridged import abridge
 from fxshard.repetition.gap import everything
 from fxshard.repetition.periods import Unrepeatable
+from fxshard.repetition.refill import refill
+from fxshard.repetition.twins import Twins
 from fxshard.sharding import Sharding, sharding_of, unsharded
 from fxshard.variants import Variants
 
@@ -70,6 +72,8 @@ class Backend:
         self.captures = 0
         self.layers_left_out = 0
         """Layers that were not traced through autograd, being like those that were."""
+        self.layers_passed_by = 0
+        """Layers that Dynamo did not trace."""
         self.compiled = CompiledGraphs()
         self.observer: Observer | None = None
         """Who watches the graph that is being compiled, where somebody asked for it."""
@@ -84,10 +88,16 @@ class Backend:
         """Whether Dynamo captures the whole model at once, so that a graph always gets the same parameters."""
         self.buffers: Mapping[str, torch.Tensor] = {}
         """The model's buffers by name."""
+        self.twins: Twins | None = None
+        """The model that is captured in place of the sharded one, if one is."""
         self._kernels: set[Kernel] = set()
         """Kernels of ours that other processes were asked to compile."""
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        passed_by = refill(graph, self.twins) if self.twins is not None else 0
+        if passed_by:
+            self.layers_passed_by += passed_by
+            example_inputs = graph_inputs(graph)
         run = self._compile_captured(graph, example_inputs)
         make_old()  # Dynamo has garbage collected next
         return self.compiled.add(run) if self.sharding.plans else run  # without parameters there is nothing to let go

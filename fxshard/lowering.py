@@ -32,6 +32,8 @@ class Compilations:
     captures: int
     layers_left_out: int = 0
     """Layers that were not traced through autograd, because they are like those that were (``trace_once``)."""
+    layers_passed_by: int = 0
+    """Layers that Dynamo did not trace either, because another module does the same to what it is called with."""
 
 
 class SegmentCompiler:

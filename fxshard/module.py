@@ -230,7 +230,8 @@ class ShardedModule(nn.Module):
         """What was compiled so far; ``captures`` grows when another input shape or mode is met."""
         compiler = self._sharding.compiler
         backend = self._backend
-        return Compilations(compiler.segments, compiler.compilations, backend.captures, backend.layers_left_out)
+        left_out, passed_by = backend.layers_left_out, backend.layers_passed_by
+        return Compilations(compiler.segments, compiler.compilations, backend.captures, left_out, passed_by)
 
     @property
     def cuda_graphs(self) -> Captures | None:

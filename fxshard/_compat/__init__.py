@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxshard._compat.dynamo import another_input as another_input
+from fxshard._compat.dynamo import does_more_than_compute as does_more_than_compute
+from fxshard._compat.dynamo import inlines_modules as inlines_modules
+from fxshard._compat.dynamo import opaque as opaque
 from fxshard._compat.inductor import compile_cache as compile_cache
 from fxshard._compat.inductor import compile_clocks as compile_clocks
 from fxshard._compat.inductor import hash_torch as hash_torch

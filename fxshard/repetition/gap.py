@@ -90,10 +90,10 @@ class _Gap(nn.Module):
         self._differentiable = [value.requires_grad for value in like]
 
     def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _Jump.apply(self._made, self._differentiable, *args)
+        return Jump.apply(self._made, self._differentiable, *args)
 
 
-class _Jump(torch.autograd.Function):
+class Jump(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: list[Any], differentiable: list[bool], *args: Any) -> tuple[torch.Tensor, ...]:
         ctx.kinds = [

@@ -1,0 +1,116 @@
+"""What stands in a model's twin for layers: nodes that say where a traced layer begins and ends, and where another one,
+which is not traced, would have been.
+
+Dynamo calls these functions with fake tensors, and never what they are in the graph: that is rewritten before anybody
+runs it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fxshard import _compat
+from fxshard.repetition.gap import Jump
+
+Path = tuple[str, ...]
+
+TENSOR = "a tensor"
+"""Stands for each tensor in what is said of a call."""
+
+_RESULTS: dict[tuple[int, Path], Any] = {}
+"""What layers returned, by the token of their twin and their path: tensors without memory."""
+
+
+@_compat.opaque
+def enter(token: int, path: Path, said: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A traced layer is called: ``said`` is all but the tensors."""
+    return tensors
+
+
+@_compat.opaque
+def leave(token: int, path: Path, result: Any) -> Any:
+    """A traced layer returns."""
+    _RESULTS[token, path] = result
+    return result
+
+
+@_compat.opaque
+def pass_by(token: int, path: Path, leader: Path, said: Any, *tensors: torch.Tensor) -> Any:
+    """A layer is called that is not traced; it returns something like what its leader returned."""
+    result = _RESULTS[token, leader]
+    like = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    made = iter(Jump.apply([_kind(leaf) for leaf in like], [leaf.requires_grad for leaf in like], *tensors))
+    return tree_map_only(torch.Tensor, lambda _: next(made), result)
+
+
+def forget(token: int) -> None:
+    """The graph has been captured: what layers returned is not asked for any more."""
+    for key in [key for key in _RESULTS if key[0] == token]:
+        del _RESULTS[key]
+
+
+def _kind(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype, value.device
+
+
+def stand_in(token: int, path: Path, leader: Path) -> dict[str, Any]:
+    """The attributes of a layer that is not traced."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = []
+        said = _tell((args, kwargs), tensors)
+        return pass_by(token, path, leader, said, *tensors)
+
+    return {"forward": forward}
+
+
+def marked(token: int, path: Path) -> dict[str, Any]:
+    """The attributes of a layer that others follow: hooks that say when it is called, and when it returns."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = []
+        said = _tell((args, kwargs), tensors)
+        entered = list(enter(token, path, said, *tensors))
+        return _retell((args, kwargs), entered)
+
+    def after(module: nn.Module, args: Any, result: Any) -> Any:
+        return leave(token, path, result)
+
+    # As register_forward_hook does, which numbers them; a layer that has any is not followed.
+    return {
+        "_forward_pre_hooks": OrderedDict({-1: before}),
+        "_forward_pre_hooks_with_kwargs": OrderedDict({-1: True}),
+        "_forward_hooks": OrderedDict({-1: after}),
+    }
+
+
+def _tell(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """What a layer is called with, but for its tensors, which are collected. Dynamo traces this."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return TENSOR
+    if type(value) is tuple:
+        return ("tuple", *[_tell(each, tensors) for each in value])
+    if type(value) is list:
+        return ("list", *[_tell(each, tensors) for each in value])
+    if type(value) is dict:
+        return ("dict", *[(name, _tell(each, tensors)) for name, each in value.items()])
+    return value
+
+
+def _retell(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The same with other tensors, taken from the list. Dynamo traces this."""
+    if isinstance(value, torch.Tensor):
+        return tensors.pop(0)
+    if type(value) is tuple:
+        return tuple([_retell(each, tensors) for each in value])
+    if type(value) is list:
+        return [_retell(each, tensors) for each in value]
+    if type(value) is dict:
+        return {name: _retell(each, tensors) for name, each in value.items()}
+    return value
