@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -19,6 +19,8 @@ from fxshard.passes.pipeline import before_partition, chosen, schedule
 from fxshard.passes.run import blaming
 from fxshard.programs import Programs
 from fxshard.repetition.abridged import Abridged
+from fxshard.repetition.expansion import Shortened
+from fxshard.repetition.parts import expand_parts
 from fxshard.repetition.periods import Unrepeatable
 from fxshard.scheduled import Scheduled
 
@@ -44,15 +46,14 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._backend.report("partitioning")
         self._outputs = kwargs["num_fwd_outputs"]
-        forward, backward = self._cut(self.whole(self._backend.rewrite_joint(joint)), **kwargs)
+        forward, backward = self._cut(self._backend.rewrite_joint(joint), self.refs, **kwargs)
         # Scheduling a step needs both graphs at once, but AOTAutograd compiles backward later: work on a copy of it.
-        self._backward = duplicate(backward)
-        self._backward.graph.output_node().meta[GRADS] = tuple(self.refs)
+        self._keep_backward(duplicate(backward))
         return forward, backward
 
-    def whole(self, joint: fx.GraphModule) -> fx.GraphModule:
-        """The joint graph of the whole model; planning puts back the layers that it left out."""
-        return joint
+    def _keep_backward(self, backward: fx.GraphModule) -> None:
+        self._backward = backward
+        self._backward.graph.output_node().meta[GRADS] = tuple(self.refs)
 
     def compile_forward(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self._backward is not None
@@ -64,7 +65,7 @@ class Capture:
 
     def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         forward = self._backend.rewrite_joint(forward)
-        self._tie(forward)
+        self._tie(forward, self.refs)
         self._finish(self._schedule({Phase.EVAL: forward}))
         return self._lower(Phase.EVAL)
 
@@ -82,16 +83,45 @@ class Capture:
             observer=self._observer,
         )
 
-    def _cut(self, joint: fx.GraphModule, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward out of one graph."""
-        self._tie(joint)
-        joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *self.refs)
-        joint = before_partition(joint, self.context(Phase.FORWARD))
-        return _compat.min_cut_partition(joint, (), **kwargs)
+    def _cut(
+        self, joint: fx.GraphModule, refs: Sequence[ParamRef | None], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward out of one graph, whose inputs are ``refs``."""
+        return _compat.min_cut_partition(self._prepared(joint, refs, kwargs["num_fwd_outputs"]), (), **kwargs)
 
-    def _tie(self, graph: fx.GraphModule) -> None:
+    def _prepared(self, joint: fx.GraphModule, refs: Sequence[ParamRef | None], outputs: int) -> fx.GraphModule:
+        self._tie(joint, refs)
+        joint.graph.output_node().meta[GRADS] = (*[None] * outputs, *refs)
+        return before_partition(joint, self.context(Phase.FORWARD))
+
+    def _parts(
+        self, joint: fx.GraphModule, short: Shortened | None, outputs: int, static: Collection[int]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward of all layers: out of those of four, if the others are like these in both, or else out
+        of one graph of all. ``short`` puts back what is not in the joint graph.
+        """
+        if short is not None and self._names_no_layer():
+            refs = [self.refs[i] for i in short.kept]
+            try:
+                four = self._prepared(duplicate(joint), refs, outputs)
+                numbering = short.numbering(four)
+                still = [k for k, i in enumerate(short.kept) if i in static]
+                parts = _compat.min_cut_partition(
+                    four, (), num_fwd_outputs=outputs, static_lifetime_input_indices=still
+                )
+                return expand_parts(short, parts, outputs, numbering, partial(self._tie, refs=self.refs))
+            except Unrepeatable:
+                pass
+        whole = short.expand(joint) if short is not None else joint
+        return self._cut(whole, self.refs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static))
+
+    def _names_no_layer(self) -> bool:
+        """Whether the passes ahead of the partitioner do the same to all layers, whatever their names."""
+        return self._sharding.options.passes is None and not any(plan.quantized for plan in self._sharding.plans)
+
+    def _tie(self, graph: fx.GraphModule, refs: Sequence[ParamRef | None]) -> None:
         """Tie graph inputs to parameters, by position: training and inference graphs name them differently."""
-        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), self.refs, strict=False):
+        for node, ref in zip(graph.graph.find_nodes(op="placeholder"), refs, strict=False):
             node.meta[PARAM] = ref
 
     def _schedule(self, graphs: dict[Phase, fx.GraphModule]) -> Scheduled:
@@ -161,11 +191,7 @@ class Foreseen(Capture):
         """Schedule a joint graph that was found otherwise, and let other processes begin with it."""
         self._outputs = abridged.outputs
         self._backend.report("partitioning")
-        forward, backward = self._cut(
-            abridged.joint,
-            num_fwd_outputs=abridged.outputs,
-            static_lifetime_input_indices=list(abridged.static),
-        )
+        forward, backward = self._parts(abridged.joint, abridged.short, abridged.outputs, abridged.static)
         outlines = {Phase.FORWARD: outline(forward), Phase.BACKWARD: outline(backward)}
         backward.graph.output_node().meta[GRADS] = tuple(self.refs)
         found = self._schedule({Phase.FORWARD: forward, Phase.BACKWARD: backward})
@@ -201,4 +227,9 @@ class Foreseen(Capture):
 
 def duplicate(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph with the same values."""
-    return _compat.graph_module(module, copy.deepcopy(module.graph))
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(module.graph, env)
+    end = module.graph.output_node()
+    graph.output(fx.map_arg(end.args[0], env.__getitem__), end.type).meta.update(end.meta)
+    return _compat.graph_module(module, graph)

@@ -208,13 +208,12 @@ class _ShortCapture(Capture):
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        kwargs["static_lifetime_input_indices"] = None
-        forward, _ = super().partition(joint, inputs, **kwargs)
+        self._backend.report("partitioning")
+        self._outputs = kwargs["num_fwd_outputs"]
+        forward, backward = self._parts(self._backend.rewrite_joint(joint), self._short, self._outputs, ())
+        self._keep_backward(backward)
         self.compile_forward(forward, inputs)
         raise _Planned
-
-    def whole(self, joint: fx.GraphModule) -> fx.GraphModule:
-        return self._short.expand(joint)
 
     def compile_evaluation(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise Unrepeatable

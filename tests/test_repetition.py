@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.inspect.presets import MoeConfig, moe
-from fxshard.repetition.expansion import Shortened
+from fxshard.repetition import expansion
 from tests.thorough import thorough
 from tests.toy import Llama, batch
 
@@ -64,14 +64,14 @@ class Uneven(nn.Module):
 def traced(example: Example, lowering: str, *, once: bool) -> tuple[fxshard.Schedule, int]:
     """The plan, and how many layers were left out of the trace."""
     removed: list[int] = []
-    original = Shortened.expand
+    original = expansion._Expansion.build
 
-    def expand(self: Shortened, joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        whole = original(self, joint)
-        removed.append(self.removed)
+    def build(self: expansion._Expansion) -> torch.fx.GraphModule:
+        whole = original(self)
+        removed.append(self.short.removed)
         return whole
 
-    with mock.patch.object(Shortened, "expand", expand):
+    with mock.patch.object(expansion._Expansion, "build", build):
         schedule = fxshard.plan(*example, world_size=8, lowering=lowering, trace_once=once)
     return schedule, sum(removed)
 

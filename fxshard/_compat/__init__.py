@@ -71,6 +71,18 @@ def min_cut_partition(
     return graph_module(forward, forward.graph), graph_module(backward, backward.graph)
 
 
+def saved_outputs(saved: Sequence[fx.Node]) -> list[Any]:
+    """What the partitioner says of forward's outputs that backward takes. torch 2.11, 2.13."""
+    from torch._functorch._aot_autograd.descriptors import (
+        SavedForBackwardsAOTOutput,
+        SavedForBackwardsNoVcCheckAOTOutput,
+    )
+
+    unchecked = [bool(node.meta.get("saved_tensor_with_no_vc_check")) for node in saved]
+    kinds = [SavedForBackwardsNoVcCheckAOTOutput if each else SavedForBackwardsAOTOutput for each in unchecked]
+    return [kind(i) for i, kind in enumerate(kinds)]
+
+
 def draws_random_numbers(graph: fx.Graph) -> bool:
     """Whether running a graph moves a random number generator. torch 2.11, 2.13.
 

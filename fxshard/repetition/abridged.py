@@ -33,6 +33,8 @@ class Abridged:
     """Positions of the inputs that have the same memory at every call."""
     left_out: int
     """How many layers were not traced."""
+    short: Shortened | None
+    """What puts layers back that the joint graph does not have; None if it has all."""
 
 
 def abridge(
@@ -59,9 +61,10 @@ def abridge(
     def found(joint: fx.GraphModule, outputs: int, static: Sequence[int]) -> T:
         if not isinstance(returned, Sequence) or outputs != len(returned) or _writes_to_inputs(joint):
             raise Unrepeatable  # what layers do to their inputs would have to be told of all of them
-        random = _compat.draws_random_numbers(joint.graph)
-        whole = rewrite(short.expand(joint)) if random else short.expand(rewrite(joint))
-        return then(Abridged(whole, outputs, _static_inputs(short, static), short.removed))
+        stays = _static_inputs(short, static)
+        if _compat.draws_random_numbers(joint.graph):
+            return then(Abridged(rewrite(short.expand(joint)), outputs, stays, short.removed, None))
+        return then(Abridged(rewrite(joint), outputs, stays, short.removed, short))
 
     try:
         return _with_joint(short.graph, [example_inputs[i] for i in short.kept], decompositions, found)

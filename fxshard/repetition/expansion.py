@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxshard import _compat
+from fxshard.repetition.numbering import Numbering, rates
 from fxshard.repetition.periods import Line, Member, Unrepeatable, described, references, same_operation
 
 KEPT = 4
@@ -30,6 +30,21 @@ class Shortened:
 
     def expand(self, joint: fx.GraphModule) -> fx.GraphModule:
         """The joint graph of the whole model; raises :class:`Unrepeatable` where that cannot be told from this one."""
+        return self._expansion(joint, None).build()
+
+    def numbering(self, joint: fx.GraphModule) -> Numbering:
+        """How nodes are named in the joint graph of the whole model."""
+        return self._expansion(joint, None).numbering
+
+    def expand_joined(self, joined: fx.GraphModule, backward: fx.Node, numbering: Numbering) -> fx.GraphModule:
+        """Like :meth:`expand`, of forward and backward that have been parted and lie behind each other again:
+        ``backward`` is the first of its nodes.
+        """
+        expansion = self._expansion(joined, backward)
+        expansion.numbering = numbering
+        return expansion.build()
+
+    def _expansion(self, joint: fx.GraphModule, backward: fx.Node | None) -> _Expansion:
         inputs = joint.graph.find_nodes(op="placeholder")
         tangents = inputs[len(self.kept) :]
         if not tangents or any(not node.name.startswith("tangents") for node in tangents):
@@ -40,7 +55,9 @@ class Shortened:
             member[node] = (own[0] - self.removed, own[1]) if own is not None and own[0] >= 2 else own
         line = Line(joint.graph, member)
         line.boundary = min(line.at[user] for node in tangents for user in node.users)
-        return _Expansion(self, joint, line, inputs, tangents).build()
+        if backward is not None:
+            line.boundary = line.at[backward]
+        return _Expansion(self, joint, line, inputs, tangents)
 
 
 class _Expansion:
@@ -68,7 +85,7 @@ class _Expansion:
         same_forward = line.equal(self.f[1], self.f[2], line.fw_period)
         if not same_forward or not self._backward_repeats():
             raise Unrepeatable
-        self.rates = self._rates()
+        self.numbering = self._numbering()
         self.graph = fx.Graph()
         self.fixed: dict[fx.Node, fx.Node] = {}
         self.again: dict[tuple[bool, int, int], fx.Node] = {}
@@ -106,21 +123,26 @@ class _Expansion:
                 return False
         return True
 
+    def _numbering(self) -> Numbering:
+        line, f, g = self.line, self.f, self.g
+        names = [node.name for node in line.nodes]
+        spans = ((f[1], f[2], line.fw_period), (g[3], g[2], line.bw_period))
+        forward, backward = (zip(names[low : low + n], names[high : high + n], strict=True) for low, high, n in spans)
+        return Numbering(rates(forward, backward), set(names[: line.boundary]), set(names[: f[2]]), self.short.removed)
+
     def build(self) -> fx.GraphModule:
         line, removed, f, g = self.line, self.short.removed, self.f, self.g
         self._placeholders()
         start, end = len(self.inputs), len(line.nodes) - 1
-        self._emit(range(start, f[1]), 0, (0, 0))
-        self._emit(range(f[1], f[2]), 0, (0, 0), pair=line.fw_period)
-        for copy in range(1, removed + 1):
-            self._emit(range(f[1], f[2]), copy, (copy, 0), pair=line.fw_period)
-        self._emit(range(f[2], f[3]), removed, (removed, 0), pair=-line.fw_period)
-        self._emit(range(f[3], g[3]), removed, (removed, 0))
-        self._emit(range(g[3], g[2]), removed, (removed, 0), pair=line.bw_period)
-        for copy in range(removed, 0, -1):
-            self._emit(range(g[2], g[1]), copy, (removed, removed - copy), pair=-line.bw_period)
-        self._emit(range(g[2], g[1]), 0, (removed, removed), pair=-line.bw_period)
-        self._emit(range(g[1], end), 0, (removed, removed))
+        self._emit(range(start, f[1]), 0)
+        for copy in range(removed + 1):
+            self._emit(range(f[1], f[2]), copy, pair=line.fw_period)
+        self._emit(range(f[2], f[3]), removed, pair=-line.fw_period)
+        self._emit(range(f[3], g[3]), removed)
+        self._emit(range(g[3], g[2]), removed, pair=line.bw_period)
+        for copy in range(removed, -1, -1):
+            self._emit(range(g[2], g[1]), copy, pair=-line.bw_period)
+        self._emit(range(g[1], end), 0)
         self._output(line.nodes[end])
         self.graph.lint()
         return _compat.graph_module(self.joint, self.graph)
@@ -142,14 +164,14 @@ class _Expansion:
         for source in self.tangents:
             self.fixed[source] = self.graph.node_copy(source)
 
-    def _emit(self, positions: range, shift: int, numbers: tuple[int, int], pair: int | None = None) -> None:
+    def _emit(self, positions: range, shift: int, pair: int | None = None) -> None:
         """Copy a stretch; ``pair`` is how far the same stretch of the next or previous layer lies behind it."""
         for position in positions:
             node = self.line.nodes[position]
             other = self.line.nodes[position + pair] if pair is not None else None
             copies = iter([self._resolve(ref, twin, shift) for ref, twin in self._pairs(node, other)])
             args, kwargs = _replaced(node, copies)
-            name = self._name(node.name, numbers)
+            name = self.numbering.name(node.name, shift)
             copy = self.graph.create_node(node.op, node.target, args, kwargs, name=name, type_expr=node.type)
             copy.meta.update(node.meta)
             key = self._key(position, shift)
@@ -237,35 +259,6 @@ class _Expansion:
 
     def _gradient(self, result: Any, shift: int) -> Any:
         return self._moved(result, shift) if isinstance(result, fx.Node) else result
-
-    # -- names: those that tracing the whole model would give, so that a plan reads like the run ----------------------
-
-    def _rates(self) -> dict[str, tuple[int, int]]:
-        """{stem: by how much its number grows with each layer in forward and in backward}"""
-        rates: dict[str, tuple[int, int]] = {}
-        spans = ((self.f[1], self.f[2], self.line.fw_period), (self.g[3], self.g[2], self.line.bw_period))
-        for direction, (low, high, period) in enumerate(spans):
-            for offset in range(period):
-                stem, number = _numbered(self.line.nodes[low + offset].name)
-                grown = _numbered(self.line.nodes[high + offset].name)[1] - number
-                forward, backward = rates.get(stem, (0, 0))
-                rates[stem] = (grown, backward) if direction == 0 else (forward, grown)
-        if any(forward * backward < 0 for forward, backward in rates.values()):
-            raise Unrepeatable
-        return rates
-
-    def _name(self, name: str, layers: tuple[int, int]) -> str:
-        """Numbers count the nodes of one stem in the order in which they were made: those before this one, or those
-        behind it where a pass worked from the end of the graph to its beginning."""
-        stem, number = _numbered(name)
-        for grown, before in zip(self.rates.get(stem, (0, 0)), layers, strict=True):
-            number += grown * before if grown > 0 else -grown * (self.short.removed - before)
-        return f"{stem}_{number}" if number else stem
-
-
-def _numbered(name: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(.*)_(\d+)", name)
-    return (match[1], int(match[2])) if match is not None else (name, 0)
 
 
 def _replaced(node: fx.Node, copies: Iterator[fx.Node]) -> Any:
