@@ -11,6 +11,7 @@ from fxshard import _compat
 from fxshard.capture import FAILURES, capture
 from fxshard.log import LOG
 from fxshard.repetition.refill import NotAlike
+from fxshard.repetition.stand_ins import forget
 from fxshard.repetition.twins import Twins
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class _Brief:
                 if not _may_be_the_twins(error):
                     raise
                 LOG.debug("every layer is traced: %s", error)
+                forget(self._twins.token)
         self._twins = None
         return self._whole(*args, **kwargs)
 

@@ -14,17 +14,18 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard._compat.dynamo import another_input as another_input
+from fxshard._compat.dynamo import any_global_hook as any_global_hook
 from fxshard._compat.dynamo import does_more_than_compute as does_more_than_compute
 from fxshard._compat.dynamo import inlines_modules as inlines_modules
 from fxshard._compat.dynamo import opaque as opaque
 from fxshard._compat.inductor import compile_cache as compile_cache
 from fxshard._compat.inductor import compile_clocks as compile_clocks
 from fxshard._compat.inductor import hash_torch as hash_torch
-from fxshard._compat.inductor import hash_triton as hash_triton
 from fxshard._compat.inductor import import_inductor as import_inductor
 from fxshard._compat.inductor import inductor_compile as inductor_compile
 from fxshard._compat.inductor import inductor_decompositions as inductor_decompositions
 from fxshard._compat.inductor import inductor_joint_passes as inductor_joint_passes
+from fxshard._compat.inductor import triton_hasher as triton_hasher
 from fxshard._compat.names import operator_at as operator_at
 from fxshard._compat.names import operator_path as operator_path
 from fxshard._compat.names import own_directories as own_directories

@@ -28,6 +28,13 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return]
 
 
+def any_global_hook() -> bool:
+    """Whether something is called with every module. torch 2.11, 2.13."""
+    from torch.nn.modules.module import _has_any_global_hook
+
+    return bool(_has_any_global_hook())
+
+
 def does_more_than_compute() -> str | None:
     """What the captured code does beside computing tensors: it assigns to something that was there before, draws one of
     Python's random numbers. None if nothing. To be asked by a backend. torch 2.11, 2.13.

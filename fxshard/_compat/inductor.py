@@ -60,13 +60,12 @@ def hash_torch() -> bytes:
     return torch_key()
 
 
-def hash_triton() -> None:
-    """Have the other digest made that Inductor's cache asks for: of Triton's files, hundreds of megabytes. torch 2.11,
-    2.13."""
+def triton_hasher() -> Callable[[], object]:
+    """What makes the other digest that Inductor's cache asks for: of Triton's files, hundreds of megabytes. It imports
+    nothing any more. torch 2.11, 2.13."""
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
-    if HAS_TRITON:
-        triton_key()
+    return triton_key if HAS_TRITON else lambda: None
 
 
 def compile_clocks() -> dict[str, float]:

@@ -16,7 +16,7 @@ _begun: dict[str, threading.Thread] = {}
 _behind: list[threading.Thread] = []
 
 
-def begin(name: str, act: Callable[[], None], *, torch: bool = False) -> None:
+def begin(name: str, act: Callable[[], object], *, torch: bool = False) -> None:
     """Do something in a thread, once in a process, and wait for nothing.
 
     ``torch``: it calls torch, and a program that ends waits for it. Python ends threads that do not hold the
@@ -48,7 +48,7 @@ def _started(thread: threading.Thread) -> bool:
     return True
 
 
-def _do(act: Callable[[], None]) -> None:
+def _do(act: Callable[[], object]) -> None:
     try:
         act()
     except Exception as error:  # of any kind: it will come again, to somebody who can be told

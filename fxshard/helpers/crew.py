@@ -137,6 +137,10 @@ class Crew:
             pass
         return self._present
 
+    def gone(self) -> bool:
+        """Whether nobody is there any more, nor will be."""
+        return self._process.poll() is not None
+
     def finish(self, *, but: Collection[int] = ()) -> None:
         """Return when all wanted jobs are done, or nobody is there who could do them, or says anything any more.
 
@@ -155,7 +159,7 @@ class Crew:
         if any(event & select.POLLIN for _, event in events):
             self._note(int.from_bytes(os.read(self._done, NUMBER), "little"))
             return True
-        if events or self._process.poll() is not None:
+        if events or self.gone():
             if self._present and self.open:
                 LOG.debug("processes that compile ahead ended before their work was done")
             self._present = 0

@@ -69,25 +69,15 @@ def processes_for_kernels(count: int) -> int:
 
 
 def prepare(gpu: bool) -> None:
-    """Import and set up what all forks need: Triton in a thread, which has much to read and to wait for."""
+    """Import what takes longest, for all forks. Triton's files are hashed in a thread, which has much to read."""
     from fxshard import _compat
 
     if gpu:
-        import fxshard.first_kernel  # and Triton, by this thread
-    beside.begin("set up Triton", partial(_set_up_triton, gpu))
+        import fxshard.first_kernel  # noqa: F401  and Triton, by this thread
+
+        beside.begin("hash Triton", _compat.triton_hasher())
     _compat.import_inductor()
-    _compat.hash_torch()
-    import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
-
     beside.finish()
-
-
-def _set_up_triton(gpu: bool) -> None:
-    from fxshard import _compat
-
-    if gpu:
-        _compile_first_kernel()
-    _compat.hash_triton()
 
 
 def _compile_first_kernel() -> None:
@@ -107,18 +97,27 @@ def serve_kernels(directory: Path) -> None:
 
 def serve(directory: Path, device: int | None) -> None:
     """One of the crew, from its fork to its end."""
-    import torch
-
     from fxshard import _compat
 
     if device is not None:
-        try:
-            torch.empty(1, device=torch.device("cuda", device))  # a context, which takes half a second
-        except RuntimeError as error:  # a full device, for one; jobs will find it so, too
-            LOG.debug("process %d has no device: %s", os.getpid(), error)
+        beside.begin("make a context", partial(_make_context, device))  # there is enough to do meanwhile
+    if is_there_a_gpu():
+        with _kernels_in(directory / "triton"):
+            _compile_first_kernel()
+    _compat.hash_torch()
+    import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
+
+    beside.finish()
     _compat.start_kernel_processes()  # ahead of the files: forks would keep them open
     work(directory)
     _compat.stop_kernel_processes()
+
+
+def _make_context(device: int) -> None:
+    """Use a GPU for the first time, which takes half a second. Where it cannot be used jobs will find so, too."""
+    import torch
+
+    torch.empty(1, device=torch.device("cuda", device))
 
 
 @contextlib.contextmanager

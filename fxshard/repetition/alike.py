@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-_VALUES = (
+VALUES = (
     *(int, float, complex, bool, str, bytes, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
@@ -19,7 +20,8 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules differ in nothing but the values of their tensors.
 
     They are of the same classes, and what is in them is the same object, an equal value, or a tensor of the same kind
-    in the same place. What is shared inside one of them is shared inside the other.
+    in the same place. What is shared inside one of them is shared inside the other, and a tensor that both have in
+    another way than as a parameter or buffer is no parameter or buffer of one of them.
     """
     return _Comparison().modules(one, other)
 
@@ -41,7 +43,7 @@ class _Comparison:
             return self._each(a, b, self.modules)
         if name in ("_parameters", "_buffers"):
             return self._each(a, b, self._tensors)
-        return equal(a, b)
+        return equal(a, b) and all(self._pair(held, held) for held in _held(a) if isinstance(held, torch.Tensor))
 
     def _each(self, a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Any, Any], bool]) -> bool:
         if list(a) != list(b):
@@ -61,7 +63,34 @@ def is_plain(module: nn.Module) -> bool:
     """Whether a module's attributes are where they are in others, and its class says what calling it does."""
     kind = type(module)
     ordinary = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
-    return ordinary and "forward" not in vars(module)
+    return ordinary and is_all_in_its_attributes(module) and "forward" not in vars(module)
+
+
+def is_all_in_its_attributes(module: nn.Module) -> bool:
+    """Whether a module is no list or dict as well, and has no slots: another with its attributes does the same."""
+    return type(module).__basicsize__ == nn.Module.__basicsize__
+
+
+def knows_modules(module: nn.Module) -> bool:
+    """Whether a module has others than its submodules, with which it might compare them."""
+    own = ("_modules", "_parameters", "_buffers")
+    values = (value for name, value in vars(module).items() if name not in own)
+    return any(isinstance(held, nn.Module) for value in values for held in _held(value))
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """A value, and if it is a container all that is in it."""
+    found, queue = set(), [value]
+    while queue:
+        each = queue.pop()
+        yield each
+        if isinstance(each, tuple | list | dict | set | frozenset) and id(each) not in found:
+            found.add(id(each))
+            queue += _members(each)
+
+
+def _members(container: Any) -> Iterable[Any]:
+    return chain(container, container.values()) if isinstance(container, dict) else container
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -70,14 +99,14 @@ def equal(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, _VALUES):
+    if isinstance(a, VALUES):
         return bool(a == b)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, dict):
-        return list(a) == list(b) and all(equal(a[name], b[name]) for name in a)
+        return equal([*a], [*b]) and all(map(equal, a.values(), b.values()))
     if isinstance(a, set | frozenset):
-        return a == b and all(isinstance(member, _VALUES) for member in a)
+        return a == b and all(isinstance(member, VALUES) for member in a)
     return False
 
 
@@ -90,21 +119,17 @@ class Seen:
     """What was in a module when it was looked at."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._now = vars(module)
-        self._attributes = (*self._now.values(),)
-        containers = [value for value in self._attributes if isinstance(value, dict | list | set)]
+        self._module, self._class = module, type(module)
+        containers = [each for each in _held(vars(module)) if isinstance(each, dict | list | set)]
         self._empty = [each for each in containers if not each]
-        self._full = [(each, (*_members(each),)) for each in containers if each]
+        self._full = [(each, len(each), (*_members(each),)) for each in containers if each]
 
     def lasts(self) -> bool:
-        """Whether all of it is still there, and nothing else. What is in containers inside containers is not seen."""
+        """Whether all of it is still there, and nothing else."""
         return (
-            len(self._now) == len(self._attributes)
-            and all(map(operator.is_, self._now.values(), self._attributes))
+            type(self._module) is self._class
             and not any(self._empty)
-            and all(len(each) == len(had) and all(map(operator.is_, _members(each), had)) for each, had in self._full)
+            and all(
+                len(each) == length and all(map(operator.is_, _members(each), had)) for each, length, had in self._full
+            )
         )
-
-
-def _members(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from fxshard import _compat
+from fxshard.repetition.alike import VALUES, equal
 from fxshard.repetition.stand_ins import Path, enter, forget, leave, pass_by
 from fxshard.repetition.twins import Twins
 
@@ -114,7 +116,8 @@ class _Writing:
     def _write_layer(self, call: fx.Node) -> None:
         """Write a layer in place of the node that it left."""
         path, leader, said, *tensors = _arguments(call)
-        body = next((each for each in self.bodies.get(leader, ()) if _called_alike(each, said, tensors)), None)
+        bodies = self.bodies.get(leader, ())
+        body = next((each for each in bodies if _called_alike(each, said, tensors) and _returns(each, call)), None)
         if body is None:
             raise NotAlike(f"{_said(call)} is called with something else than {'.'.join(leader)}")
         env: dict[fx.Node, fx.Node] = {node: tensors[i] for node, i in body.given.items()}
@@ -182,23 +185,29 @@ def _places(layer: nn.Module) -> dict[int, tuple[str, str, str]]:
 
 def _check(body: _Body) -> None:
     """Refuse what another layer's copy could not stand for."""
+    if not _is_value(body.enter.args[2]):
+        raise NotAlike(f"{_said(body.enter)} is called with something that it may write to")
     inside, given = set(body.inside), body.given
+    met = set(given)
     for node in body.inside:
         if node.op in ("get_attr", "call_module") or _is_mark(node):
             raise NotAlike(f"{_said(body.enter)} has {node.op} {node.target}")
         for ref in node.all_input_nodes:
             if ref not in inside and ref not in given and ref.op != "placeholder":
                 raise NotAlike(f"{_said(body.enter)} uses {ref}, which it was not given")
+            met.add(ref)
         if any(user not in inside and user is not body.leave for user in node.users):
             raise NotAlike(f"{node} in {_said(body.enter)} is used behind it")
     tensors = [_value(node) for node in body.enter.args[3:]]
-    results: list[Any] = []
-    fx.map_arg(body.result, lambda node: results.append(_value(node)))
+    returned: list[fx.Node] = []
+    fx.map_arg(body.result, returned.append)
+    results = [_value(node) for node in returned]
     if any(not isinstance(each, torch.Tensor) or _compat.free_symbols(each) for each in [*tensors, *results]):
         raise NotAlike(f"{_said(body.enter)} takes or returns something whose size is not known")
     memory = [_compat.memory_of(each) for each in results]
-    if len(set(memory)) < len(memory) or set(memory) & {_compat.memory_of(each) for each in tensors}:
-        raise NotAlike(f"{_said(body.enter)} returns what it was given, or something twice")
+    before = {_compat.memory_of(value) for node in met - inside if isinstance(value := _value(node), torch.Tensor)}
+    if len(set(memory)) < len(memory) or set(memory) & before or not inside.issuperset(returned):
+        raise NotAlike(f"{_said(body.enter)} returns what was there before, or something twice")
 
 
 def _put_inputs_where_they_are_used(body: _Body) -> None:
@@ -223,11 +232,26 @@ def _put_inputs_where_they_are_used(body: _Body) -> None:
 def _called_alike(body: _Body, said: Any, tensors: Sequence[fx.Node]) -> bool:
     own = body.enter.args[3:]
     return (
-        body.enter.args[2] == said
+        equal(body.enter.args[2], said)
         and len(own) == len(tensors)
         and [own.index(node) for node in own] == [tensors.index(node) for node in tensors]
         and all(_kind(_value(a)) == _kind(_value(b)) for a, b in zip(own, tensors, strict=True))
     )
+
+
+def _returns(body: _Body, call: fx.Node) -> bool:
+    """Whether what Dynamo was told that a layer returns is what ``body`` returns; its leader may have been called again
+    in between with something else.
+    """
+    told, real = (
+        [_kind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(_value(node))]
+        for node in (call, body.leave)
+    )
+    return equal(told, real)
+
+
+def _is_value(said: Any) -> bool:
+    return all(map(_is_value, said)) if type(said) is tuple else isinstance(said, (*VALUES, fx.Node))
 
 
 def _value(node: Any) -> Any:

@@ -19,8 +19,8 @@ from fxshard.repetition.gap import Jump
 
 Path = tuple[str, ...]
 
-TENSOR = "a tensor"
-"""Stands for each tensor in what is said of a call."""
+TENSOR = ("tensor",)
+"""Stands for each tensor in what is said of a call; a tuple would be ``("tuple", ...)``."""
 
 _RESULTS: dict[tuple[int, Path], Any] = {}
 """What layers returned, by the token of their twin and their path: tensors without memory."""
@@ -63,7 +63,7 @@ def stand_in(token: int, path: Path, leader: Path) -> dict[str, Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
-        said = _tell((args, kwargs), tensors)
+        said = _tell_call(args, kwargs, tensors)
         return pass_by(token, path, leader, said, *tensors)
 
     return {"forward": forward}
@@ -74,9 +74,9 @@ def marked(token: int, path: Path) -> dict[str, Any]:
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
-        said = _tell((args, kwargs), tensors)
+        said = _tell_call(args, kwargs, tensors)
         entered = list(enter(token, path, said, *tensors))
-        return _retell((args, kwargs), entered)
+        return _retell(args, entered), {name: _retell(value, entered) for name, value in kwargs.items()}
 
     def after(module: nn.Module, args: Any, result: Any) -> Any:
         return leave(token, path, result)
@@ -89,17 +89,22 @@ def marked(token: int, path: Path) -> dict[str, Any]:
     }
 
 
+def _tell_call(args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    """What a layer is called with, but for its tensors, which are collected, and in which modes. Dynamo traces this."""
+    given = [("", _tell(args, tensors)), *[(name, _tell(value, tensors)) for name, value in kwargs.items()]]
+    autocast = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")]
+    return tuple(given), (torch.is_grad_enabled(), *autocast)
+
+
 def _tell(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """What a layer is called with, but for its tensors, which are collected. Dynamo traces this."""
+    """One argument, which is told as it is unless it is a tensor or has some in it. What a layer can write to, such as
+    a list, is left to be found by whoever is told.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return TENSOR
     if type(value) is tuple:
         return ("tuple", *[_tell(each, tensors) for each in value])
-    if type(value) is list:
-        return ("list", *[_tell(each, tensors) for each in value])
-    if type(value) is dict:
-        return ("dict", *[(name, _tell(each, tensors)) for name, each in value.items()])
     return value
 
 
@@ -109,8 +114,4 @@ def _retell(value: Any, tensors: list[torch.Tensor]) -> Any:
         return tensors.pop(0)
     if type(value) is tuple:
         return tuple([_retell(each, tensors) for each in value])
-    if type(value) is list:
-        return [_retell(each, tensors) for each in value]
-    if type(value) is dict:
-        return {name: _retell(each, tensors) for name, each in value.items()}
     return value

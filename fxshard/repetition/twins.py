@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from fxshard.repetition.alike import Seen, alike, is_plain
+from fxshard import _compat
+from fxshard.repetition.alike import Seen, alike, is_all_in_its_attributes, is_plain, knows_modules
 from fxshard.repetition.expansion import KEPT
 from fxshard.repetition.stand_ins import Path, marked, stand_in
 
@@ -49,14 +50,22 @@ class Twins:
 
     def keep_up(self) -> bool:
         """Take over what has changed in the model. False if its layers are others, or not alike any more."""
+        if _compat.any_global_hook():  # between a traced layer's forward and the mark behind it
+            return False
         if all(map(Seen.lasts, self._seen)):
             return True
         if any(list(module._modules.values()) != had for module, had in self._children.items()):
             return False
-        for twin, module, own in self._twins:
-            vars(twin).update({name: value for name, value in vars(module).items() if name not in own})
+        if any(type(twin) is not type(module) for twin, module, _ in self._twins):
+            return False
+        if any(map(knows_modules, self.original.modules())):
+            return False
         if not all(alike(self.leaders[each.leader], each.layer) for each in self.followers.values()):
             return False
+        for twin, module, own in self._twins:
+            kept = {name: value for name, value in vars(twin).items() if name in own}
+            vars(twin).clear()
+            vars(twin).update(vars(module) | kept)
         self._look()
         return True
 
@@ -70,8 +79,10 @@ class Twins:
         """Of each list of many layers the first of each kind is traced.
 
         Where something is frozen, the first layer may get what wants no gradient, and the others what does. It is
-        traced then, and not followed.
+        traced then, and not followed. A module that knows others might find that they are not their twins.
         """
+        if any(map(knows_modules, model.modules())):
+            return
         first = 0 if all(parameter.requires_grad for parameter in model.parameters()) else 1
         for path, layers in _lists(model, ()):
             kinds: dict[Path, nn.Module] = {}
@@ -107,7 +118,9 @@ class Twins:
 
 
 def _lists(module: nn.Module, path: Path) -> Iterator[tuple[Path, nn.Module]]:
-    """The lists of many layers in a model, but for those in such layers."""
+    """The lists of many layers in a model, but for those in such layers and in what can have no twin."""
+    if not is_all_in_its_attributes(module):
+        return
     if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= KEPT + 2:
         yield path, module
         return
