@@ -722,7 +722,7 @@ def changes() -> dict[str, Callable[[Any], object]]:
 @pytest.mark.parametrize("change", changes().values(), ids=changes())
 def test_changes_are_seen(change: Callable[[Any], object]) -> None:
     module = with_attribute({"a": [], "b": (set(),), "d": 2})
-    seen = Seen(module)
+    seen = Seen([module])
     assert seen.lasts()
     change(module)
     assert not seen.lasts()
@@ -730,7 +730,7 @@ def test_changes_are_seen(change: Callable[[Any], object]) -> None:
 
 def test_new_values_of_tensors_are_no_change() -> None:
     module = nn.BatchNorm1d(2)
-    seen = Seen(module)
+    seen = Seen([module])
     module(torch.randn(3, 2)).sum().backward()
     torch.optim.SGD(module.parameters()).step()
     assert seen.lasts()

@@ -116,20 +116,28 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Seen:
-    """What was in a module when it was looked at."""
+    """What was in modules when they were looked at. It is compared at each call, so nothing is done for each of them
+    that can be done for all at once.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._class = module, type(module)
-        containers = [each for each in _held(vars(module)) if isinstance(each, dict | list | set)]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [*modules]
+        self._classes = [*map(type, self._modules)]
+        containers = [
+            each for module in self._modules for each in _held(vars(module)) if isinstance(each, dict | list | set)
+        ]
         self._empty = [each for each in containers if not each]
-        self._full = [(each, len(each), (*_members(each),)) for each in containers if each]
+        self._full = [each for each in containers if each]
+        self._lengths = [*map(len, self._full)]
+        views = ((each.keys(), each.values()) if isinstance(each, dict) else (each,) for each in self._full)
+        self._views = [*chain.from_iterable(views)]
+        self._members = [*chain.from_iterable(self._views)]
 
     def lasts(self) -> bool:
         """Whether all of it is still there, and nothing else."""
         return (
-            type(self._module) is self._class
+            all(map(operator.is_, map(type, self._modules), self._classes))
             and not any(self._empty)
-            and all(
-                len(each) == length and all(map(operator.is_, _members(each), had)) for each, length, had in self._full
-            )
+            and all(map(operator.eq, map(len, self._full), self._lengths))
+            and all(map(operator.is_, chain.from_iterable(self._views), self._members))
         )

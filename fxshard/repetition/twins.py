@@ -52,7 +52,7 @@ class Twins:
         """Take over what has changed in the model. False if its layers are others, or not alike any more."""
         if _compat.any_global_hook():  # between a traced layer's forward and the mark behind it
             return False
-        if all(map(Seen.lasts, self._seen)):
+        if self._seen.lasts():
             return True
         if any(list(module._modules.values()) != had for module, had in self._children.items()):
             return False
@@ -72,7 +72,7 @@ class Twins:
     def _look(self) -> None:
         layers = [*self.leaders.values(), *(each.layer for each in self.followers.values())]
         modules = [*(module for _, module, _ in self._twins), *(each for layer in layers for each in layer.modules())]
-        self._seen = [Seen(module) for module in dict.fromkeys(modules)]
+        self._seen = Seen(dict.fromkeys(modules))
         self._children = {module: list(module._modules.values()) for _, module, _ in self._twins}
 
     def _choose(self, model: nn.Module) -> None:
