@@ -26,18 +26,16 @@ Compile = Callable[[int], None]
 def start() -> None:
     """Start the processes that will compile beside this one, and wait for none of them.
 
-    A program that has run before finds what it compiles in Inductor's cache, and needs no crew. Whether it has is known
-    when some of torch's compiler is imported, and a crew that is needed is not to wait for that.
+    A program that has run before finds what it compiles in Inductor's cache, and needs no crew.
     """
     # is_available() would initialise CUDA: no process forked later could use it
     gpus = torch.cuda.is_initialized() or torch.cuda.device_count() > 0
-    if (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ:
+    allowed = (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ
+    if allowed and not has_run():
         crew.hire(torch.cuda.current_device() if torch.cuda.is_initialized() else None)
     if gpus:
         _compat.start_compile_processes()
         beside.begin("hash Triton", _compat.triton_hasher())  # which looking into Inductor's cache begins with
-    if crew.hired() is not None and has_run():
-        crew.dismiss()
 
 
 def compile_elsewhere(compile: Compile, device: torch.device) -> None:

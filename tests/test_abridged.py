@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxshard
 from fxshard import _compat, backend
 from fxshard.repetition import abridged, expansion
+from fxshard.repetition.numbering import Numbering
 from fxshard.repetition.periods import Unrepeatable, described, references
 from tests.toy import Llama, batch
 
@@ -209,6 +210,56 @@ def test_layers_that_write_in_place_share_a_parameter_or_add_to_a_stream(make: A
 @pytest.mark.parametrize("make", [Counts, Hidden])
 def test_what_cannot_be_told_from_four_layers_is_traced_whole(make: Any) -> None:
     assert same(make, small, lowering="eager") == [False]
+
+
+def partitioned(make: Any, inputs: Any, **options: Any) -> tuple[list[int], int]:
+    """How many inputs the model had each time that the partitioner was asked; how many layers were not traced."""
+    seen: list[int] = []
+    original = _compat.min_cut_partition
+
+    def spy(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        seen.append(sum(node.name.startswith("primals") for node in joint.graph.find_nodes(op="placeholder")))
+        return original(joint, *args, **kwargs)
+
+    model = fxshard.compile(make(), lowering="eager", **options)
+    with mock.patch.object(_compat, "min_cut_partition", spy):
+        model(*inputs(0)).backward()
+    return seen, model.compilations.layers_left_out
+
+
+def test_the_partitioner_is_asked_about_four_layers() -> None:
+    assert partitioned(Inplace, small) == ([4 * 2 + 1], 2)
+
+
+def test_passes_of_the_users_own_see_all_layers() -> None:
+    """They may do something to one of them."""
+    assert partitioned(Inplace, small, passes=fxshard.PASSES) == ([6 * 2 + 1], 2)
+
+
+def test_where_four_layers_do_not_tell_it_is_asked_about_all() -> None:
+    """What forward keeps of attention is made behind all layers here, in one piece."""
+    seen, left_out = partitioned(lambda: Llama(layers=7), tokens)
+    assert len(seen) == 2 and seen[0] < seen[1] and left_out == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "shift", "expected"),
+    [
+        ("mm", 0, "mm"),  # the first layer's
+        ("mm", 5, "mm_10"),  # two in each layer of forward
+        ("mm_9", 6, "mm_21"),  # four in each of backward, behind all of forward: six layers were left out
+        ("mm_9", 5, "mm_25"),
+        ("full_2", 6, "full_2"),  # made by a pass that went from the last layer to the first
+        ("full_2", 0, "full_8"),
+        ("view_3", 2, "view_3"),  # of none of the layers
+        ("again_mm", 5, "again_mm_10"),  # of forward, computed again
+        ("again_for_all_mm", 5, "again_for_all_mm"),  # the first layer's, for all
+    ],
+)
+def test_names_are_numbered_as_if_all_were_traced(name: str, shift: int, expected: str) -> None:
+    forward = {"mm", "mm_1", "full_2"}
+    numbering = Numbering({"mm": (2, 4), "full": (-1, 0)}, forward, forward, removed=6)
+    assert numbering.name(name, shift) == expected
 
 
 def test_other_batch_sizes_and_evaluation() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -41,11 +46,25 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
 
 
+@functools.cache
+def _cache_directories() -> Any:
+    """The module that knows where caches are, and needs nothing of the package that it is in, which takes a second to
+    import.
+    """
+    name = "torch._inductor.runtime.cache_dir_utils"
+    if "torch._inductor" in sys.modules:
+        return importlib.import_module(name)
+    path = Path(torch.__file__).parent / "_inductor" / "runtime" / "cache_dir_utils.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def compile_cache() -> str:
     """The directory of Inductor's caches. torch 2.11, 2.13."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
+    return str(_cache_directories().cache_dir())
 
 
 def import_inductor() -> None:

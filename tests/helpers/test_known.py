@@ -1,5 +1,7 @@
 """What Inductor's cache has from earlier, as far as we know."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -182,20 +184,29 @@ def test_in_a_directory_that_is_gone_nothing_is_known(
     monkeypatch.chdir(tmp_path)
 
 
-def test_nobody_stays_for_what_has_run(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are hired first: to know whether they are needed takes longer than to start them."""
+def test_nobody_is_hired_for_what_has_run(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(crew.VARIABLE, "2")
-    with (
-        mock.patch.object(crew, "hire") as hire,
-        mock.patch.object(crew, "hired", return_value=mock.Mock()),
-        mock.patch.object(crew, "dismiss") as dismiss,
-    ):
+    with mock.patch.object(crew, "hire") as hire:
         elsewhere.start()
         hire.assert_called_once_with(None)
-        dismiss.assert_not_called()
         note_run()
         elsewhere.start()
-        dismiss.assert_called_once_with()
+        hire.assert_called_once_with(None)
+
+
+def test_to_know_it_takes_nothing_of_torchs_compiler(tmp_path: Path) -> None:
+    """Which takes a second to import, and a crew that is needed is not to wait for that."""
+    script = """
+import sys, torch
+from fxshard import _compat
+first = _compat.compile_cache()
+assert "torch._inductor" not in sys.modules
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+assert first == cache_dir() == _compat.compile_cache()
+"""
+    for given in ({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, {}):
+        kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+        subprocess.run([sys.executable, "-c", script], env={**kept, **given}, check=True, timeout=60)
 
 
 def test_a_first_step_through_inductor_notes_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
