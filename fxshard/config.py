@@ -210,9 +210,9 @@ class Options:
     durations the schedule is made for; None means the one it runs on. ``verify``: check every emitted schedule.
     ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
     machine, ``"torch"``, ``"triton"``, ``"te"`` or ``"te-mxfp8"`` that one, ``"off"`` leaves them as they are written.
-    ``passes``: a list derived from ``fxshard.PASSES``, with passes of one's own. ``trace_once``: layers that repeat go
-    through autograd once when a model is compiled, not one by one: the first call takes less time, the graphs are the
-    same.
+    ``passes``: a list derived from ``fxshard.PASSES``, with passes of one's own. ``trace_once``: layers that repeat are
+    traced once when a model is compiled, by Dynamo and through autograd, not one by one: the first call takes less
+    time, the graphs are the same.
     ``cuda_graphs``: from their second run on, forward and backward are captured in CUDA graphs and replayed: the host
     launches a step in a few calls. Their memory stays reserved between steps.
     """

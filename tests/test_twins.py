@@ -143,7 +143,13 @@ def in_place(self: Layer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "layer",
-    [Layer, Normed, forward(without_gradient), pytest.param(forward(in_place), marks=pytest.mark.thorough)],
+    [
+        Layer,
+        *(
+            pytest.param(each, marks=pytest.mark.thorough)
+            for each in (Normed, forward(without_gradient), forward(in_place))
+        ),
+    ],
 )
 def test_layers_that_are_alike_are_passed_by(layer: type[nn.Module]) -> None:
     assert passed_by(lambda: Model(layer)) == ALL
@@ -164,6 +170,7 @@ def test_what_layers_are_given_and_return_may_be_nested() -> None:
     assert passed_by(through(run, forward(several))) == ALL
 
 
+@pytest.mark.thorough
 def test_layers_may_be_called_twice() -> None:
     def run(self: Model, x: Tensor) -> Tensor:
         return Model.through(self, Model.through(self, x) + self.layers[-1].linear.bias)
@@ -215,6 +222,7 @@ def test_where_something_is_frozen_the_first_layer_is_not_followed() -> None:
     assert passed_by(make) == LAYERS - 2
 
 
+@pytest.mark.thorough
 def test_lists_in_layers_and_layers_in_few_layers() -> None:
     """Of lists in lists the outer counts, if it is long enough."""
 
@@ -235,7 +243,7 @@ def flagged(self: Layer, x: Tensor, flag: Any) -> Tensor:
     return self.linear(x) * (2.0 if flag is True else 3.0)
 
 
-@pytest.mark.parametrize("flag", [lambda i: i > 2, lambda i: i == 0 or 1])
+@pytest.mark.parametrize("flag", [pytest.param(lambda i: i > 2, marks=pytest.mark.thorough), lambda i: i == 0 or 1])
 def test_arguments_differ(flag: Callable[[int], Any]) -> None:
     """Also from True to 1."""
 
@@ -255,7 +263,7 @@ def two(self: Layer, x: Tensor, y: Tensor) -> Tensor:
     "other",
     [
         lambda x, i: x if i == 0 else x * 1,
-        lambda x, i: x[: 2 if i else 1] * 1,
+        pytest.param(lambda x, i: x[: 2 if i else 1] * 1, marks=pytest.mark.thorough),
         lambda x, i: x.detach() if i else x * 1,
         pytest.param(lambda x, i: (x.double() if i else x) * 1, marks=pytest.mark.thorough),
         pytest.param(lambda x, i: x * 1 if i else x.t().contiguous().t(), marks=pytest.mark.thorough),
@@ -269,6 +277,7 @@ def test_tensors_differ(other: Callable[[Tensor, int], Tensor]) -> None:
     assert passed_by(through(run, forward(two))) == 0
 
 
+@pytest.mark.thorough
 def test_the_order_differs() -> None:
     def run(self: Model, x: Tensor) -> Tensor:
         for layer in reversed(list(self.layers)):
@@ -346,6 +355,7 @@ def tells(self: Layer, x: Tensor, found: dict[str, int]) -> Tensor:
     return self.linear(x)
 
 
+@pytest.mark.thorough
 def test_a_dict_that_is_made_anew_for_each_layer() -> None:
     def run(self: Model, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -376,7 +386,9 @@ def hooks(self: Layer, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("run", [counts, pytest.param(appends, marks=pytest.mark.thorough), draws, hooks])
+@pytest.mark.parametrize(
+    "run", [counts, *(pytest.param(run, marks=pytest.mark.thorough) for run in (appends, draws, hooks))]
+)
 def test_layers_that_do_more_than_compute(run: Callable[..., Tensor]) -> None:
     assert passed_by(lambda: Model(forward(run))) == 0
 

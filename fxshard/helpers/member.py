@@ -135,8 +135,15 @@ def _kernels_in(cache: Path) -> Iterator[None]:
 
 
 def work(directory: Path, queue: str = QUEUE) -> None:
-    """Do what a queue says until it is closed."""
-    # Opened without waiting for the other side, which may be gone already; then nothing can be read or written.
+    """Do what a queue says until it is closed, or the owner has gone: then there is nobody to open a file with, or to
+    write to. That is no failure, for which the others would be sent home before they have cleared up.
+    """
+    with contextlib.suppress(OSError):
+        _work(directory, queue)
+
+
+def _work(directory: Path, queue: str) -> None:
+    # Opened without waiting for the other side, which may be gone already.
     done = os.open(directory / DONE, os.O_WRONLY | os.O_NONBLOCK)
     jobs = os.open(directory / queue, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(jobs, True)

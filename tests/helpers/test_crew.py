@@ -18,7 +18,7 @@ import torch
 
 import fxshard
 from fxshard import ConfigError, elsewhere
-from fxshard.helpers import crew
+from fxshard.helpers import crew, member
 from fxshard.helpers.crew import MOST, Crew
 from fxshard.lowering import SegmentCompiler
 from tests.helpers.crews import ASLEEP, ENDED, alive, ready, touch, until
@@ -280,6 +280,25 @@ while not (os.path.exists(said) and Path(said).read_text()):
 print(crew._process.pid, Path(said).read_text(), crew._directory, flush=True)
 exec(end)
 """
+
+
+@pytest.mark.parametrize("queue", [crew.QUEUE, crew.KERNELS])
+def test_who_comes_when_the_owner_has_gone_leaves(tmp_path: Path, queue: str) -> None:
+    """Were it a failure, the others would be killed, and nobody would remove their directory."""
+    for name in (queue, crew.DONE):
+        os.mkfifo(tmp_path / name)
+    member.work(tmp_path, queue)  # nobody reads what is done
+
+
+def test_who_is_done_when_the_owner_has_gone_leaves(tmp_path: Path) -> None:
+    for name in (crew.KERNELS, crew.DONE):
+        os.mkfifo(tmp_path / name)
+    listening = os.open(tmp_path / crew.DONE, os.O_RDONLY | os.O_NONBLOCK)
+    jobs = os.open(tmp_path / crew.KERNELS, os.O_RDWR)
+    (tmp_path / "0.job").write_bytes(pickle.dumps(partial(os.close, listening)))
+    os.write(jobs, bytes(crew.NUMBER))
+    member.work(tmp_path, crew.KERNELS)  # during its first job the owner stops listening
+    os.close(jobs)
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
