@@ -236,6 +236,7 @@ def test_passes_of_the_users_own_see_all_layers() -> None:
     assert partitioned(Inplace, small, passes=fxshard.PASSES) == ([6 * 2 + 1], 2)
 
 
+@pytest.mark.thorough
 def test_where_four_layers_do_not_tell_it_is_asked_about_all() -> None:
     """What forward keeps of attention is made behind all layers here, in one piece."""
     seen, left_out = partitioned(lambda: Llama(layers=7), tokens)

@@ -423,6 +423,7 @@ def recomputes(self: Layer, x: Tensor) -> Tensor:
     return x + checkpoint(lambda x: self.linear(x).tanh(), x, use_reentrant=False)
 
 
+@pytest.mark.thorough
 def test_graphs_in_layers_and_layers_in_graphs() -> None:
     """Checkpointing has a graph of its own, in which layers are not written out."""
 
@@ -575,6 +576,7 @@ def test_changes_reach_what_is_computed() -> None:
     assert passed_by(Model, lambda model: CHANGES_TO_ONE["hook"](model.layers)) == ALL
 
 
+@pytest.mark.thorough
 def test_a_mode_is_that_of_a_layer() -> None:
     """One that drops nothing any more is not like the others; all of them are like each other again."""
     torch.manual_seed(0)

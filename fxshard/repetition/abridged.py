@@ -1,8 +1,7 @@
 """Compiling a deep model without tracing every layer through autograd.
 
 AOTAutograd makes the joint graph of the captured graph with four of the layers (:mod:`fxshard.repetition.shorten`),
-which gives, expanded, the joint graph of the model. Where that cannot be told the answer is None, and everything is
-traced.
+which tells that of the model. Where it cannot be told the answer is None, and everything is traced.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def abridge(
     rewrite: Callable[[fx.GraphModule], fx.GraphModule],
     then: Callable[[Abridged], T],
 ) -> T | None:
-    """Make the joint graph of a captured graph from four of its layers, and call ``then`` with it, as a partitioner is
-    called by AOTAutograd; None where layers do not repeat.
+    """Make the joint graph of four layers of a captured graph, and call ``then`` with it, as a partitioner is called by
+    AOTAutograd; None where layers do not repeat.
 
     ``names`` are those of the inputs that are parameters or buffers. Sizes must be known. ``rewrite`` is what happens
     to a joint graph next: it happens to that of four layers, unless it would number their random numbers.

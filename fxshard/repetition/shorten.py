@@ -1,10 +1,10 @@
 """Planning a deep model without tracing every layer through autograd.
 
-What a step does to the layers of one ``ModuleList`` repeats. Dynamo captures the model whole; where its graph repeats,
-node by node, :func:`shorten` leaves four of the layers, only these go through AOTAutograd and Inductor's joint passes,
-and :meth:`Shortened.expand` puts the others back into the joint graph. The partitioner and fxshard's own passes then
-work on the whole graph. Wherever something does not repeat exactly the answer is None, and planning traces
-everything.
+What a step does to the layers of one ``ModuleList`` repeats. Where the captured graph repeats, node by node,
+:func:`shorten` leaves four of the layers, and only these go through AOTAutograd, Inductor's joint passes and the
+partitioner. :meth:`Shortened.expand` puts the others back, where the partitioner cannot be asked about four into the
+joint graph. fxshard's own passes then work on the whole. Wherever something does not repeat exactly the answer is None,
+and everything is traced.
 """
 
 from __future__ import annotations
