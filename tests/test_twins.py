@@ -21,6 +21,7 @@ import fxshard
 from fxshard.repetition import stand_ins
 from fxshard.repetition.alike import Seen, alike, equal
 from fxshard.repetition.twins import Twins
+from tests.thorough import thorough
 
 WIDTH, LAYERS, STEPS = 4, 6, 2
 ALL = LAYERS - 1
@@ -145,10 +146,7 @@ def in_place(self: Layer, x: Tensor) -> Tensor:
     "layer",
     [
         Layer,
-        *(
-            pytest.param(each, marks=pytest.mark.thorough)
-            for each in (Normed, forward(without_gradient), forward(in_place))
-        ),
+        *(thorough(each) for each in (Normed, forward(without_gradient), forward(in_place))),
     ],
 )
 def test_layers_that_are_alike_are_passed_by(layer: type[nn.Module]) -> None:
@@ -191,13 +189,8 @@ def test_the_layers_of_each_kind_follow_one_of_them() -> None:
 @pytest.mark.parametrize(
     "tie",
     [
-        pytest.param(
-            lambda layers: setattr(layers[2].linear, "weight", layers[1].linear.weight), marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            lambda layers: [setattr(layer.linear, "weight", layers[0].linear.weight) for layer in layers],
-            marks=pytest.mark.thorough,
-        ),
+        thorough(lambda layers: setattr(layers[2].linear, "weight", layers[1].linear.weight)),
+        thorough(lambda layers: [setattr(layer.linear, "weight", layers[0].linear.weight) for layer in layers]),
         lambda layers: layers._modules.update({"4": layers[1], "5": layers[0]}),
     ],
     ids=["weights of two", "weights of all", "layers twice"],
@@ -243,7 +236,7 @@ def flagged(self: Layer, x: Tensor, flag: Any) -> Tensor:
     return self.linear(x) * (2.0 if flag is True else 3.0)
 
 
-@pytest.mark.parametrize("flag", [pytest.param(lambda i: i > 2, marks=pytest.mark.thorough), lambda i: i == 0 or 1])
+@pytest.mark.parametrize("flag", [thorough(lambda i: i > 2), lambda i: i == 0 or 1])
 def test_arguments_differ(flag: Callable[[int], Any]) -> None:
     """Also from True to 1."""
 
@@ -263,10 +256,10 @@ def two(self: Layer, x: Tensor, y: Tensor) -> Tensor:
     "other",
     [
         lambda x, i: x if i == 0 else x * 1,
-        pytest.param(lambda x, i: x[: 2 if i else 1] * 1, marks=pytest.mark.thorough),
+        thorough(lambda x, i: x[: 2 if i else 1] * 1),
         lambda x, i: x.detach() if i else x * 1,
-        pytest.param(lambda x, i: (x.double() if i else x) * 1, marks=pytest.mark.thorough),
-        pytest.param(lambda x, i: x * 1 if i else x.t().contiguous().t(), marks=pytest.mark.thorough),
+        thorough(lambda x, i: (x.double() if i else x) * 1),
+        thorough(lambda x, i: x * 1 if i else x.t().contiguous().t()),
     ],
     ids=["the same twice", "size", "gradient", "dtype", "strides"],
 )
@@ -386,9 +379,7 @@ def hooks(self: Layer, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    "run", [counts, *(pytest.param(run, marks=pytest.mark.thorough) for run in (appends, draws, hooks))]
-)
+@pytest.mark.parametrize("run", [counts, *(thorough(run) for run in (appends, draws, hooks))])
 def test_layers_that_do_more_than_compute(run: Callable[..., Tensor]) -> None:
     assert passed_by(lambda: Model(forward(run))) == 0
 
@@ -409,7 +400,7 @@ def test_layers_that_return_what_they_were_given() -> None:
     assert passed_by(lambda: Model(forward(itself))) == 0
 
 
-@pytest.mark.parametrize("run", [weight, pytest.param(part, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("run", [weight, thorough(part)])
 def test_layers_that_return_parameters(run: Callable[..., Tensor]) -> None:
     def through_weights(self: Model, x: Tensor) -> Tensor:
         for layer in self.layers:
