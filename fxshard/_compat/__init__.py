@@ -16,7 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxshard._compat.dynamo import another_input as another_input
 from fxshard._compat.dynamo import any_global_hook as any_global_hook
 from fxshard._compat.dynamo import does_more_than_compute as does_more_than_compute
+from fxshard._compat.dynamo import graph_break as graph_break
+from fxshard._compat.dynamo import graph_input_example as graph_input_example
 from fxshard._compat.dynamo import inlines_modules as inlines_modules
+from fxshard._compat.dynamo import is_static as is_static
 from fxshard._compat.dynamo import opaque as opaque
 from fxshard._compat.inductor import compile_cache as compile_cache
 from fxshard._compat.inductor import compile_clocks as compile_clocks
@@ -263,17 +266,6 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
-def graph_input_example(placeholder: fx.Node) -> Any:
-    """The real value behind an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
-    argument = placeholder.meta.get("grapharg")
-    return argument.example if argument is not None else None
-
-
-def is_static(value: torch.Tensor) -> bool:
-    """Whether somebody has said that a tensor stays where it is. torch 2.11, 2.13."""
-    return getattr(value, "_dynamo_static_input_type", None) is not None
-
-
 class OperatorObserver(TorchDispatchMode):
     """A context that sees every operation outside compiled graphs before it runs. torch 2.11, 2.13.
 
@@ -309,15 +301,6 @@ def compiled_autograd() -> bool:
     from torch._dynamo import compiled_autograd as state
 
     return bool(torch._dynamo.config.compiled_autograd or state.compiled_autograd_enabled)
-
-
-def graph_break(graph: fx.GraphModule) -> str | None:
-    """Where and why Dynamo ended a graph early, None where it captured to the end. torch 2.11, 2.13."""
-    reason = getattr(graph, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return None
-    where = [f"{frame.filename}:{frame.lineno}" for frame in reason.user_stack]
-    return f"{where[-1] if where else 'unknown code'}: {reason.reason.splitlines()[0]}"
 
 
 def call_unbroken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,26 @@ def does_more_than_compute() -> str | None:
     return "has hooks on tensors" if output.side_effects.tensor_hooks else None
 
 
+def graph_break(graph: fx.GraphModule) -> str | None:
+    """Where and why Dynamo ended a graph early, None where it captured to the end. torch 2.11, 2.13."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    where = [f"{frame.filename}:{frame.lineno}" for frame in reason.user_stack]
+    return f"{where[-1] if where else 'unknown code'}: {reason.reason.splitlines()[0]}"
+
+
+def graph_input_example(placeholder: fx.Node) -> Any:
+    """The real value behind an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
+    argument = placeholder.meta.get("grapharg")
+    return argument.example if argument is not None else None
+
+
+def is_static(value: torch.Tensor) -> bool:
+    """Whether somebody has said that a tensor stays where it is. torch 2.11, 2.13."""
+    return getattr(value, _STATIC, None) is not None
+
+
 def another_input(like: fx.Node, tensor: torch.Tensor, path: Sequence[str], key: str) -> fx.Node | None:
     """Write an input for a tensor, at the place where its graph inserts. ``like`` is that of another module's in the
     same place: modules under ``path``, for whose last name stands ``key``. None if it was not reached so.
@@ -63,8 +83,8 @@ def another_input(like: fx.Node, tensor: torch.Tensor, path: Sequence[str], key:
     if argument is None or source is None:
         return None
     fake = current_fake_mode().from_tensor(tensor, static_shapes=True)
-    if (stays := getattr(argument.example, _STATIC, None)) is not None:
-        setattr(tensor, _STATIC, stays)
+    if is_static(argument.example):
+        setattr(tensor, _STATIC, getattr(argument.example, _STATIC))
     node = like.graph.placeholder(re.sub(r"[^a-zA-Z0-9]+", "_", source.name))  # the name that Dynamo gives
     node.type = like.type
     node.meta.update(like.meta)

@@ -137,10 +137,6 @@ class Crew:
             pass
         return self._present
 
-    def gone(self) -> bool:
-        """Whether nobody is there any more, nor will be."""
-        return self._process.poll() is not None
-
     def finish(self, *, but: Collection[int] = ()) -> None:
         """Return when all wanted jobs are done, or nobody is there who could do them, or says anything any more.
 
@@ -159,7 +155,7 @@ class Crew:
         if any(event & select.POLLIN for _, event in events):
             self._note(int.from_bytes(os.read(self._done, NUMBER), "little"))
             return True
-        if events or self.gone():
+        if events or self._process.poll() is not None:
             if self._present and self.open:
                 LOG.debug("processes that compile ahead ended before their work was done")
             self._present = 0
