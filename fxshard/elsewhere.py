@@ -65,7 +65,7 @@ def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
         if circumstances is not None:
             for _ in range(helpers.count):
                 helpers.publish(partial(_compat.compile_any, circumstances), wanted=False)
-    elif pools:
+    elif pools and not has_run():
         from fxshard.first_kernel import compile_first
 
         for number in range(count):

@@ -58,26 +58,33 @@ class SegmentCompiler:
             self._compile(key, segment)
         return self._compiled[key]
 
-    def hand_out(self, crew: Crew, segments: Iterable[fx.GraphModule]) -> None:
-        """Let a crew compile what is new among ``segments``, and wait for nothing.
+    def hand_out(self, crew: Crew, phases: Iterable[Iterable[fx.GraphModule]]) -> None:
+        """Let a crew compile what is new among the segments of ``phases``, in the order in which these will run, and
+        wait for nothing.
 
         What it compiles is in Inductor's cache when it has finished, and is there at once when it is called for.
         """
         circumstances = _compat.compile_circumstances()
         if circumstances is None:
             return
+        crew.withdraw_unwanted()
+        for segments in phases:
+            new = self._new(segments)
+            for key in sorted(new, key=lambda key: -_length(new[key])):  # the longest first
+                data = packed(new[key])
+                if data is not None:
+                    number = crew.publish(partial(compile_packed, data, circumstances))
+                    self._handed_out[number] = key, new[key]
+
+    def _new(self, segments: Iterable[fx.GraphModule]) -> dict[Key, fx.GraphModule]:
+        """Those that nobody has compiled, or was asked to."""
         new: dict[Key, fx.GraphModule] = {}
         old = {*self._compiled, *(key for key, _ in self._handed_out.values())}
         for segment in segments:
             key = _key(segment)
             if key not in old and key[1] is None and key[0] not in self._known and _worth_compiling(segment):
                 new.setdefault(key, segment)  # the cache knows nodes by name, and the first will be asked for
-        crew.withdraw_unwanted()
-        for key in sorted(new, key=lambda key: -_length(new[key])):  # the longest first
-            data = packed(new[key])
-            if data is not None:
-                number = crew.publish(partial(compile_packed, data, circumstances))
-                self._handed_out[number] = key, new[key]
+        return new
 
     def finish(self, crew: Crew, segments: Iterable[fx.GraphModule]) -> None:
         """Do what a crew is too small for, or too late, and wait until it has done its part of ``segments``, and all

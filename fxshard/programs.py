@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import fx
 
 from fxshard import _compat
@@ -53,8 +54,8 @@ class Programs:
             dismiss()
             return
         with _compat.no_dispatch_modes(), _nobody_left_on_failure():
-            everything = [segment for phase in self._scheduled.graphs for segment in segments(self._split(phase))]
-            self._sharding.compiler.hand_out(crew, everything)
+            phases = [segments(self._split(phase)) for phase in self._scheduled.graphs]
+            self._sharding.compiler.hand_out(crew, phases)
 
     def program(self, phase: Phase, emitted: Schedule) -> BoxedCallable:
         """What runs one phase, made when it first does. ``emitted`` is what it will do."""
@@ -73,11 +74,24 @@ class Programs:
             if crew is not None:
                 self._sharding.compiler.finish(crew, segments(self._split(phase)))
             program = self._program(phase, emitted).boxed()
-        if phase is not Phase.FORWARD:  # nothing is left to compile
-            dismiss()
+        if phase is not Phase.FORWARD and not (phase is Phase.BACKWARD and self._may_stay()):
+            dismiss()  # nothing is left to compile
         if phase is Phase.BACKWARD and self._sharding.options.lowering == "inductor":
             note_run()
         return program
+
+    def _may_stay(self) -> bool:
+        """Whether those who compiled may stay until the optimizer has made its first step, which says that they may go.
+
+        Each has a CUDA context. Whoever asks the driver for memory or loads a kernel waits while these are taken down,
+        and a first backward does both. Their memory is not missed where as much is free as is in use: what is still to
+        come is gradients, and buffers of backward's.
+        """
+        device = self._sharding.engine.device
+        if not self._sharding.own_optimizer or device.type != "cuda":
+            return False
+        free, _ = torch.cuda.mem_get_info(device)
+        return free > torch.cuda.memory_allocated(device)
 
     def _program(self, phase: Phase, emitted: Schedule) -> Program:
         engine, compiler = self._sharding.engine, self._sharding.compiler

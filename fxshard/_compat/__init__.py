@@ -24,6 +24,7 @@ from fxshard._compat.dynamo import opaque as opaque
 from fxshard._compat.inductor import compile_cache as compile_cache
 from fxshard._compat.inductor import compile_clocks as compile_clocks
 from fxshard._compat.inductor import hash_torch as hash_torch
+from fxshard._compat.inductor import import_dynamo as import_dynamo
 from fxshard._compat.inductor import import_inductor as import_inductor
 from fxshard._compat.inductor import inductor_compile as inductor_compile
 from fxshard._compat.inductor import inductor_decompositions as inductor_decompositions

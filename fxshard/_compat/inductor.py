@@ -67,6 +67,11 @@ def compile_cache() -> str:
     return str(_cache_directories().cache_dir())
 
 
+def import_dynamo() -> None:
+    """What Inductor imports first, and half of all that it does. torch 2.11, 2.13."""
+    import torch._dynamo  # noqa: F401
+
+
 def import_inductor() -> None:
     """All that compiling a graph imports. torch 2.11, 2.13."""
     from torch._inductor import compile_fx, lowering  # noqa: F401
@@ -81,10 +86,15 @@ def hash_torch() -> bytes:
 
 def triton_hasher() -> Callable[[], object]:
     """What makes the other digest that Inductor's cache asks for: of Triton's files, hundreds of megabytes. It imports
-    nothing any more. torch 2.11, 2.13."""
-    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
-
-    return triton_key if HAS_TRITON else lambda: None
+    nothing any more. Triton 3.6 with torch 2.11, 2.13; older ones have it elsewhere."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # as Inductor looks for it, who takes a second to import
+        try:
+            from triton.compiler.compiler import triton_key
+        except ImportError:
+            return lambda: None
+    return triton_key  # type: ignore[no-any-return]
 
 
 def compile_clocks() -> dict[str, float]:

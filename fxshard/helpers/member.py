@@ -1,7 +1,8 @@
 """What each of the crew runs: ``python -m fxshard.helpers.member DIRECTORY COUNT DEVICE``.
 
-One process imports torch's compiler and forks the others, so that it is imported once. It does not use CUDA: no process
-forked from it could.
+One process imports torch and forks the others, so that it is imported once. It does not use CUDA: no process forked
+from it could. Where they will make CUDA contexts, for which they wait a second, they import the rest of torch's
+compiler meanwhile, each for itself.
 """
 
 from __future__ import annotations
@@ -69,15 +70,17 @@ def processes_for_kernels(count: int) -> int:
 
 
 def prepare(gpu: bool) -> None:
-    """Import what takes longest, for all forks. Triton's files are hashed in a thread, which has much to read."""
+    """Import for all forks what these have no time for. Triton's files are hashed in a thread: they are large."""
     from fxshard import _compat
 
     if gpu:
         import fxshard.first_kernel  # noqa: F401  and Triton, by this thread
 
         beside.begin("hash Triton", _compat.triton_hasher())
-    _compat.import_inductor()
-    beside.finish()
+        _compat.import_dynamo()
+        beside.finish()
+    else:
+        _compat.import_inductor()
 
 
 def _compile_first_kernel() -> None:
@@ -101,11 +104,13 @@ def serve(directory: Path, device: int | None) -> None:
 
     if device is not None:
         beside.begin("make a context", partial(_make_context, device))  # there is enough to do meanwhile
+    _compat.import_inductor()
     if is_there_a_gpu():
         with _kernels_in(directory / "triton"):
             _compile_first_kernel()
     _compat.hash_torch()
-    import fxshard.backend  # noqa: F401  what defines the operators of ours that segments call
+    import fxshard.helpers.packing
+    import fxshard.operators  # noqa: F401  which segments call
 
     beside.finish()
     _compat.start_kernel_processes()  # ahead of the files: forks would keep them open

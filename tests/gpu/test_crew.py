@@ -34,24 +34,28 @@ with torch.device("cuda"):
     plain = Llama(LlamaConfig(vocab=512, dim=256, layers=6, heads=4, hidden=704))
     tokens = torch.randint(0, 512, (2, 128))
 bf16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
-model = fxshard.compile(plain, precision=bf16, lowering="inductor")
+optimizer = fxshard.AdamW() if len(sys.argv) > 2 else None
+model = fxshard.compile(plain, precision=bf16, lowering="inductor", optimizer=optimizer)
 with mock.patch("fxshard.backend.abridge", wraps=fxshard.backend.abridge) as abridge:
     loss = model(tokens, tokens)
 loss.backward()
+stayed = crew.hired() is not None
 digest = hashlib.sha256()
 for name, parameter in model.named_parameters():
     if "embed" not in name:  # added up by atomic additions
         digest.update(parameter.grad.cpu().numpy().tobytes())
 found = counters["inductor"]
+if optimizer is not None:
+    model.optimizer.step()
 print(json.dumps({
     "loss": float(loss), "digest": digest.hexdigest(), "hits": found["fxgraph_cache_hit"],
-    "misses": found["fxgraph_cache_miss"], "left": crew.hired() is not None,
+    "misses": found["fxgraph_cache_miss"], "stayed": stayed, "left": crew.hired() is not None,
     "finished": helpers.finished if helpers is not None else 0, "traced": abridge.called,
 }))
 """
 
 
-def step(helpers: int, directory: Path) -> dict[str, object]:
+def step(helpers: int, directory: Path, *optimizer: str) -> dict[str, object]:
     """The first step of a program with so many helpers; what it keeps is in ``directory``."""
     directory.mkdir(exist_ok=True)
     environment = {
@@ -61,7 +65,7 @@ def step(helpers: int, directory: Path) -> dict[str, object]:
         "FXSHARD_REMEMBER": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"),
     }
-    command = [sys.executable, "-c", SCRIPT, str(directory / "there")]
+    command = [sys.executable, "-c", SCRIPT, str(directory / "there"), *optimizer]
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     return json.loads(ran.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -70,7 +74,15 @@ def test_what_a_crew_compiled_is_found_and_computes_the_same(tmp_path: Path) -> 
     alone, helped = step(0, tmp_path / "alone"), step(8, tmp_path / "helped")
     assert alone["hits"] == 0 and alone["finished"] == 0
     assert helped["hits"] == alone["misses"], "each segment was compiled elsewhere"
-    assert helped["left"] is False
+    assert helped["stayed"] is False and helped["left"] is False
+    assert (helped["loss"], helped["digest"]) == (alone["loss"], alone["digest"])
+
+
+def test_a_crew_stays_for_a_first_step_where_there_is_memory(tmp_path: Path) -> None:
+    """And ends with it: to take its contexts down would hold up a first backward."""
+    alone, helped = step(0, tmp_path / "alone", "adamw"), step(8, tmp_path / "helped", "adamw")
+    assert alone["stayed"] is False
+    assert helped["stayed"] is True and helped["left"] is False
     assert (helped["loss"], helped["digest"]) == (alone["loss"], alone["digest"])
 
 

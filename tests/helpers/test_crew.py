@@ -21,6 +21,7 @@ from fxshard import ConfigError, elsewhere
 from fxshard.helpers import crew, member
 from fxshard.helpers.crew import MOST, Crew
 from fxshard.lowering import SegmentCompiler
+from fxshard.programs import Programs
 from tests.helpers.crews import ASLEEP, ENDED, alive, ready, touch, until
 from tests.toy import Mlp
 
@@ -437,6 +438,37 @@ def test_nobody_is_left_when_backward_runs_or_cannot_be_meant_to(made: mock.Mock
         loss.backward() if again == "backward" else model(torch.randn(4, 7), torch.randn(4, 5))
     helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
     assert crew.hired() is None
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_who_is_in_nobodys_way_stays_until_the_optimizer_has_stepped(made: mock.Mock, room: bool) -> None:
+    crew.hire()
+    helpers = crew.hired()
+    assert helpers is not None
+    helpers.present.return_value = 0  # type: ignore[attr-defined]
+    helpers.open = set()
+    model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="inductor")
+    with mock.patch.object(SegmentCompiler, "hand_out"), mock.patch.object(Programs, "_may_stay", return_value=room):
+        model(torch.randn(4, 7), torch.randn(4, 5)).backward()
+    assert helpers.dismiss.called is not room  # type: ignore[attr-defined]
+    model.optimizer.step()
+    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
+    assert crew.hired() is None
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "free", "stays"),
+    [("cuda", True, 101, True), ("cuda", True, 100, False), ("cuda", False, 101, False), ("cpu", True, 101, False)],
+)
+def test_who_stays_takes_no_memory_that_is_wanted(device: str, own: bool, free: int, stays: bool) -> None:
+    """And only where an optimizer of ours will say when to go, and there are CUDA contexts to be taken down."""
+    engine = mock.Mock(device=torch.device(device))
+    programs = Programs(mock.Mock(own_optimizer=own, engine=engine), mock.Mock(), mock.Mock())
+    with (
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(free, 1000)),
+        mock.patch.object(torch.cuda, "memory_allocated", return_value=100),
+    ):
+        assert programs._may_stay() is stays
 
 
 def test_nobody_is_left_when_a_model_cannot_be_captured(made: mock.Mock) -> None:

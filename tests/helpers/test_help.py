@@ -98,7 +98,7 @@ def segment(example: torch.Tensor, length: int) -> fx.GraphModule:
 
 def helped(compiler: SegmentCompiler, crew: Any, segments: list[fx.GraphModule]) -> None:
     """Hand segments out and wait for them, as a model with nothing else to do meanwhile would."""
-    compiler.hand_out(crew, segments)
+    compiler.hand_out(crew, [segments])
     compiler.finish(crew, segments)
 
 
@@ -139,17 +139,19 @@ def test_what_others_are_there_for_is_left_to_them(example: torch.Tensor, there:
 
 
 def test_a_forward_waits_for_its_own_segments_and_for_kernels(example: torch.Tensor) -> None:
-    """Those of backward have time until forward has run."""
-    forward, backward = [segment(example, 1)], [segment(example, 2), segment(example, 3)]
+    """Which are handed out first. Those of backward have time until forward has run."""
+    forward, backward = [segment(example, 1), segment(example, 2)], [segment(example, 3), segment(example, 4)]
     busy, compiler = Idle(8), SegmentCompiler("inductor")
     kernel = busy.publish("a kernel")
-    compiler.hand_out(busy, [*forward, *backward])  # type: ignore[arg-type]
-    compiler.hand_out(busy, backward)  # type: ignore[arg-type]
-    assert len(busy.jobs) == 4 and not busy.waited_for
+    compiler.hand_out(busy, [forward, [*backward, *forward]])  # type: ignore[arg-type]
+    compiler.hand_out(busy, [backward])  # type: ignore[arg-type]
+    assert len(busy.jobs) == 5 and not busy.waited_for
+    compiler.finish(busy, forward[:1])  # type: ignore[arg-type]
+    assert busy.waited_for == {kernel, 2}  # the longest first
     compiler.finish(busy, forward)  # type: ignore[arg-type]
-    assert busy.waited_for == {kernel, 3}  # the longest first
-    compiler.finish(busy, backward)  # type: ignore[arg-type]
     assert busy.waited_for == {kernel, 1, 2}
+    compiler.finish(busy, backward[1:])  # type: ignore[arg-type]
+    assert busy.waited_for == {kernel, 3}
 
 
 def test_what_others_have_done_meanwhile_is_not_compiled_here(example: torch.Tensor) -> None:

@@ -195,6 +195,18 @@ def test_nobody_is_hired_for_what_has_run(script: Path, monkeypatch: pytest.Monk
         hire.assert_called_once_with(None)
 
 
+@pytest.mark.parametrize("ran", [True, False])
+def test_nobody_practises_for_what_has_run(script: Path, monkeypatch: pytest.MonkeyPatch, ran: bool) -> None:
+    """Inductor's processes would each compile a kernel while everything is read from its cache."""
+    if ran:
+        note_run()
+    monkeypatch.setitem(sys.modules, "fxshard.first_kernel", mock.Mock())  # which imports Triton
+    monkeypatch.setattr(_compat, "compile_processes", lambda: ([mock.Mock()], 3))
+    with mock.patch.object(elsewhere, "compile_elsewhere") as compiled:
+        elsewhere.warm_up(torch.device("cuda"), ())
+    assert compiled.call_count == (0 if ran else 3)
+
+
 def test_to_know_it_takes_nothing_of_torchs_compiler() -> None:
     """Which takes a second to import, and a crew that is needed is not to wait for that."""
     script = """
