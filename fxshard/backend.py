@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from fxshard.repetition.gap import everything
 from fxshard.repetition.periods import Unrepeatable
 from fxshard.repetition.refill import refill
 from fxshard.repetition.twins import Twins
+from fxshard.scheduled import Scheduled
 from fxshard.sharding import Sharding, sharding_of, unsharded
 from fxshard.variants import Variants
 
@@ -66,7 +66,8 @@ class Backend:
     def __init__(self, sharding: Sharding, lower: Lower | None = None) -> None:
         self.sharding = sharding
         self.lower = lower
-        self.graphs: dict[str, fx.GraphModule] = {}
+        self.scheduled: dict[Phase, Scheduled] = {}
+        """What the graph of each phase was scheduled with, the latest."""
         self.schedules: dict[str, Schedule] = {}
         self.emitted: list[Schedule] = []
         self.captures = 0
@@ -92,6 +93,11 @@ class Backend:
         """The model that is captured in place of the sharded one, if one is."""
         self._kernels: set[Kernel] = set()
         """Kernels of ours that other processes were asked to compile."""
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The scheduled graphs by phase."""
+        return {phase.value: scheduled.graphs[phase] for phase, scheduled in self.scheduled.items()}
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         passed_by = refill(graph, self.twins) if self.twins is not None else 0
@@ -165,7 +171,7 @@ class Backend:
         found = abridge(graph, names, example_inputs, self._decompositions(), self.rewrite_joint, capture.foresee)
         compiled = self._compile_foreseen(capture, gapped, example_inputs) if found is not None else None
         if found is not None and compiled is not None and key is not None:
-            capture.behind(partial(remember, key, found))
+            capture.behind(lambda: remember(key, capture.known()))
         return compiled
 
     def _compile_foreseen(

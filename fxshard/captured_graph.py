@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,12 @@ from fxshard import _compat
 from fxshard.events import Phase
 from fxshard.inspect.record import record, resident_bytes
 from fxshard.inspect.schedule import Schedule
+from fxshard.lowering import once_each
 from fxshard.outline import fits, outline
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.pipeline import before_partition, chosen, schedule
 from fxshard.passes.run import blaming
+from fxshard.passes.split_segments import split_segments
 from fxshard.programs import Programs
 from fxshard.repetition.abridged import Abridged
 from fxshard.repetition.expansion import Shortened
@@ -40,6 +42,7 @@ class Capture:
         self._backward: fx.GraphModule | None = None
         self._programs: Programs | None = None
         self._outputs: int | None = None
+        self._recorded: Mapping[str, Schedule] = {}
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -146,14 +149,18 @@ class Capture:
     def _publish(self, scheduled: Scheduled) -> None:
         """Record what was scheduled, verify it, and show it as the model's."""
         with blaming(chosen(self.context(Phase.FORWARD))):
-            made = self._emit(scheduled)
-        self._backend.schedules.update(made)
-        self._backend.emitted.append(made[scheduled.name])
-        for phase, module in scheduled.graphs.items():
-            self._backend.graphs[phase.value] = module
-        self._emitted = made[scheduled.name]
+            self._recorded = scheduled.recorded or self._record(scheduled)
+            for kind, each in self._recorded.items():
+                if self._observer is not None:
+                    self._observer.schedule(each, kind)
+                if self._sharding.options.verify:
+                    each.verify()
+        self._backend.schedules.update(self._recorded)
+        self._backend.emitted.append(self._recorded[scheduled.name])
+        self._backend.scheduled.update(dict.fromkeys(scheduled.graphs, scheduled))
+        self._emitted = self._recorded[scheduled.name]
 
-    def _emit(self, scheduled: Scheduled) -> dict[str, Schedule]:
+    def _record(self, scheduled: Scheduled) -> dict[str, Schedule]:
         """What the graphs will do, by name."""
         sharding = self._sharding
         emitted = record(
@@ -168,11 +175,6 @@ class Capture:
         made = {scheduled.name: emitted}
         if Phase.BACKWARD in scheduled.graphs and sharding.ranks > 1:
             made["accumulate"] = emitted.accumulating()
-        for kind, each in made.items():
-            if self._observer is not None:
-                self._observer.schedule(each, kind)
-            if sharding.options.verify:
-                each.verify()
         return made
 
     def _lower(self, phase: Phase) -> Callable[..., Any]:
@@ -202,6 +204,14 @@ class Foreseen(Capture):
         """Do something behind the first backward."""
         assert self._programs is not None
         self._programs.rest = act
+
+    def known(self) -> Scheduled:
+        """What is scheduled, with all that was made of it, for the next start. To be asked behind a step."""
+        splits = {
+            phase: once_each(split_segments(duplicate(graph), self.context(phase)))  # again: compilers wrote to these
+            for phase, graph in self.scheduled.graphs.items()
+        }
+        return replace(self.scheduled, splits=splits, recorded=self._recorded)
 
     def take(self, scheduled: Scheduled) -> None:
         """Use what is scheduled already."""

@@ -26,15 +26,18 @@ Compile = Callable[[int], None]
 def start() -> None:
     """Start the processes that will compile beside this one, and wait for none of them.
 
-    A program that has run before finds what it compiles in Inductor's cache, and needs no crew.
+    A program that has run before finds what it compiles in Inductor's cache, and needs none. Inductor starts its own
+    when it has read its cache, to be sure; meanwhile they would be in the way.
     """
     # is_available() would initialise CUDA: no process forked later could use it
     gpus = torch.cuda.is_initialized() or torch.cuda.device_count() > 0
     allowed = (gpus and os.environ.get("TORCH_WARM_POOL", "1") == "1") or crew.VARIABLE in os.environ
-    if allowed and not has_run():
+    new = not has_run()
+    if allowed and new:
         crew.hire(torch.cuda.current_device() if torch.cuda.is_initialized() else None)
-    if gpus:
+    if gpus and new:
         _compat.start_compile_processes()
+    if gpus:
         beside.begin("hash Triton", _compat.triton_hasher())  # which looking into Inductor's cache begins with
 
 
@@ -65,7 +68,7 @@ def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
         if circumstances is not None:
             for _ in range(helpers.count):
                 helpers.publish(partial(_compat.compile_any, circumstances), wanted=False)
-    elif pools and not has_run():
+    elif pools:
         from fxshard.first_kernel import compile_first
 
         for number in range(count):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -21,6 +22,8 @@ from fxshard.log import LOG
 BoxedCallable = Callable[[list[Any]], Any]
 Key = tuple[str, Any]
 """A segment's structure, and where its symbolic sizes were traced."""
+_STRUCTURES: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
+"""Of segments that have been looked at. Not in their ``meta``, which Inductor's cache looks at."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def interpreted(segment: fx.GraphModule) -> BoxedCallable:
 def _key(segment: fx.GraphModule) -> Key:
     # What a compiler assumed about symbolic sizes is noted where they were traced, and holds only there.
     values = [node.meta.get("val") for node in segment.graph.find_nodes(op="placeholder")]
-    return structure(segment), next((env for env in map(_compat.shape_environment, values) if env is not None), None)
+    return structure_of(segment), next((env for env in map(_compat.shape_environment, values) if env is not None), None)
 
 
 def _copy(segment: fx.GraphModule) -> fx.GraphModule:
@@ -146,6 +149,29 @@ def _copy(segment: fx.GraphModule) -> fx.GraphModule:
 
 def _length(segment: fx.GraphModule) -> int:
     return len(segment.graph.nodes)
+
+
+def once_each(split: fx.GraphModule) -> fx.GraphModule:
+    """A split graph in which segments that compute the same are the same: the first of them."""
+    first: dict[str, fx.GraphModule] = {}
+    found: dict[str, fx.GraphModule] = {}
+    for call in split.graph.find_nodes(op="call_module"):
+        segment = split.get_submodule(str(call.target))
+        assert isinstance(segment, fx.GraphModule)
+        found[str(call.target)] = first.setdefault(structure_of(segment), segment)
+    return _compat.graph_module(found, split.graph)
+
+
+def structure_of(segment: fx.GraphModule) -> str:
+    """The structure that a segment has or, where it has been compiled, which writes to it, had."""
+    if segment not in _STRUCTURES:
+        _STRUCTURES[segment] = structure(segment)
+    return _STRUCTURES[segment]
+
+
+def is_of_structure(segment: fx.GraphModule, digest: str) -> None:
+    """A segment that was kept says which structure it has."""
+    _STRUCTURES[segment] = digest
 
 
 def structure(segment: fx.GraphModule) -> str:

@@ -223,7 +223,7 @@ class ShardedModule(nn.Module):
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The rewritten graphs by phase: ``print(model.graphs["forward"].graph)``, likewise backward and eval."""
-        return dict(self._backend.graphs)
+        return self._backend.graphs
 
     @property
     def compilations(self) -> Compilations:

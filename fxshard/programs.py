@@ -16,6 +16,7 @@ from fxshard import _compat
 from fxshard.events import Event, Kind, Phase
 from fxshard.helpers import beside
 from fxshard.helpers.crew import dismiss, hired
+from fxshard.helpers.first_step import put_off
 from fxshard.helpers.known import note_run
 from fxshard.inspect.observe import Observer
 from fxshard.inspect.schedule import Schedule
@@ -36,7 +37,7 @@ class Programs:
         self._sharding = sharding
         self._scheduled = scheduled
         self._context = context
-        self._splits: dict[Phase, fx.GraphModule] = {}
+        self._splits = dict(scheduled.splits)
         self._owner = object()
         self.rest: Callable[[], None] | None = None
         """What is left to do when a step has been taken."""
@@ -64,7 +65,7 @@ class Programs:
 
     def _do_the_rest(self) -> None:
         if self.rest is not None:
-            beside.behind(self.rest)
+            put_off(self.rest) if self._sharding.own_optimizer else beside.behind(self.rest)
             self.rest = None
 
     def _make(self, phase: Phase, emitted: Schedule) -> BoxedCallable:

@@ -9,7 +9,7 @@ import torch
 
 from fxshard import _compat
 from fxshard.errors import ConfigError
-from fxshard.helpers.crew import dismiss
+from fxshard.helpers import first_step
 from fxshard.optim.moments import Moments
 from fxshard.plan.step import Done, Instruction, Local, plan_step
 from fxshard.runtime.engine import Engine
@@ -43,7 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._may_step():
             for instruction in self._program:
                 self._run(instruction)
-        dismiss()  # who compiled for the first step, and stayed for it
+        first_step.taken()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -36,11 +36,23 @@ class _Tensor:
     at: int
 
 
+@dataclass(frozen=True)
+class _Graph:
+    """Another of the graphs, which a node calls under a name."""
+
+    called: str
+    name: Any
+
+
 def dumps(graphs: Mapping[Any, fx.GraphModule], *others: Any) -> bytes:
     """Graphs, and values beside them; raises :class:`~fxshard.remembered.canonical.Unnamed` if there is anything in
-    them that another process may not have."""
+    them that another process may not have. A graph may call those before it."""
     tensors = _Tensors()
-    written = {name: _write(module, tensors) for name, module in graphs.items()}
+    written: dict[Any, list[tuple[Any, ...]]] = {}
+    names: dict[int, Any] = {}
+    for name, module in graphs.items():
+        written[name] = _write(module, tensors, names)
+        names[id(module)] = name
     file = io.BytesIO()
     try:
         _Pickler(file, pickle.HIGHEST_PROTOCOL).dump((written, tensors.described, others))
@@ -53,7 +65,10 @@ def loads(data: bytes) -> tuple[dict[Any, fx.GraphModule], Any]:
     """The graphs and the values that were made to ``data``."""
     written, described, others = pickle.loads(data)
     tensors = _compat.fake_tensors(described)
-    return {name: _read(nodes, tensors) for name, nodes in written.items()}, others
+    found: dict[Any, fx.GraphModule] = {}
+    for name, nodes in written.items():
+        found[name] = _read(nodes, tensors, found)
+    return found, others
 
 
 class _Tensors:
@@ -77,7 +92,7 @@ class _Tensors:
         return self._at[id(value)]
 
 
-def _write(module: fx.GraphModule, tensors: _Tensors) -> list[tuple[Any, ...]]:
+def _write(module: fx.GraphModule, tensors: _Tensors, names: Mapping[int, Any]) -> list[tuple[Any, ...]]:
     at: dict[fx.Node, _Node] = {}
     written: list[tuple[Any, ...]] = []
 
@@ -89,17 +104,23 @@ def _write(module: fx.GraphModule, tensors: _Tensors) -> list[tuple[Any, ...]]:
         return tensors(value) if isinstance(value, torch.Tensor) else value
 
     for node in module.graph.nodes:
-        if node.op in ("get_attr", "call_module"):
+        target = node.target
+        if node.op == "call_module":
+            target = _Graph(target, names.get(id(module.get_submodule(target))))
+        if node.op == "get_attr" or (isinstance(target, _Graph) and target.name is None):
             raise Unnamed(f"{node.op} {node.target}")
         meta = {key: mapped(value, leaf) for key, value in node.meta.items() if key not in LEFT_BEHIND}
         given = mapped(node.args, leaf), mapped(node.kwargs, leaf)
-        written.append((node.op, node.name, node.target, *given, node.type, meta))
+        written.append((node.op, node.name, target, *given, node.type, meta))
         at[node] = _Node(len(at))
     return written
 
 
-def _read(written: list[tuple[Any, ...]], tensors: list[torch.Tensor]) -> fx.GraphModule:
+def _read(
+    written: list[tuple[Any, ...]], tensors: list[torch.Tensor], others: Mapping[Any, fx.GraphModule]
+) -> fx.GraphModule:
     graph = fx.Graph()
+    called: dict[str, fx.GraphModule] = {}
     nodes: list[fx.Node] = []
 
     def leaf(value: Any) -> Any:
@@ -107,12 +128,14 @@ def _read(written: list[tuple[Any, ...]], tensors: list[torch.Tensor]) -> fx.Gra
         return nodes[value.at] if kind is _Node else tensors[value.at] if kind is _Tensor else value
 
     for op, name, target, args, kwargs, kind, meta in written:
+        if op == "call_module":
+            called[target.called], target = others[target.name], target.called
         node = graph.create_node(op, target, mapped(args, leaf), mapped(kwargs, leaf), name, kind)
         if node.name != name:
             raise Unnamed(f"{name} became {node.name}")
         node.meta = {key: mapped(value, leaf) for key, value in meta.items()}
         nodes.append(node)
-    return _compat.graph_module(torch.nn.Module(), graph)
+    return _compat.graph_module(called, graph)
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:

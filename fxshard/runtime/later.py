@@ -8,7 +8,7 @@ from typing import Any
 from fxshard import _compat
 from fxshard.errors import CaptureError, FxshardError
 from fxshard.garbage import no_garbage_collection
-from fxshard.helpers.crew import dismiss
+from fxshard.helpers import first_step
 from fxshard.lowering import BoxedCallable
 from fxshard.stack import in_one_piece
 
@@ -23,7 +23,7 @@ def later(make: Callable[[], BoxedCallable], what: str, behind: Callable[[], Non
 
     def run(args: list[Any]) -> Any:
         if made:
-            dismiss()  # whoever calls this again does not wait for a backward that somebody could be compiling
+            first_step.taken()  # whoever calls this again does not wait for a backward that could be compiled
             return made[0](args)
         made.append(_make(make, what))
         results = made[0](args)

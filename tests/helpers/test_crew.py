@@ -463,7 +463,7 @@ def test_who_is_in_nobodys_way_stays_until_the_optimizer_has_stepped(made: mock.
 def test_who_stays_takes_no_memory_that_is_wanted(device: str, own: bool, free: int, stays: bool) -> None:
     """And only where an optimizer of ours will say when to go, and there are CUDA contexts to be taken down."""
     engine = mock.Mock(device=torch.device(device))
-    programs = Programs(mock.Mock(own_optimizer=own, engine=engine), mock.Mock(), mock.Mock())
+    programs = Programs(mock.Mock(own_optimizer=own, engine=engine), mock.Mock(splits={}), mock.Mock())
     with (
         mock.patch.object(torch.cuda, "mem_get_info", return_value=(free, 1000)),
         mock.patch.object(torch.cuda, "memory_allocated", return_value=100),

@@ -196,15 +196,18 @@ def test_nobody_is_hired_for_what_has_run(script: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("ran", [True, False])
-def test_nobody_practises_for_what_has_run(script: Path, monkeypatch: pytest.MonkeyPatch, ran: bool) -> None:
-    """Inductor's processes would each compile a kernel while everything is read from its cache."""
+def test_inductors_processes_are_not_started_early_for_what_has_run(
+    script: Path, monkeypatch: pytest.MonkeyPatch, ran: bool
+) -> None:
+    """They would take processor time while everything is read from its cache."""
     if ran:
         note_run()
-    monkeypatch.setitem(sys.modules, "fxshard.first_kernel", mock.Mock())  # which imports Triton
-    monkeypatch.setattr(_compat, "compile_processes", lambda: ([mock.Mock()], 3))
-    with mock.patch.object(elsewhere, "compile_elsewhere") as compiled:
-        elsewhere.warm_up(torch.device("cuda"), ())
-    assert compiled.call_count == (0 if ran else 3)
+    monkeypatch.setenv("TORCH_WARM_POOL", "0")
+    monkeypatch.delenv(crew.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with mock.patch.object(elsewhere.beside, "begin"), mock.patch.object(_compat, "start_compile_processes") as begun:
+        elsewhere.start()
+    assert begun.called is not ran
 
 
 def test_to_know_it_takes_nothing_of_torchs_compiler() -> None:

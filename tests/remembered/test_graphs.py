@@ -102,6 +102,27 @@ def test_several_graphs_share_their_tensors(mode: FakeTensorMode) -> None:
     assert first is second
 
 
+def calling(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    graph.output(graph.create_node("call_module", "part", (graph.create_node("call_module", "other", (given,)),)))
+    return fx.GraphModule({"part": module, "other": module}, graph)
+
+
+def test_a_graph_calls_those_before_it(mode: FakeTensorMode) -> None:
+    part = traced(mode, torch.sin, 3)
+    found, _ = graphs.loads(graphs.dumps({"part": part, "all": calling(part)}))
+    assert found["all"].part is found["all"].other is found["part"]
+    assert torch.equal(found["all"](torch.ones(3)), torch.ones(3).sin().sin())
+
+
+def test_a_graph_that_calls_another_does_not_travel_alone(mode: FakeTensorMode) -> None:
+    part = traced(mode, torch.sin, 3)
+    for given in ({"all": calling(part)}, {"all": calling(part), "part": part}):
+        with pytest.raises(Unnamed):
+            graphs.dumps(given)
+
+
 def mine(x: Any) -> Any:
     return x
 

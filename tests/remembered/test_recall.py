@@ -10,22 +10,24 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy as copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import fxshard
 from fxshard import _compat, captured_graph
 from fxshard.fused import choose
 from fxshard.fused.by_torch import TorchExperts
+from fxshard.helpers import beside
 from fxshard.passes.pipeline import PASSES
-from fxshard.remembered import store
+from fxshard.remembered import graphs, store
 from fxshard.remembered.surroundings import surroundings
-from tests.pool import Pool
+from tests.pool import Pool, forget
 from tests.remembered.starts import Deep, Start, same, start, uncompiled
 from tests.thorough import thorough
 
@@ -236,7 +238,19 @@ def test_whoever_watches_sees_everything(first: Start, tmp_path: Path, monkeypat
     assert start(steps=1).traced
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-10], thorough(lambda data: b"")])
+def changed(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at:][1:]
+
+
+DAMAGES = {
+    "short": lambda data: data[:-10],
+    "empty": lambda data: b"",
+    "a segment": lambda data: changed(data, len(data) // 4),
+    "a graph, which is read when somebody asks for it": lambda data: changed(data, len(data) - 100),
+}
+
+
+@pytest.mark.parametrize("damage", [thorough(each) if name == "empty" else each for name, each in DAMAGES.items()])
 def test_a_damaged_file_is_traced_and_written_again(
     first: Start, cache: Path, damage: Callable[[bytes], bytes]
 ) -> None:
@@ -245,6 +259,36 @@ def test_a_damaged_file_is_traced_and_written_again(
     second, third = start(steps=1), start(steps=1)
     assert second.traced and not third.traced
     assert same(first, second) and same(first, third)
+
+
+def test_segments_are_kept_once_and_graphs_read_when_looked_at(cache: Path) -> None:
+    """What runs are segments, of which layers that are alike have the same. Inductor writes to them."""
+
+    def compiles(segment: fx.GraphModule, inputs: Any) -> Any:
+        run = uncompiled(fx.GraphModule(segment, copy(segment.graph)), inputs)
+        for node in segment.graph.find_nodes(op="output"):
+            segment.graph.erase_node(node)
+        return run
+
+    def train() -> tuple[fxshard.ShardedModule, int]:
+        forget()
+        model = fxshard.compile(Deep(), optimizer=fxshard.AdamW(), lowering="inductor", keep_resident=False)
+        with (
+            mock.patch.object(_compat, "inductor_compile", side_effect=compiles) as inductor,
+            mock.patch.object(graphs, "loads", wraps=graphs.loads) as loads,
+        ):
+            model(torch.ones(4, 8)).backward()
+            model.optimizer.step()
+            beside.finish_all()
+            assert model.compilations.compiled >= inductor.call_count > 0
+            return model, loads.call_count
+
+    (first, none), (second, one) = train(), train()
+    assert (none, one) == (0, 1), "the second has not read whole graphs"
+    assert first.compilations == second.compilations and first.compilations.segments > first.compilations.compiled
+    assert str(first.schedule) == str(second.schedule)
+    texts = [{phase: str(graph.graph) for phase, graph in model.graphs.items()} for model in (first, second)]
+    assert texts[0] == texts[1]
 
 
 def test_what_does_not_fit_is_traced_and_forgotten(first: Start, cache: Path) -> None:
