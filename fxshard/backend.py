@@ -115,6 +115,9 @@ class Backend:
             self._note_break(broken)
         refs = self.refs(graph)
         key = self._key(graph, refs)  # before passes write to the graph
+        kept = self._compile_kept(key, refs, graph, example_inputs) if key is not None else None
+        if kept is not None:
+            return kept
         graph = self.before_autograd(graph, refs)
         if self.one_graph or not any(refs):
             return self._compile_whole(refs, graph, example_inputs, key)
@@ -130,26 +133,26 @@ class Backend:
     def _compile_whole(
         self, refs: list[ParamRef | None], graph: fx.GraphModule, example_inputs: Sequence[Any], key: str | None
     ) -> Callable[..., Any]:
-        """Compile the graph of a model. If its layers repeat they go through autograd once; if it was compiled at an
-        earlier start, ``key`` says under which name that is kept.
+        """Compile the graph of a model. If its layers repeat they go through autograd once, and what comes of it is
+        kept under ``key``.
         """
+        self._compile_ahead(graph)
         gapped = everything(graph) if self._foresees() else None
-        compiled = None
-        if gapped is not None and key is not None:
-            compiled = self._compile_kept(key, refs, gapped, example_inputs)
-        if compiled is None:
-            self._compile_ahead(graph)
-            if gapped is not None:
-                compiled = self._compile_abridged(key, refs, graph, gapped, example_inputs)
-        return compiled or self.compile(Capture(self, refs, graph), graph, example_inputs)
+        if gapped is not None:
+            compiled = self._compile_abridged(key, refs, graph, gapped, example_inputs)
+            if compiled is not None:
+                return compiled
+        return self.compile(Capture(self, refs, graph), graph, example_inputs)
 
     def _compile_kept(
-        self, key: str, refs: list[ParamRef | None], gapped: fx.GraphModule, example_inputs: Sequence[Any]
+        self, key: str, refs: list[ParamRef | None], graph: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any] | None:
         """Compile what was scheduled at an earlier start, if it was kept."""
         kept = recall(key)
-        if kept is None:
+        gapped = everything(graph) if kept is not None else None
+        if kept is None or gapped is None:
             return None
+        self.observer = None  # who watches has no key
         capture = Foreseen(self, refs)
         capture.take(kept)
         compiled = self._compile_foreseen(capture, gapped, example_inputs)
@@ -232,7 +235,7 @@ class Backend:
         return _compat.inductor_decompositions() if self.sharding.options.lowering == "inductor" else None
 
     def before_autograd(self, graph: fx.GraphModule, refs: list[ParamRef | None]) -> fx.GraphModule:
-        """The passes over a graph as Dynamo captured it, the first thing that happens to it."""
+        """The passes over a graph as Dynamo captured it, the first thing that happens to it if it is new."""
         self.observer = observer()
         if self.observer is not None:
             self.observer.say("Dynamo gave %d nodes", len(graph.graph.nodes))

@@ -14,7 +14,7 @@ from fxshard.remembered.canonical import Unnamed, canonical
 from fxshard.remembered.graphs import mapped
 from fxshard.remembered.surroundings import surroundings
 
-FORMAT = 1
+FORMAT = 2
 """Of what is kept."""
 
 
