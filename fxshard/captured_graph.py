@@ -208,10 +208,10 @@ class Foreseen(Capture):
     def known(self) -> Scheduled:
         """What is scheduled, with all that was made of it, for the next start. To be asked behind a step."""
         splits = {
-            phase: once_each(split_segments(duplicate(graph), self.context(phase)))  # again: compilers wrote to these
+            phase: split_segments(duplicate(graph), self.context(phase))  # once more: compilers wrote to these
             for phase, graph in self.scheduled.graphs.items()
         }
-        return replace(self.scheduled, splits=splits, recorded=self._recorded)
+        return replace(self.scheduled, splits=once_each(splits), recorded=self._recorded)
 
     def take(self, scheduled: Scheduled) -> None:
         """Use what is scheduled already."""

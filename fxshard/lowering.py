@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,7 @@ from fxshard.helpers.known import Known
 from fxshard.helpers.packing import compile_packed, example_inputs, packed
 from fxshard.log import LOG
 
+T = TypeVar("T")
 BoxedCallable = Callable[[list[Any]], Any]
 Key = tuple[str, Any]
 """A segment's structure, and where its symbolic sizes were traced."""
@@ -151,15 +152,19 @@ def _length(segment: fx.GraphModule) -> int:
     return len(segment.graph.nodes)
 
 
-def once_each(split: fx.GraphModule) -> fx.GraphModule:
-    """A split graph in which segments that compute the same are the same: the first of them."""
+def once_each(splits: Mapping[T, fx.GraphModule]) -> dict[T, fx.GraphModule]:
+    """Split graphs in which segments that compute the same are the same: the first of them, which is compiled."""
     first: dict[str, fx.GraphModule] = {}
-    found: dict[str, fx.GraphModule] = {}
-    for call in split.graph.find_nodes(op="call_module"):
-        segment = split.get_submodule(str(call.target))
-        assert isinstance(segment, fx.GraphModule)
-        found[str(call.target)] = first.setdefault(structure_of(segment), segment)
-    return _compat.graph_module(found, split.graph)
+
+    def shared(split: fx.GraphModule) -> fx.GraphModule:
+        found: dict[str, fx.GraphModule] = {}
+        for call in split.graph.find_nodes(op="call_module"):
+            segment = split.get_submodule(str(call.target))
+            assert isinstance(segment, fx.GraphModule)
+            found[str(call.target)] = first.setdefault(structure_of(segment), segment)
+        return _compat.graph_module(found, split.graph)
+
+    return {name: shared(split) for name, split in splits.items()}
 
 
 def structure_of(segment: fx.GraphModule) -> str:
@@ -169,8 +174,8 @@ def structure_of(segment: fx.GraphModule) -> str:
     return _STRUCTURES[segment]
 
 
-def is_of_structure(segment: fx.GraphModule, digest: str) -> None:
-    """A segment that was kept says which structure it has."""
+def note_structure(segment: fx.GraphModule, digest: str) -> None:
+    """The structure of a segment that was kept with it."""
     _STRUCTURES[segment] = digest
 
 

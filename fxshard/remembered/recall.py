@@ -13,7 +13,7 @@ from torch import fx
 
 from fxshard.events import Phase
 from fxshard.log import LOG
-from fxshard.lowering import is_of_structure, structure_of
+from fxshard.lowering import note_structure, structure_of
 from fxshard.remembered import graphs, store
 from fxshard.remembered.canonical import Unnamed
 from fxshard.scheduled import Scheduled
@@ -66,7 +66,7 @@ def recall(key: str) -> Scheduled | None:
         return None
     for (kind, name), module in found.items():
         if kind == "segment":
-            is_of_structure(module, name)
+            note_structure(module, name)
     splits, outlines = (
         {name: module for (kind, name), module in found.items() if kind == each} for each in ("split", "outline")
     )

@@ -18,15 +18,20 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
 from fxshard import _compat, captured_graph
 from fxshard.fused import choose
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.helpers import beside
+from fxshard.lowering import once_each
 from fxshard.passes.pipeline import PASSES
+from fxshard.plan.memory import MemoryPlan
 from fxshard.remembered import graphs, store
+from fxshard.remembered import recall as recalling
 from fxshard.remembered.surroundings import surroundings
+from fxshard.scheduled import Scheduled
 from tests.pool import Pool, forget
 from tests.remembered.starts import Deep, Start, same, start, uncompiled
 from tests.thorough import thorough
@@ -289,6 +294,25 @@ def test_segments_are_kept_once_and_graphs_read_when_looked_at(cache: Path) -> N
     assert str(first.schedule) == str(second.schedule)
     texts = [{phase: str(graph.graph) for phase, graph in model.graphs.items()} for model in (first, second)]
     assert texts[0] == texts[1]
+
+
+def test_segments_of_two_graphs_are_shared() -> None:
+    """Or forward and backward could not be kept with each other where they have one in common."""
+
+    def split(*calls: Any) -> fx.GraphModule:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        parts = {f"segment_{i}": make_fx(call)(torch.ones(2)) for i, call in enumerate(calls)}
+        for name in parts:
+            x = graph.create_node("call_module", name, (x,))
+        graph.output(x)
+        return fx.GraphModule(parts, graph)
+
+    one, other = split(torch.sin, torch.cos, torch.sin), split(torch.exp, torch.sin)
+    found = once_each({1: one, 2: other})
+    assert found[1].segment_0 is found[1].segment_2 is found[2].segment_1 is one.segment_0
+    assert found[1].segment_1 is one.segment_1 and found[2].segment_0 is other.segment_0
+    assert len(recalling._segments(Scheduled({}, MemoryPlan({}, 0), splits=found))) == 3  # type: ignore[dict-item]
 
 
 def test_what_does_not_fit_is_traced_and_forgotten(first: Start, cache: Path) -> None:
