@@ -18,7 +18,6 @@ from fxshard.outline import fits, outline
 from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
 from fxshard.passes.pipeline import before_partition, chosen, schedule
 from fxshard.passes.run import blaming
-from fxshard.passes.split_segments import split_segments
 from fxshard.programs import Programs
 from fxshard.repetition.abridged import Abridged
 from fxshard.repetition.expansion import Shortened
@@ -206,12 +205,9 @@ class Foreseen(Capture):
         self._programs.rest = act
 
     def known(self) -> Scheduled:
-        """What is scheduled, with all that was made of it, for the next start. To be asked behind a step."""
-        splits = {
-            phase: split_segments(duplicate(graph), self.context(phase))  # once more: compilers wrote to these
-            for phase, graph in self.scheduled.graphs.items()
-        }
-        return replace(self.scheduled, splits=once_each(splits), recorded=self._recorded)
+        """What is scheduled, with all that was made of it, for the next start."""
+        assert self._programs is not None
+        return replace(self.scheduled, splits=once_each(self._programs.splits()), recorded=self._recorded)
 
     def take(self, scheduled: Scheduled) -> None:
         """Use what is scheduled already."""

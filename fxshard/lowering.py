@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -23,8 +22,6 @@ T = TypeVar("T")
 BoxedCallable = Callable[[list[Any]], Any]
 Key = tuple[str, Any]
 """A segment's structure, and where its symbolic sizes were traced."""
-_STRUCTURES: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
-"""Of segments that have been looked at. Not in their ``meta``, which Inductor's cache looks at."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class SegmentCompiler:
             if len(crew.open.intersection(self._handed_out)) <= crew.present():
                 break  # each of what is left is somebody's
             if number in crew.open:
-                self._compile(key, _copy(segment))  # compilers write to it, and it is known by its structure
+                self._compile(key, segment)
                 crew.withdraw(number)
         wanted = {_key(segment) for segment in segments}
         crew.finish(but=[number for number, (key, _) in self._handed_out.items() if key not in wanted])
@@ -119,6 +116,7 @@ class SegmentCompiler:
     def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
         if self.lowering == "eager" or not _worth_compiling(segment):
             return interpreted(segment)
+        segment = _copy(segment)  # a compiler writes to it, and it is known by its structure, by several layers perhaps
         return _compat.inductor_compile(segment, example_inputs(segment))
 
 
@@ -137,7 +135,7 @@ def interpreted(segment: fx.GraphModule) -> BoxedCallable:
 def _key(segment: fx.GraphModule) -> Key:
     # What a compiler assumed about symbolic sizes is noted where they were traced, and holds only there.
     values = [node.meta.get("val") for node in segment.graph.find_nodes(op="placeholder")]
-    return structure_of(segment), next((env for env in map(_compat.shape_environment, values) if env is not None), None)
+    return structure(segment), next((env for env in map(_compat.shape_environment, values) if env is not None), None)
 
 
 def _copy(segment: fx.GraphModule) -> fx.GraphModule:
@@ -161,22 +159,10 @@ def once_each(splits: Mapping[T, fx.GraphModule]) -> dict[T, fx.GraphModule]:
         for call in split.graph.find_nodes(op="call_module"):
             segment = split.get_submodule(str(call.target))
             assert isinstance(segment, fx.GraphModule)
-            found[str(call.target)] = first.setdefault(structure_of(segment), segment)
+            found[str(call.target)] = first.setdefault(structure(segment), segment)
         return _compat.graph_module(found, split.graph)
 
     return {name: shared(split) for name, split in splits.items()}
-
-
-def structure_of(segment: fx.GraphModule) -> str:
-    """The structure that a segment has or, where it has been compiled, which writes to it, had."""
-    if segment not in _STRUCTURES:
-        _STRUCTURES[segment] = structure(segment)
-    return _STRUCTURES[segment]
-
-
-def note_structure(segment: fx.GraphModule, digest: str) -> None:
-    """The structure of a segment that was kept with it."""
-    _STRUCTURES[segment] = digest
 
 
 def structure(segment: fx.GraphModule) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import finalize
 
 import torch
 from torch import fx
@@ -55,18 +56,26 @@ class Programs:
             dismiss()
             return
         with _compat.no_dispatch_modes(), _nobody_left_on_failure():
-            phases = [segments(self._split(phase)) for phase in self._scheduled.graphs]
-            self._sharding.compiler.hand_out(crew, phases)
+            self._sharding.compiler.hand_out(crew, [segments(split) for split in self.splits().values()])
 
     def program(self, phase: Phase, emitted: Schedule) -> BoxedCallable:
         """What runs one phase, made when it first does. ``emitted`` is what it will do."""
         last = phase is Phase.BACKWARD
-        return later(lambda: self._make(phase, emitted), f"the {phase} graph", self._do_the_rest if last else None)
+        return later(lambda: self._make(phase, emitted), f"the {phase} graph", self._begin_the_rest if last else None)
+
+    def splits(self) -> dict[Phase, fx.GraphModule]:
+        """The graphs cut into segments."""
+        return {phase: self._split(phase) for phase in self._scheduled.graphs}
+
+    def _begin_the_rest(self) -> None:
+        """Behind the first backward."""
+        if self.rest is not None:
+            put_off(self._do_the_rest) if self._sharding.own_optimizer else beside.behind(self._do_the_rest)
 
     def _do_the_rest(self) -> None:
-        if self.rest is not None:
-            put_off(self.rest) if self._sharding.own_optimizer else beside.behind(self.rest)
-            self.rest = None
+        rest, self.rest = self.rest, None
+        if rest is not None:
+            rest()
 
     def _make(self, phase: Phase, emitted: Schedule) -> BoxedCallable:
         with _nobody_left_on_failure():
@@ -75,14 +84,17 @@ class Programs:
             if crew is not None:
                 self._sharding.compiler.finish(crew, segments(self._split(phase)))
             program = self._program(phase, emitted).boxed()
-        if phase is not Phase.FORWARD and not (phase is Phase.BACKWARD and self._may_stay()):
-            dismiss()  # nothing is left to compile
+        if phase is Phase.BACKWARD and crew is not None and self._may_stay():
+            finalize(self, dismiss, crew)
+        elif phase is not Phase.FORWARD:  # nothing is left to compile
+            dismiss()
         if phase is Phase.BACKWARD and self._sharding.options.lowering == "inductor":
             note_run()
         return program
 
     def _may_stay(self) -> bool:
-        """Whether those who compiled may stay until the optimizer has made its first step, which says that they may go.
+        """Whether those who compiled may stay until the optimizer has made its first step, which says that they may go,
+        or the model is dropped.
 
         Each has a CUDA context. Whoever asks the driver for memory or loads a kernel waits while these are taken down,
         and a first backward does both. Their memory is not missed where as much is free as is in use: what is still to

@@ -22,12 +22,12 @@ def test_it_is_made_once_and_takes_its_arguments_in_a_list() -> None:
     make = mock.Mock(return_value=lambda args: [args.pop() * 2])
     run = later(make, "the forward graph")
     make.assert_not_called()
-    with mock.patch.object(module, "dismiss") as dismiss:
+    with mock.patch.object(module.first_step, "taken") as taken:
         args = [3]
         assert run(args) == [6] and args == []
-        dismiss.assert_not_called()
+        taken.assert_not_called()
         assert run([4]) == [8]
-        dismiss.assert_called_once_with()
+        taken.assert_called_once_with()
     make.assert_called_once_with()
     assert run._boxed_call
 

@@ -23,7 +23,7 @@ def begin(name: str, act: Callable[[], object], *, torch: bool = False) -> None:
     interpreter where they are, which code that is not Python's may not survive.
     """
     if name not in _begun:
-        thread = threading.Thread(target=_do, args=(act,), name=f"fxshard: {name}", daemon=True)
+        thread = threading.Thread(target=attempt, args=(act,), name=f"fxshard: {name}", daemon=True)
         if _started(thread):
             _begun[name] = thread
             if torch:
@@ -34,7 +34,7 @@ def behind(act: Callable[[], None]) -> None:
     """Do something in a thread, and wait for it only where the program ends, whichever thread asks for it: autograd's
     have daemons, if nothing is said.
     """
-    thread = threading.Thread(target=_do, args=(act,), name="fxshard: behind the first step", daemon=False)
+    thread = threading.Thread(target=attempt, args=(act,), name="fxshard: behind the first step", daemon=False)
     if _started(thread):
         _behind.append(thread)
 
@@ -48,7 +48,8 @@ def _started(thread: threading.Thread) -> bool:
     return True
 
 
-def _do(act: Callable[[], object]) -> None:
+def attempt(act: Callable[[], object]) -> None:
+    """Do something that nothing but time depends on."""
     try:
         act()
     except Exception as error:  # of any kind: it will come again, to somebody who can be told

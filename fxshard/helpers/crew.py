@@ -218,7 +218,7 @@ def hired() -> Crew | None:
     return _hired[-1] if _hired and _started[-1:] == [os.getpid()] else None
 
 
-def dismiss() -> None:
-    """Let the crew go, if there is one: nobody else waits for it."""
-    while _hired:
+def dismiss(whom: Crew | None = None) -> None:
+    """Let the crew go, if there is one (if it is still ``whom``): nobody else waits for it."""
+    while _hired and whom in (None, _hired[-1]):
         _hired.pop().dismiss()

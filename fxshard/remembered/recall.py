@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import fx
 
+from fxshard import _compat
 from fxshard.events import Phase
 from fxshard.log import LOG
-from fxshard.lowering import note_structure, structure_of
+from fxshard.lowering import structure
 from fxshard.remembered import graphs, store
 from fxshard.remembered.canonical import Unnamed
 from fxshard.scheduled import Scheduled
@@ -41,7 +42,7 @@ def remember(key: str, scheduled: Scheduled) -> None:
 def _segments(scheduled: Scheduled) -> dict[Any, fx.GraphModule]:
     """Each by its structure."""
     children = [child for split in scheduled.splits.values() for child in split.children()]
-    return {("segment", structure_of(child)): child for child in children if isinstance(child, fx.GraphModule)}
+    return {("segment", structure(child)): child for child in children if isinstance(child, fx.GraphModule)}
 
 
 def _parts(scheduled: Scheduled) -> dict[Any, fx.GraphModule]:
@@ -64,9 +65,6 @@ def recall(key: str) -> Scheduled | None:
         LOG.debug("graphs of an earlier start cannot be read, and are traced again: %s", error)
         store.remove(key)
         return None
-    for (kind, name), module in found.items():
-        if kind == "segment":
-            note_structure(module, name)
     splits, outlines = (
         {name: module for (kind, name), module in found.items() if kind == each} for each in ("split", "outline")
     )
@@ -82,7 +80,9 @@ class _Unread(Mapping[Phase, fx.GraphModule]):
 
     @cached_property
     def _graphs(self) -> dict[Phase, fx.GraphModule]:
-        found, _ = graphs.loads(self._data)
+        with _compat.as_a_compiler():  # whatever modes somebody looks in
+            found, _ = graphs.loads(self._data)
+        self._data = b""
         return found
 
     def __getitem__(self, phase: Phase) -> fx.GraphModule:

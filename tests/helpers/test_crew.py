@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -448,12 +449,44 @@ def test_who_is_in_nobodys_way_stays_until_the_optimizer_has_stepped(made: mock.
     helpers.present.return_value = 0  # type: ignore[attr-defined]
     helpers.open = set()
     model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="inductor")
-    with mock.patch.object(SegmentCompiler, "hand_out"), mock.patch.object(Programs, "_may_stay", return_value=room):
+    staying = mock.patch.object(Programs, "_may_stay", return_value=room)
+    with mock.patch.object(SegmentCompiler, "hand_out") as handed_out, staying:
         model(torch.randn(4, 7), torch.randn(4, 5)).backward()
     assert helpers.dismiss.called is not room  # type: ignore[attr-defined]
+    phases = handed_out.call_args.args[1]
+    assert len(phases) == 2 and all(phases), "forward's, then backward's"
     model.optimizer.step()
     helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
     assert crew.hired() is None
+
+
+def test_who_stayed_goes_when_the_model_does(made: mock.Mock) -> None:
+    crew.hire()
+    helpers = crew.hired()
+    assert helpers is not None
+    helpers.present.return_value = 0  # type: ignore[attr-defined]
+    helpers.open = set()
+    model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="inductor")
+    with mock.patch.object(SegmentCompiler, "hand_out"), mock.patch.object(Programs, "_may_stay", return_value=True):
+        model(torch.randn(4, 7), torch.randn(4, 5)).backward()
+    helpers.dismiss.assert_not_called()  # type: ignore[attr-defined]
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
+
+
+def test_nobody_stays_for_an_evaluation(made: mock.Mock) -> None:
+    crew.hire()
+    helpers = crew.hired()
+    assert helpers is not None
+    helpers.present.return_value = 0  # type: ignore[attr-defined]
+    helpers.open = set()
+    model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="inductor")
+    staying = mock.patch.object(Programs, "_may_stay", return_value=True)
+    with mock.patch.object(SegmentCompiler, "hand_out"), staying, torch.no_grad():
+        model(torch.randn(4, 7), torch.randn(4, 5))
+    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

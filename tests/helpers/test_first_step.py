@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,14 +16,22 @@ import fxshard
 from fxshard.helpers import beside, first_step
 from tests.toy import Mlp
 
-Done = list[threading.Thread]
+
+class Notes:
+    """Who wants to do something, and in which thread it was done."""
+
+    def __init__(self) -> None:
+        self.done: list[threading.Thread] = []
+
+    def note(self) -> None:
+        self.done.append(threading.current_thread())
 
 
 @pytest.fixture
-def done() -> Done:
-    found: Done = []
-    first_step.put_off(lambda: found.append(threading.current_thread()))
-    return found
+def notes() -> Notes:
+    made = Notes()
+    first_step.put_off(made.note)
+    return made
 
 
 @pytest.fixture
@@ -44,21 +55,48 @@ def forward_twice(model: fxshard.ShardedModule) -> None:
 
 @pytest.mark.parametrize("take", [backward_and_step, forward_twice])
 def test_it_is_done_once(
-    done: Done, model: fxshard.ShardedModule, take: Callable[[fxshard.ShardedModule], None]
+    notes: Notes, model: fxshard.ShardedModule, take: Callable[[fxshard.ShardedModule], None]
 ) -> None:
+    other = Notes()
+    first_step.put_off(other.note)
     take(model)
     take(model)
     beside.finish_all()
-    assert len(done) == 1 and done[0] is not threading.current_thread()
+    for each in (notes, other):
+        assert len(each.done) == 1 and each.done[0] is not threading.current_thread()
 
 
-def test_not_before(done: Done, model: fxshard.ShardedModule) -> None:
+def test_not_before(notes: Notes, model: fxshard.ShardedModule) -> None:
     loss(model).backward()
     beside.finish_all()
-    assert not done
+    assert not notes.done
     first_step.taken()
     beside.finish_all()
-    assert len(done) == 1
+    assert len(notes.done) == 1
+
+
+def test_what_nobody_has_any_more_is_not_done() -> None:
+    notes = Notes()
+    first_step.put_off(notes.note)
+    done = notes.done
+    del notes
+    first_step.taken()
+    beside.finish_all()
+    assert not done
+
+
+def test_a_program_that_takes_no_step_does_it_at_its_end(tmp_path: Path) -> None:
+    script = """
+import pathlib, sys
+from fxshard.helpers import first_step
+class Wanted:
+    def write(self):
+        pathlib.Path(sys.argv[1]).touch()
+wanted = Wanted()
+first_step.put_off(wanted.write)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "written")], check=True, timeout=60)
+    assert (tmp_path / "written").exists()
 
 
 def test_nobody_stays_behind_it() -> None:

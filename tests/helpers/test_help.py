@@ -50,6 +50,7 @@ class Idle:
     open: set[int] = field(default_factory=set)
     waited_for: set[int] = field(default_factory=set)
     queues: list[str] = field(default_factory=list)
+    practises: bool = True
 
     def publish(self, job: Any, *, wanted: bool = True, queue: str = crew.QUEUE) -> int:
         self.jobs.append(job)
@@ -61,7 +62,7 @@ class Idle:
         self.open.remove(number)
 
     def withdraw_unwanted(self) -> None:
-        pass
+        self.practises = False
 
     def present(self) -> int:
         return self.there
@@ -145,7 +146,7 @@ def test_a_forward_waits_for_its_own_segments_and_for_kernels(example: torch.Ten
     kernel = busy.publish("a kernel")
     compiler.hand_out(busy, [forward, [*backward, *forward]])  # type: ignore[arg-type]
     compiler.hand_out(busy, [backward])  # type: ignore[arg-type]
-    assert len(busy.jobs) == 5 and not busy.waited_for
+    assert len(busy.jobs) == 5 and not busy.waited_for and not busy.practises
     compiler.finish(busy, forward[:1])  # type: ignore[arg-type]
     assert busy.waited_for == {kernel, 2}  # the longest first
     compiler.finish(busy, forward)  # type: ignore[arg-type]

@@ -205,9 +205,12 @@ def test_inductors_processes_are_not_started_early_for_what_has_run(
     monkeypatch.setenv("TORCH_WARM_POOL", "0")
     monkeypatch.delenv(crew.VARIABLE, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with mock.patch.object(elsewhere.beside, "begin"), mock.patch.object(_compat, "start_compile_processes") as begun:
+    with (
+        mock.patch.object(elsewhere.beside, "begin") as beside,
+        mock.patch.object(_compat, "start_compile_processes") as begun,
+    ):
         elsewhere.start()
-    assert begun.called is not ran
+    assert begun.called is not ran and beside.called, "the cache is asked in both cases, and begins with a hash"
 
 
 def test_to_know_it_takes_nothing_of_torchs_compiler() -> None:

@@ -46,7 +46,7 @@ class Start:
     """Whether anything but Dynamo traced the model."""
     left: list[Tensor]
     """Results, gradients and parameters of two steps."""
-    schedule: str
+    schedules: str
     graphs: dict[str, str]
     left_out: int
 
@@ -79,7 +79,8 @@ def start(make: Any = Deep, steps: int = 2, shape: tuple[int, ...] = (4, 8), **o
     left = [value.to_local() if hasattr(value, "to_local") else value for value in left]
     texts = {phase: str(graph.graph) for phase, graph in model.graphs.items()}
     traced = abridge.called or [found is not None for found in recalled] != [True]
-    return Start(traced, left, str(model.schedule), texts, model.compilations.layers_left_out)
+    schedules = "\n".join(f"{kind}\n{schedule}" for kind, schedule in model.schedules.items())
+    return Start(traced, left, schedules, texts, model.compilations.layers_left_out)
 
 
 def _trained(model: fxshard.ShardedModule) -> list[nn.Parameter]:
@@ -89,4 +90,4 @@ def _trained(model: fxshard.ShardedModule) -> list[nn.Parameter]:
 def same(one: Start, other: Start) -> bool:
     """Whether two starts came to the same, to the bit."""
     bits = all(torch.equal(a, b) for a, b in zip(one.left, other.left, strict=True))
-    return bits and (one.schedule, one.graphs, one.left_out) == (other.schedule, other.graphs, other.left_out)
+    return bits and (one.schedules, one.graphs, one.left_out) == (other.schedules, other.graphs, other.left_out)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from copy import deepcopy as copy
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
@@ -25,6 +27,7 @@ from fxshard import _compat, captured_graph
 from fxshard.fused import choose
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.helpers import beside
+from fxshard.inspect.schedule import Schedule
 from fxshard.lowering import once_each
 from fxshard.passes.pipeline import PASSES
 from fxshard.plan.memory import MemoryPlan
@@ -85,7 +88,7 @@ def test_it_is_what_a_start_without_memory_comes_to(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FXSHARD_REMEMBER", "0")
     plain = start(trace_once=False)
     assert all(torch.equal(a, b) for a, b in zip(recalled.left, plain.left, strict=True))
-    assert (recalled.schedule, recalled.graphs) == (plain.schedule, plain.graphs)
+    assert (recalled.schedules, recalled.graphs) == (plain.schedules, plain.graphs)
 
 
 def test_nothing_is_kept_or_recalled_where_that_is_not_wanted(
@@ -266,11 +269,61 @@ def test_a_damaged_file_is_traced_and_written_again(
     assert same(first, second) and same(first, third)
 
 
+def test_what_was_recorded_is_verified_again(first: Start) -> None:
+    with mock.patch.object(Schedule, "verify") as verify:
+        assert not start(steps=1).traced
+    verify.assert_called_once_with()
+
+
+def test_it_is_written_behind_the_first_step(cache: Path) -> None:
+    """Of an optimizer of ours: until then the thread that writes would slow it down."""
+    model = fxshard.compile(Deep(), optimizer=fxshard.AdamW(), lowering="inductor")
+    with mock.patch.object(_compat, "inductor_compile", uncompiled):
+        model(torch.ones(4, 8)).backward()
+    beside.finish_all()
+    assert not kept(cache)
+    model.optimizer.step()
+    beside.finish_all()
+    assert kept(cache)
+
+
+def test_with_another_optimizer_it_is_written_behind_backward(cache: Path) -> None:
+    model = fxshard.compile(Deep(), lowering="inductor")
+    with mock.patch.object(_compat, "inductor_compile", uncompiled):
+        model(torch.ones(4, 8)).backward()
+    beside.finish_all()
+    assert kept(cache)
+
+
+def test_a_model_that_takes_no_step_is_dropped_as_ever() -> None:
+    model = fxshard.compile(Deep(), optimizer=fxshard.AdamW(), lowering="inductor")
+    with mock.patch.object(_compat, "inductor_compile", uncompiled):
+        model(torch.ones(4, 8)).backward()
+    left = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(each() is not None for each in left)
+
+
+@pytest.mark.parametrize("entered", [torch.inference_mode, lambda: torch.device("meta")])
+def test_graphs_are_read_in_whatever_mode_they_are_looked_at(entered: Callable[[], Any]) -> None:
+    start(steps=1)
+    forget()
+    model = fxshard.compile(Deep(), optimizer=fxshard.AdamW(lr=1e-2), lowering="inductor")
+    with mock.patch.object(_compat, "inductor_compile", uncompiled):
+        model(torch.ones(4, 8)).backward()
+    with mock.patch.object(graphs, "loads", wraps=graphs.loads) as loads, entered():
+        values = [node.meta["val"] for node in model.graphs["forward"].graph.find_nodes(op="placeholder")]
+    assert loads.call_count == 1
+    assert not any(value.is_inference() or value.device.type != "cpu" for value in values)
+
+
 def test_segments_are_kept_once_and_graphs_read_when_looked_at(cache: Path) -> None:
-    """What runs are segments, of which layers that are alike have the same. Inductor writes to them."""
+    """What runs are segments, of which layers that are alike have the same, and Inductor writes to what it is given."""
 
     def compiles(segment: fx.GraphModule, inputs: Any) -> Any:
-        run = uncompiled(fx.GraphModule(segment, copy(segment.graph)), inputs)
+        run = uncompiled(fx.GraphModule(segment, deepcopy(segment.graph)), inputs)
         for node in segment.graph.find_nodes(op="output"):
             segment.graph.erase_node(node)
         return run
@@ -294,6 +347,41 @@ def test_segments_are_kept_once_and_graphs_read_when_looked_at(cache: Path) -> N
     assert str(first.schedule) == str(second.schedule)
     texts = [{phase: str(graph.graph) for phase, graph in model.graphs.items()} for model in (first, second)]
     assert texts[0] == texts[1]
+
+
+class Times(nn.Module):
+    """A frozen product with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8) / 2, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Mirrored(nn.Module):
+    """Backward multiplies by a matrix as forward does, and by a transposed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (nn.Linear(8, 8), Times(), nn.Linear(8, 8, bias=False).requires_grad_(False))
+        self.layers = nn.ModuleList(nn.Sequential(*map(deepcopy, parts)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_what_forward_and_backward_have_in_common_is_kept_once(cache: Path) -> None:
+    shared = mock.patch.object(captured_graph, "once_each", wraps=once_each)
+    options: dict[str, Any] = {"steps": 1, "keep_resident": False, "units": ["layers.*.*"]}
+    with shared as kept_once:
+        first, second = start(Mirrored, **options), start(Mirrored, **options)
+    forward, backward = once_each(kept_once.call_args.args[0]).values()
+    assert set(forward.children()) & set(backward.children()), "or this shows nothing"
+    assert first.traced and not second.traced and same(first, second)
 
 
 def test_segments_of_two_graphs_are_shared() -> None:
@@ -363,7 +451,7 @@ def program() -> None:
     torch.manual_seed(0)
     done = start(steps=1)
     bits = b"".join(value.numpy().tobytes() for value in done.left)
-    print(json.dumps([done.traced, hashlib.sha256(bits).hexdigest(), done.schedule, done.graphs]))
+    print(json.dumps([done.traced, hashlib.sha256(bits).hexdigest(), done.schedules, done.graphs]))
 
 
 @pytest.mark.timeout(180)
