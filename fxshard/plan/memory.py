@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import networkx as nx
+
 from fxshard.plan.layout import aligned
 
 GRANULE = 512
@@ -55,8 +57,6 @@ def plan_slots(buffers: Sequence[Buffer]) -> MemoryPlan:
     Larger buffers are coloured first, so a slot is never stretched by a latecomer; among equal ones the earlier, which
     is optimal for intervals of one size.
     """
-    import networkx as nx  # here, because a second start recalls what was planned
-
     conflicts = nx.Graph()
     conflicts.add_nodes_from(range(len(buffers)))
     conflicts.add_edges_from((i, j) for j in range(len(buffers)) for i in range(j) if buffers[i].overlaps(buffers[j]))
