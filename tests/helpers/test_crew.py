@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import signal
@@ -17,14 +16,10 @@ from unittest import mock
 import pytest
 import torch
 
-import fxshard
 from fxshard import ConfigError, elsewhere
 from fxshard.helpers import crew, member
 from fxshard.helpers.crew import MOST, Crew
-from fxshard.lowering import SegmentCompiler
-from fxshard.programs import Programs
 from tests.helpers.crews import ASLEEP, ENDED, alive, ready, touch, until
-from tests.toy import Mlp
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -350,16 +345,6 @@ def test_a_number_is_asked_for(monkeypatch: pytest.MonkeyPatch, asked: str) -> N
         crew.wanted()
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """Stands for the class of crews, in a process that has had none."""
-    monkeypatch.setenv(crew.VARIABLE, "3")
-    monkeypatch.setattr(crew, "_hired", [])
-    monkeypatch.setattr(crew, "_started", [])
-    monkeypatch.setattr(crew, "Crew", mock.Mock(side_effect=lambda count, device: mock.Mock(count=count)))
-    return crew.Crew  # type: ignore[return-value]
-
-
 def test_a_process_hires_once(made: mock.Mock) -> None:
     """A second model compiles by itself."""
     assert crew.hired() is None
@@ -409,117 +394,3 @@ def test_none_is_hired_where_none_is_wanted(made: mock.Mock, monkeypatch: pytest
     crew.hire()
     assert crew.hired() is None
     made.assert_not_called()
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_nobody_is_left_when_a_first_graph_is_compiled(made: mock.Mock, training: bool) -> None:
-    """Also where there was nothing for them to do."""
-    crew.hire()
-    helpers = crew.hired()
-    assert helpers is not None
-    model = fxshard.compile(Mlp(), lowering="eager")
-    with torch.set_grad_enabled(training):
-        model(torch.randn(4, 7), torch.randn(4, 5))
-    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
-    assert crew.hired() is None
-
-
-@pytest.mark.parametrize("again", ["backward", "forward"])
-def test_nobody_is_left_when_backward_runs_or_cannot_be_meant_to(made: mock.Mock, again: str) -> None:
-    """They may be at work for backward while forward runs for the first time, not longer."""
-    crew.hire()
-    helpers = crew.hired()
-    assert helpers is not None
-    helpers.present.return_value = 0  # type: ignore[attr-defined]
-    helpers.open = set()
-    model = fxshard.compile(Mlp(), lowering="inductor")
-    with mock.patch.object(SegmentCompiler, "hand_out"):
-        loss = model(torch.randn(4, 7), torch.randn(4, 5))
-        helpers.dismiss.assert_not_called()  # type: ignore[attr-defined]
-        loss.backward() if again == "backward" else model(torch.randn(4, 7), torch.randn(4, 5))
-    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
-    assert crew.hired() is None
-
-
-@pytest.mark.parametrize("room", [True, False])
-def test_who_is_in_nobodys_way_stays_until_the_optimizer_has_stepped(made: mock.Mock, room: bool) -> None:
-    crew.hire()
-    helpers = crew.hired()
-    assert helpers is not None
-    helpers.present.return_value = 0  # type: ignore[attr-defined]
-    helpers.open = set()
-    model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="inductor")
-    staying = mock.patch.object(Programs, "_may_stay", return_value=room)
-    with mock.patch.object(SegmentCompiler, "hand_out") as handed_out, staying:
-        model(torch.randn(4, 7), torch.randn(4, 5)).backward()
-    assert helpers.dismiss.called is not room  # type: ignore[attr-defined]
-    phases = handed_out.call_args.args[1]
-    assert len(phases) == 2 and all(phases), "forward's, then backward's"
-    model.optimizer.step()
-    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
-    assert crew.hired() is None
-
-
-def test_who_stayed_goes_when_the_model_does(made: mock.Mock) -> None:
-    crew.hire()
-    helpers = crew.hired()
-    assert helpers is not None
-    helpers.present.return_value = 0  # type: ignore[attr-defined]
-    helpers.open = set()
-    model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="inductor")
-    with mock.patch.object(SegmentCompiler, "hand_out"), mock.patch.object(Programs, "_may_stay", return_value=True):
-        model(torch.randn(4, 7), torch.randn(4, 5)).backward()
-    helpers.dismiss.assert_not_called()  # type: ignore[attr-defined]
-    del model
-    torch._dynamo.reset()
-    gc.collect()
-    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
-
-
-def test_nobody_stays_for_an_evaluation(made: mock.Mock) -> None:
-    crew.hire()
-    helpers = crew.hired()
-    assert helpers is not None
-    helpers.present.return_value = 0  # type: ignore[attr-defined]
-    helpers.open = set()
-    model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="inductor")
-    staying = mock.patch.object(Programs, "_may_stay", return_value=True)
-    with mock.patch.object(SegmentCompiler, "hand_out"), staying, torch.no_grad():
-        model(torch.randn(4, 7), torch.randn(4, 5))
-    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("device", "own", "free", "stays"),
-    [("cuda", True, 101, True), ("cuda", True, 100, False), ("cuda", False, 101, False), ("cpu", True, 101, False)],
-)
-def test_who_stays_takes_no_memory_that_is_wanted(device: str, own: bool, free: int, stays: bool) -> None:
-    """And only where an optimizer of ours will say when to go, and there are CUDA contexts to be taken down."""
-    engine = mock.Mock(device=torch.device(device))
-    programs = Programs(mock.Mock(own_optimizer=own, engine=engine), mock.Mock(splits={}), mock.Mock())
-    with (
-        mock.patch.object(torch.cuda, "mem_get_info", return_value=(free, 1000)),
-        mock.patch.object(torch.cuda, "memory_allocated", return_value=100),
-    ):
-        assert programs._may_stay() is stays
-
-
-def test_nobody_is_left_when_a_model_cannot_be_captured(made: mock.Mock) -> None:
-    crew.hire()
-    helpers = crew.hired()
-    assert helpers is not None
-    model = fxshard.compile(torch.nn.Linear(3, 3), lowering="inductor")
-    with pytest.raises(fxshard.FxshardError):
-        model(torch.ones(2, 5))
-    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]
-
-
-def test_nobody_is_left_when_compilation_fails(made: mock.Mock) -> None:
-    crew.hire()
-    helpers = crew.hired()
-    assert helpers is not None
-    model = fxshard.compile(Mlp(), lowering="inductor")
-    failing = mock.patch.object(SegmentCompiler, "hand_out", side_effect=RuntimeError("no such kernel"))
-    with failing, pytest.raises(fxshard.FxshardError, match="no such kernel"):
-        model(torch.randn(4, 7), torch.randn(4, 5))
-    helpers.dismiss.assert_called_once_with()  # type: ignore[attr-defined]

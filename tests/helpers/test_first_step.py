@@ -57,22 +57,21 @@ def forward_twice(model: fxshard.ShardedModule) -> None:
 def test_it_is_done_once(
     notes: Notes, model: fxshard.ShardedModule, take: Callable[[fxshard.ShardedModule], None]
 ) -> None:
-    other = Notes()
-    first_step.put_off(other.note)
     take(model)
     take(model)
     beside.finish_all()
-    for each in (notes, other):
-        assert len(each.done) == 1 and each.done[0] is not threading.current_thread()
+    assert len(notes.done) == 1 and notes.done[0] is not threading.current_thread()
 
 
 def test_not_before(notes: Notes, model: fxshard.ShardedModule) -> None:
+    other = Notes()
+    first_step.put_off(other.note)
     loss(model).backward()
     beside.finish_all()
-    assert not notes.done
+    assert not notes.done and not other.done
     first_step.taken()
     beside.finish_all()
-    assert len(notes.done) == 1
+    assert len(notes.done) == len(other.done) == 1
 
 
 def test_what_nobody_has_any_more_is_not_done() -> None:
