@@ -218,7 +218,7 @@ class Backend:
             bw_compiler=capture.compile_backward,
             inference_compiler=capture.compile_evaluation,
             partition_fn=capture.partition,
-            decompositions=self._decompositions(),
+            decompositions=self._decompositions() if capture.traced else None,
         )(graph, example_inputs)
 
     def rewrite_joint(self, joint: fx.GraphModule) -> fx.GraphModule:

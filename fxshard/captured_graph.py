@@ -23,6 +23,7 @@ from fxshard.repetition.abridged import Abridged
 from fxshard.repetition.expansion import Shortened
 from fxshard.repetition.parts import expand_parts
 from fxshard.repetition.periods import Unrepeatable
+from fxshard.runtime.program import segments
 from fxshard.scheduled import Scheduled
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 class Capture:
     """A graph that AOTAutograd traces, all of it."""
+
+    traced = True
 
     def __init__(self, backend: Backend, refs: list[ParamRef | None], graph: fx.GraphModule | None = None) -> None:
         """``refs`` are the parameters among the inputs of ``graph``; its constants become inputs ahead of these."""
@@ -186,6 +189,7 @@ class Capture:
 class Foreseen(Capture):
     """A graph whose forward and backward are scheduled before AOTAutograd is asked. It sees their outlines."""
 
+    traced = False
     scheduled: Scheduled
 
     def foresee(self, abridged: Abridged) -> Scheduled:
@@ -207,11 +211,14 @@ class Foreseen(Capture):
     def known(self) -> Scheduled:
         """What is scheduled, with all that was made of it, for the next start."""
         assert self._programs is not None
-        return replace(self.scheduled, splits=once_each(self._programs.splits()), recorded=self._recorded)
+        splits = once_each(self._programs.splits())
+        generated = self._sharding.compiler.known(segment for split in splits.values() for segment in segments(split))
+        return replace(self.scheduled, splits=splits, recorded=self._recorded, generated=generated)
 
     def take(self, scheduled: Scheduled) -> None:
         """Use what is scheduled already."""
         self.scheduled = scheduled
+        self._sharding.compiler.generated.update(scheduled.generated)
         self._hand_out(scheduled)
 
     def partition(

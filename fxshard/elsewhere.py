@@ -38,7 +38,7 @@ def start() -> None:
     if gpus and new:
         _compat.start_compile_processes()
     if gpus:
-        beside.begin("hash Triton", _compat.triton_hasher())  # which looking into Inductor's cache begins with
+        beside.begin("hash Triton", _compat.triton_hasher())  # which looking into its cache begins with, and Inductor's
 
 
 def compile_elsewhere(compile: Compile, device: torch.device) -> None:

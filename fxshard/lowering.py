@@ -47,6 +47,8 @@ class SegmentCompiler:
         self._compiled: dict[Key, BoxedCallable] = {}
         self._handed_out: dict[int, tuple[Key, fx.GraphModule]] = {}
         """What a crew was asked to compile, by the numbers of its jobs."""
+        self.generated: dict[str, _compat.Generated] = {}
+        """What earlier starts have in Inductor's cache for segments, by structure."""
 
     @cached_property
     def _known(self) -> Known:
@@ -107,11 +109,28 @@ class SegmentCompiler:
         self.compilations += 1
         started = time.perf_counter()
         constants = segment.graph.find_nodes(op="get_attr")  # their structure is this process's
-        self._compiled[key] = self._lower(segment)
+        self._compiled[key] = self._generated(key[0], segment) or self._lower(segment)
         if self.lowering == "inductor" and not constants:
             self._known.add(key[0])
         seconds = time.perf_counter() - started
         LOG.debug("segment %d: %d nodes, %s, %.2f s", self.segments, _length(segment), self.lowering, seconds)
+
+    def _generated(self, name: str, segment: fx.GraphModule) -> BoxedCallable | None:
+        """What an earlier start has left for a segment, if it can be used."""
+        found = self.generated.get(name)
+        if found is None:
+            return None
+        try:
+            return _compat.load_generated(found, example_inputs(segment))
+        except Exception as error:  # of any kind, as what is wrong with a file may be: it is compiled as at first
+            LOG.debug("generated code cannot be read, and is made again: %s: %s", type(error).__name__, error)
+            return None
+
+    def known(self, segments: Iterable[fx.GraphModule]) -> dict[str, _compat.Generated]:
+        """What Inductor's cache has for segments that were compiled, for the next start."""
+        names = {structure(segment) for segment in segments}
+        found = {name: _compat.generated(self._compiled.get((name, None))) for name in sorted(names)}
+        return {name: each for name, each in found.items() if each is not None}
 
     def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
         if self.lowering == "eager" or not _worth_compiling(segment):

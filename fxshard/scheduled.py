@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fxshard._compat import Generated
 from fxshard.events import Phase
 from fxshard.inspect.schedule import Schedule
 from fxshard.plan.memory import MemoryPlan
@@ -28,6 +29,8 @@ class Scheduled:
     """The graphs cut into segments, where that was done at an earlier start."""
     recorded: Mapping[str, Schedule] = field(default_factory=dict)
     """What the graphs do, by name, where that was recorded at an earlier start."""
+    generated: Mapping[str, Generated] = field(default_factory=dict)
+    """What Inductor's cache has for the segments, by their structure, where an earlier start has compiled them."""
 
     @property
     def name(self) -> str:

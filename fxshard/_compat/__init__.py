@@ -21,6 +21,9 @@ from fxshard._compat.dynamo import graph_input_example as graph_input_example
 from fxshard._compat.dynamo import inlines_modules as inlines_modules
 from fxshard._compat.dynamo import is_static as is_static
 from fxshard._compat.dynamo import opaque as opaque
+from fxshard._compat.generated import Generated as Generated
+from fxshard._compat.generated import generated as generated
+from fxshard._compat.generated import load_generated as load_generated
 from fxshard._compat.inductor import compile_cache as compile_cache
 from fxshard._compat.inductor import compile_clocks as compile_clocks
 from fxshard._compat.inductor import hash_torch as hash_torch
@@ -29,6 +32,7 @@ from fxshard._compat.inductor import import_inductor as import_inductor
 from fxshard._compat.inductor import inductor_compile as inductor_compile
 from fxshard._compat.inductor import inductor_decompositions as inductor_decompositions
 from fxshard._compat.inductor import inductor_joint_passes as inductor_joint_passes
+from fxshard._compat.inductor import triton_files as triton_files
 from fxshard._compat.inductor import triton_hasher as triton_hasher
 from fxshard._compat.names import operator_at as operator_at
 from fxshard._compat.names import operator_path as operator_path

@@ -12,12 +12,37 @@ from typing import Any
 import torch
 from torch import fx
 
+_DECOMPOSITIONS = "torch._inductor.decomposition"
+_as_imported: set[str] = set()
+"""The operators that Inductor's table of decompositions had when fxshard imported it, if nobody did before."""
+
 
 def inductor_decompositions() -> dict[Any, Any]:
     """The decompositions that Inductor's lowerings assume. torch 2.11, 2.13."""
+    new = _DECOMPOSITIONS not in sys.modules
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()
+    table = select_decomp_table()
+    if new:
+        _as_imported.update(map(str, table))
+    return table
+
+
+def known_decompositions() -> dict[Any, Any]:
+    """The same where they are imported; otherwise those of torch that they will be made of."""
+    if _DECOMPOSITIONS in sys.modules:
+        return inductor_decompositions()
+    from torch._decomp import decomposition_table
+
+    return {each: found for each, found in decomposition_table.items() if each.name().startswith(("aten::", "prims::"))}
+
+
+def changed_decompositions() -> list[str] | None:
+    """The operators in Inductor's table of decompositions; None if that is as it is imported, or will be."""
+    if _DECOMPOSITIONS not in sys.modules:
+        return None
+    found = sorted(map(str, inductor_decompositions()))
+    return found if set(found) != _as_imported else None
 
 
 def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
@@ -95,6 +120,15 @@ def triton_hasher() -> Callable[[], object]:
         except ImportError:
             return lambda: None
     return triton_key  # type: ignore[no-any-return]
+
+
+def triton_files() -> list[tuple[str, int, int]]:
+    """Triton's libraries, their sizes and when each was last changed. All of its files are hundreds of megabytes."""
+    spec = importlib.util.find_spec("triton")
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    found = [path for folder in folders for path in Path(folder, "_C").glob("*.so")]
+    status = [(str(path), path.stat()) for path in sorted(found)]
+    return [(path, each.st_size, each.st_mtime_ns) for path, each in status]
 
 
 def compile_clocks() -> dict[str, float]:

@@ -92,9 +92,11 @@ def compile_circumstances() -> dict[str, Any] | None:
     None if another process cannot have it: passes or lowerings of the user's own, of which Inductor's cache does not
     know all.
     """
-    from torch._inductor import config, lowering
+    from torch._inductor import config
 
-    modules = {(getattr(function, "__module__", None) or "").split(".")[0] for function in lowering.lowerings.values()}
+    lowering: Any = sys.modules.get("torch._inductor.lowering")  # where it is not imported nobody has added to it
+    lowerings = lowering.lowerings.values() if lowering is not None else ()
+    modules = {(getattr(function, "__module__", None) or "").split(".")[0] for function in lowerings}
     foreign = modules - {"torch", ""} - sys.stdlib_module_names
     if foreign:
         LOG.debug("nothing can be compiled ahead: there are lowerings of %s", foreign)

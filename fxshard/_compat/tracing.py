@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from fxshard._compat.inductor import inductor_decompositions
+from fxshard._compat.inductor import changed_decompositions, known_decompositions
 from fxshard._compat.names import is_own, own_directories
 
 FakeDescription = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, str, bool, int]
@@ -70,6 +71,7 @@ def traced_under() -> dict[str, Any] | None:
     """
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
 
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
@@ -77,6 +79,7 @@ def traced_under() -> dict[str, Any] | None:
     return {
         "functorch": functorch.save_config_portable(),
         "dynamo": dynamo.save_config_portable(),
+        "inductor": {name: getattr(inductor, name) for name in _private_options(inductor)},
         "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "attention": _attention_kernels(),
@@ -88,7 +91,7 @@ def traced_under() -> dict[str, Any] | None:
             torch.backends.cudnn.version(),
         ),
         "kernels": sorted(torch.library._impls),
-        "decompositions": sorted(map(str, inductor_decompositions())),
+        "decompositions": changed_decompositions(),
         "devices": [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else None,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.version.cuda,
@@ -123,33 +126,47 @@ def foreign_code() -> str | None:
 
 
 def _taking_part() -> Iterator[tuple[str, Any]]:
+    """Functions that tracing or compiling may call. What is not imported is as it will be: nobody has added to it."""
     from torch._functorch import aot_autograd, partitioners
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
-    from torch._inductor.fx_passes import joint_graph
 
-    for decomposition in inductor_decompositions().values():
+    for decomposition in known_decompositions().values():
         yield "the decomposition", decomposition
-    for listed in joint_graph.pass_patterns:
-        for entries in listed.patterns.values():
-            for entry in entries:
-                for name in ("extra_check", "handler", "normalize_args", "replace_fn"):
-                    yield f"a pattern's {name}", getattr(entry, name, None)
-    for module, name in (
-        (partitioners, "min_cut_rematerialization_partition"),
-        (joint_graph, "joint_graph_passes"),
-        (aot_autograd, "aot_module_simplified"),
-    ):
-        yield "in place of torch's,", getattr(module, name)
+    yield "in place of torch's,", partitioners.min_cut_rematerialization_partition
+    yield "in place of torch's,", aot_autograd.aot_module_simplified
+    joint_graph: Any = sys.modules.get("torch._inductor.fx_passes.joint_graph")
+    if joint_graph is not None:
+        yield "in place of torch's,", joint_graph.joint_graph_passes
+        for listed in joint_graph.pass_patterns:
+            for entries in listed.patterns.values():
+                for entry in entries:
+                    for name in ("extra_check", "handler", "normalize_args", "replace_fn"):
+                        yield f"a pattern's {name}", getattr(entry, name, None)
+    common: Any = sys.modules.get("torch._inductor.codegen.common")
+    if common is not None:
+        for kind, custom in common.custom_backend_passes.items():
+            yield f"a pass for {kind}", custom
     # What configurations say of these is left out where they are written down.
     for config, name in (
         (inductor, "joint_custom_pre_pass"),
         (inductor, "joint_custom_post_pass"),
+        (inductor, "post_grad_custom_pre_pass"),
+        (inductor, "post_grad_custom_post_pass"),
+        (inductor, "_pre_fusion_custom_pass"),
+        (inductor, "_fuse_ddp_communication_passes"),
         (functorch, "joint_custom_pass"),
     ):
         given = getattr(config, name, None)
         for each in given if isinstance(given, list | tuple) else [given]:
             yield name, each
+
+
+def _private_options(config: Any) -> list[str]:
+    """Options that change what is compiled, and that ``save_config_portable`` leaves out of what travels."""
+    return sorted(
+        config.save_config_portable(ignore_private_configs=False).keys() - config.save_config_portable().keys()
+    )
 
 
 def _foreign_kernel() -> str | None:

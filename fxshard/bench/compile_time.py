@@ -34,7 +34,8 @@ from fxshard.models import Llama, LlamaConfig
 TRACE_ALL = "fxshard-trace-all"
 LEAST = 0.05
 """Seconds of a stage that is worth a line."""
-TORCHS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx", "torch.distributed.fsdp")
+TORCHS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp")
+"""What every start takes. Who compiles imports Inductor as well, meanwhile."""
 
 
 @dataclass(frozen=True)

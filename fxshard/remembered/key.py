@@ -14,7 +14,7 @@ from fxshard.remembered.canonical import Unnamed, canonical
 from fxshard.remembered.graphs import mapped
 from fxshard.remembered.surroundings import surroundings
 
-FORMAT = 2
+FORMAT = 3
 """Of what is kept."""
 
 

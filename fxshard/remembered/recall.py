@@ -30,7 +30,8 @@ def wanted() -> bool:
 
 def remember(key: str, scheduled: Scheduled) -> None:
     """Keep scheduled graphs, and what was made of them; where that cannot be, the next start traces again."""
-    others = scheduled.memory, scheduled.outputs, scheduled.left_out, dict(scheduled.recorded)
+    made = dict(scheduled.recorded), dict(scheduled.generated)
+    others = scheduled.memory, scheduled.outputs, scheduled.left_out, *made
     try:
         first = graphs.dumps({**_segments(scheduled), **_parts(scheduled)}, *others)
         data = pickle.dumps((first, list(scheduled.graphs), graphs.dumps(scheduled.graphs)))
@@ -60,7 +61,7 @@ def recall(key: str) -> Scheduled | None:
         if hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
             raise ValueError("it is damaged")
         first, phases, whole = pickle.loads(data[DIGEST:])
-        found, (memory, outputs, left_out, recorded) = graphs.loads(first)
+        found, (memory, outputs, left_out, *made) = graphs.loads(first)
     except Exception as error:  # of any kind, as what a damaged file may say is
         LOG.debug("graphs of an earlier start cannot be read, and are traced again: %s", error)
         store.remove(key)
@@ -68,7 +69,7 @@ def recall(key: str) -> Scheduled | None:
     splits, outlines = (
         {name: module for (kind, name), module in found.items() if kind == each} for each in ("split", "outline")
     )
-    return Scheduled(_Unread(phases, whole), memory, outlines, outputs, left_out, splits, recorded)
+    return Scheduled(_Unread(phases, whole), memory, outlines, outputs, left_out, splits, *made)
 
 
 class _Unread(Mapping[Phase, fx.GraphModule]):

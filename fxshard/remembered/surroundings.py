@@ -26,8 +26,9 @@ def surroundings() -> str:
         raise Unnamed(foreign or "lowerings or hooks of the program's own take part in compiling")
     set_here = {name: value for name, value in circumstances.items() if name != "directories"}
     versions = {name: (_version(name), getattr(sys.modules.get(name), "__version__", None)) for name in OTHERS}
+    built = _compat.triton_files()
     switches = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
-    said = canonical([platform.python_version(), versions, _fxshard(), set_here, state, switches, program()])
+    said = canonical([platform.python_version(), versions, built, _fxshard(), set_here, state, switches, program()])
     return hashlib.sha256(said.encode() + _compat.hash_torch()).hexdigest()
 
 

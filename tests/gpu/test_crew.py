@@ -51,6 +51,7 @@ print(json.dumps({
     "loss": float(loss), "digest": digest.hexdigest(), "hits": found["fxgraph_cache_hit"],
     "misses": found["fxgraph_cache_miss"], "stayed": stayed, "left": crew.hired() is not None,
     "finished": helpers.finished if helpers is not None else 0, "traced": abridge.called,
+    "imported": "torch._inductor.lowering" in sys.modules,
 }))
 """
 
@@ -75,7 +76,9 @@ def test_what_a_crew_compiled_is_found_and_computes_the_same(tmp_path: Path) -> 
     assert alone["hits"] == 0 and alone["finished"] == 0
     assert helped["hits"] == alone["misses"], "each segment was compiled elsewhere"
     assert helped["stayed"] is False and helped["left"] is False
-    assert (helped["loss"], helped["digest"]) == (alone["loss"], alone["digest"])
+    again = step(8, tmp_path / "helped")
+    assert again["misses"] == 0 and again["imported"] is False
+    assert (helped["loss"], helped["digest"]) == (alone["loss"], alone["digest"]) == (again["loss"], again["digest"])
 
 
 def test_a_crew_stays_for_a_first_step_where_there_is_memory(tmp_path: Path) -> None:
@@ -90,4 +93,5 @@ def test_a_second_start_recalls_and_computes_the_same(tmp_path: Path) -> None:
     first, second = step(0, tmp_path / "cache"), step(0, tmp_path / "cache")
     assert first["traced"] is True and second["traced"] is False
     assert second["misses"] == 0 and second["hits"] == first["misses"]
+    assert first["imported"] is True and second["imported"] is False
     assert (first["loss"], first["digest"]) == (second["loss"], second["digest"])

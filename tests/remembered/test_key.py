@@ -208,7 +208,75 @@ def test_a_decomposition_less_is_another_program() -> None:
         assert surroundings.surroundings() != before
 
 
-@pytest.mark.parametrize("name", ["joint_custom_pre_pass", "joint_custom_post_pass"])
+TABLE = "torch._inductor.decomposition"
+
+
+def test_inductors_table_is_not_imported_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where fxshard imports it later, and nobody changes it, it is the same program."""
+    names = set(map(str, _compat.inductor_decompositions()))
+    monkeypatch.setattr(_compat.inductor, "_as_imported", names)
+    imported = surroundings.surroundings()
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, TABLE)
+        assert surroundings.surroundings() == imported
+        assert TABLE not in sys.modules
+    monkeypatch.setattr(_compat.inductor, "_as_imported", set())  # somebody else imported it
+    assert surroundings.surroundings() != imported
+
+
+def test_decompositions_that_inductors_table_will_have_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, TABLE, raising=False)
+    monkeypatch.setitem(torch._decomp.decomposition_table, torch.ops.aten.sin.default, of_mine)
+    with pytest.raises(Unnamed, match=r"decomposition .*of_mine"):
+        surroundings.surroundings()
+
+
+def test_lowerings_of_the_programs_own_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import lowering
+
+    monkeypatch.setitem(lowering.lowerings, torch.ops.aten.sin.default, of_mine)
+    with pytest.raises(Unnamed, match="lowerings"):
+        surroundings.surroundings()
+
+
+def test_a_pass_for_a_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codegen import common
+
+    monkeypatch.setitem(common.custom_backend_passes, "cpu", of_mine)
+    with pytest.raises(Unnamed, match="of_mine"):
+        surroundings.surroundings()
+
+
+def test_private_options_of_inductors_count() -> None:
+    before = surroundings.surroundings()
+    with torch._inductor.config.patch({"_micro_pipeline_tp": True}):
+        assert surroundings.surroundings() != before
+
+
+def test_another_build_of_triton_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the same version."""
+    library = tmp_path / "triton" / "_C" / "libtriton.so"
+    library.parent.mkdir(parents=True)
+    (tmp_path / "triton" / "__init__.py").touch()
+    library.write_bytes(b"one")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    before = surroundings.surroundings()
+    library.write_bytes(b"another")
+    assert surroundings.surroundings() != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "joint_custom_pre_pass",
+        "joint_custom_post_pass",
+        "post_grad_custom_pre_pass",
+        "post_grad_custom_post_pass",
+        "_pre_fusion_custom_pass",
+        "_fuse_ddp_communication_passes",
+    ],
+)
 @pytest.mark.parametrize("given", [of_mine, [of_mine]], ids=["one", "list"])
 def test_passes_given_to_inductor_are_noticed(name: str, given: Any) -> None:
     """Its own list of what its configuration is leaves them out."""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
-import json
 import os
 import shutil
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -38,8 +34,6 @@ from fxshard.scheduled import Scheduled
 from tests.pool import Pool, forget
 from tests.remembered.starts import Deep, Start, same, start, uncompiled
 from tests.thorough import thorough
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -443,25 +437,3 @@ def test_ranks_recall_alike(ranks: Pool, tmp_path: Path, options: dict[str, Any]
     done = ranks(2, on_ranks, str(tmp_path), Deep, **options)
     assert any(first for first, _, _ in done)  # one may find what the other has just kept
     assert all(not second and equal for _, second, equal in done)
-
-
-def program() -> None:
-    """A program that trains, and says what came of it."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    done = start(steps=1)
-    bits = b"".join(value.numpy().tobytes() for value in done.left)
-    print(json.dumps([done.traced, hashlib.sha256(bits).hexdigest(), done.schedules, done.graphs]))
-
-
-@pytest.mark.timeout(180)
-def test_another_process_recalls(tmp_path: Path) -> None:
-    def run() -> Any:
-        code = "from tests.remembered.test_recall import program; program()"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    first, second = run(), run()
-    assert first[0] is True and second[0] is False and first[1:] == second[1:]

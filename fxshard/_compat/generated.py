@@ -1,0 +1,144 @@
+"""The code that Inductor wrote for a graph at an earlier start, run without importing the compiler.
+
+Inductor's cache is asked through its compiler, and the code in it imports that once more: two thirds of a second, in a
+process that has nothing to compile. All that the code has of it is names for products, which torch has by the same.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+INDUCTOR = "torch._inductor"
+PRODUCTS = "extern_kernels"
+"""What generated code calls a namespace of functions that are no kernels of its own."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What Inductor made of a graph, in its cache."""
+
+    key: str
+    lines: tuple[tuple[int, str], ...]
+    """Lines of its code, by their numbers, that import less in place of others."""
+    operators: tuple[str, ...]
+    """What it calls that Python code defines: who defines it may be among what is not imported."""
+
+
+def generated(compiled: Any) -> Generated | None:
+    """Where Inductor's cache has what it compiled; None if it was not kept there. torch 2.11, 2.13."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if not isinstance(compiled, CompiledFxGraph) or compiled._fx_graph_cache_key is None:
+        return None
+    tree = ast.parse(compiled.source_code)
+    lines = lighter_imports(compiled.source_code, tree)
+    return Generated(compiled._fx_graph_cache_key, tuple(lines.items()), _defined_in_python(tree))
+
+
+def load_generated(found: Generated, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any] | None:
+    """What :func:`generated` was asked about, as Inductor has it behind a look into its cache; None if it is not there
+    any more, or more is to be done than to run it. torch 2.11, 2.13.
+    """
+    from torch._dynamo.utils import counters
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.async_compile import CompiledTritonKernels
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.triton_bundler import TritonBundler
+    from torch._inductor.utils import BoxedBool
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # A policy wraps what was compiled. Results of tuning that lie elsewhere are asked for by the code as it was.
+    special = config.force_disable_caches, config.bundled_autotune_remote_cache, getattr(config, "cudagraph_policy", 0)
+    ready = config.fx_graph_cache and not any(special) and torch.library._defs.issuperset(found.operators)
+    graph = _entry(found.key) if ready else None
+    if graph is None:
+        return None
+    constants = CompiledFxGraphConstants()
+    given = {"cudagraphs": BoxedBool(config.triton.cudagraphs), "is_backward": False}
+    with tracing(TracingContext(None)), _disable_current_modes():
+        if graph._triton_bundle:
+            TritonBundler.read_and_emit(graph._triton_bundle)
+        _change(graph, found.lines)
+        graph.after_deserialization(constants)
+        graph.post_compile(example_inputs, constants, given)
+    graph._fx_graph_cache_key = found.key
+    CompiledTritonKernels.cache_clear()  # futures that are not valid any more, when they have run
+    counters["inductor"]["fxgraph_cache_hit"] += 1
+    return graph  # type: ignore[no-any-return]
+
+
+def _entry(key: str) -> Any:
+    """What is in Inductor's cache, noted for those who take the cache with them (``save_cache_artifacts``)."""
+    from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact
+    from torch.compiler._cache import CacheArtifactManager
+
+    for graph, content, _ in FxGraphCache.iterate_over_candidates(True, None, key):
+        if not graph.guards_expr and not graph.frozen_param_names and _same_libraries(graph):
+            CacheArtifactManager.record_artifact(InductorCacheArtifact.type(), key, content)
+            return graph
+    return None
+
+
+def _same_libraries(graph: Any) -> bool:
+    """Whether Triton would link kernels with what it linked these with. torch 2.13; 2.11 does not ask."""
+    linked = getattr(graph, "extern_libs_key", None)
+    if linked is None:
+        return True
+    from torch.utils import _triton
+
+    return bool(linked == _triton._extern_libs_key(_triton.triton_backend()))  # type: ignore[attr-defined]
+
+
+def _change(graph: Any, lines: Sequence[tuple[int, str]]) -> None:
+    from torch._inductor.codecache import code_hash
+
+    code = graph.source_code.split("\n")
+    for number, line in lines:
+        code[number] = line
+    graph.source_code = "\n".join(code)
+    graph.cache_key = code_hash(graph.source_code)  # by which it is written to a file, and read
+
+
+def lighter_imports(source: str, tree: ast.Module) -> dict[int, str]:
+    """Lines, by their numbers from 0, to have in place of such that import Inductor's compiler for nothing: names that
+    are not used, and a namespace of which only functions are used that torch has by the same names.
+    """
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    text = source.split("\n")
+    lines: dict[int, str] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(INDUCTOR):
+            continue
+        alone = node.lineno == node.end_lineno and text[node.lineno - 1] == ast.unparse(node)
+        bound = {alias.asname or alias.name for alias in node.names}
+        if alone and not bound.intersection(names):
+            lines[node.lineno - 1] = ""
+        elif alone and bound == {PRODUCTS} and _are_torchs(tree, names):
+            lines[node.lineno - 1] = f"import torch as {PRODUCTS}"
+    return lines
+
+
+def _are_torchs(tree: ast.AST, names: Sequence[str]) -> bool:
+    """Whether all that code has of the namespace is what torch has by the same name."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    used = [
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == PRODUCTS
+    ]
+    same = all(getattr(extern_kernels, name, None) is getattr(torch, name, tree) for name in used)
+    return same and len(used) == names.count(PRODUCTS)
+
+
+def _defined_in_python(tree: ast.AST) -> tuple[str, ...]:
+    """Operators that code names, as ``namespace::name``, other than those that came with torch's libraries."""
+    chains = [ast.unparse(node).split(".") for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    named = {"::".join(chain[2:4]) for chain in chains if chain[:2] == ["torch", "ops"]}
+    return tuple(sorted(named & torch.library._defs))

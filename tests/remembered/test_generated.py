@@ -1,0 +1,273 @@
+"""A second start runs the code that Inductor wrote at the first, and does not import its compiler; wherever more than
+that is to be done, it is compiled as ever."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxshard
+from fxshard import _compat
+from fxshard._compat.generated import Generated, lighter_imports
+from fxshard.helpers import beside
+from fxshard.helpers.packing import example_inputs
+from fxshard.lowering import SegmentCompiler, structure
+
+ROOT = Path(__file__).parents[2]
+COMPILER = ("torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.compile_fx")
+IMPORTED = "import torch as extern_kernels"
+"""In place of what imports the compiler."""
+CODE = """
+import torch
+from torch._inductor.codegen.memory_planning import _align as align
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.select_algorithm import extern_kernels
+async_compile = AsyncCompile()
+def call(args):
+    extern_kernels.mm(args[0], args[1], out=args[2])
+"""
+
+
+def lighter(code: str) -> dict[int, str]:
+    return lighter_imports(code, ast.parse(code))
+
+
+def test_what_is_not_used_is_not_imported_and_products_are_torchs() -> None:
+    assert lighter(CODE) == {2: "", 4: IMPORTED}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "left"),
+    [
+        ("call(args):", "call(args, size=align(8)):", {4: IMPORTED}),
+        ("extern_kernels.mm", "extern_kernels._mm_plus_mm", {2: ""}),
+        ("extern_kernels.mm", "extern_kernels.does_not_exist", {2: ""}),
+        ("extern_kernels.mm(", "print(extern_kernels, ", {2: ""}),
+        ("extern_kernels\n", "extern_kernels, autotune_select_algorithm\n", {2: ""}),
+        ("_align as align", "(\n    _align as align\n)", {6: IMPORTED}),
+        ("_align as align", "_align as align; a = 1", {4: IMPORTED}),
+        ("from torch._inductor.codegen", "from somewhere.codegen", {4: IMPORTED}),
+    ],
+)
+def test_all_else_is_left_alone(old: str, new: str, left: dict[int, str]) -> None:
+    import torch._inductor.compile_fx  # noqa: F401  # where functions are given to the namespace
+
+    assert lighter(CODE.replace(old, new)) == left
+
+
+def traced(function: Any, *shapes: tuple[int, ...]) -> fx.GraphModule:
+    with _compat.current_fake_mode():
+        return make_fx(function)(*map(torch.empty, shapes))
+
+
+def segment() -> fx.GraphModule:
+    return traced(lambda x, y: (torch.mm(x, y),), (4, 8), (8, 2))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def made(cache: Path) -> Iterator[Generated]:
+    """What a cache has for a product."""
+    graph = segment()
+    found = _compat.generated(_compat.inductor_compile(graph, example_inputs(graph)))
+    assert found is not None and IMPORTED in [line for _, line in found.lines]
+    counters.clear()
+    yield found
+    counters.clear()
+
+
+def load(found: Generated) -> Any:
+    return _compat.load_generated(found, example_inputs(segment()))
+
+
+def test_it_is_loaded_and_computes_the_same(made: Generated) -> None:
+    x, y = torch.randn(4, 8), torch.randn(8, 2)
+    run = load(made)
+    assert torch.equal(run([x, y])[0], x @ y)
+    assert IMPORTED in run.source_code and "memory_planning" not in run.source_code
+    assert run.current_callable.__globals__["extern_kernels"] is torch
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+
+
+def test_it_runs_in_whatever_mode_it_is_loaded(made: Generated) -> None:
+    with torch.device("meta"), torch.inference_mode():
+        run = load(made)
+    x, y = torch.randn(4, 8), torch.randn(8, 2)
+    assert torch.equal(run([x, y])[0], x @ y)
+
+
+def test_whoever_takes_the_cache_along_has_it_too(made: Generated) -> None:
+    from torch.compiler._cache import CacheArtifactManager
+
+    with CacheArtifactManager.with_fresh_cache():
+        load(made)
+        saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None and saved[1].inductor_artifacts == [made.key]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"fx_graph_cache": False}, {"force_disable_caches": True}, {"bundled_autotune_remote_cache": True}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_it_is_not_loaded_where_more_is_to_be_done(made: Generated, setting: dict[str, bool]) -> None:
+    with torch._inductor.config.patch(setting):
+        assert load(made) is None
+    assert load(made) is not None
+
+
+def test_it_is_not_loaded_without_the_operators_that_it_calls(made: Generated) -> None:
+    assert load(replace(made, operators=("fxshard::no_such_operator",))) is None
+
+
+def test_operators_that_python_code_defines_are_noted() -> None:
+    with torch.library._scoped_library("fxshard_test", "DEF") as library:
+        library.define("mine(Tensor x) -> Tensor")
+        library.impl("mine", lambda x: x + 1, "CompositeExplicitAutograd")
+        library.impl("mine", torch.empty_like, "Meta")
+        graph = traced(lambda x: (torch.ops.fxshard_test.mine(x),), (4,))
+        found = _compat.generated(_compat.inductor_compile(graph, example_inputs(graph)))
+    assert found is not None and found.operators == ("fxshard_test::mine",)
+
+
+def entries(cache: Path) -> list[Path]:
+    return [path for path in (cache / "fxgraph").rglob("*") if path.is_file()]
+
+
+def test_libraries_of_triton_that_have_changed_are_noticed(made: Generated, cache: Path) -> None:
+    """torch 2.13 notes them; an entry that has such a note, by hand."""
+    (path,) = entries(cache)
+    graph = pickle.loads(path.read_bytes())
+    graph.extern_libs_key = "of another machine"
+    path.write_bytes(pickle.dumps(graph))
+    assert compiled_anew(made)
+
+
+def test_what_depends_on_sizes_is_not_loaded(made: Generated, cache: Path) -> None:
+    (path,) = entries(cache)
+    graph = pickle.loads(path.read_bytes())
+    graph.guards_expr = "L['s0'] == 4"
+    path.write_bytes(pickle.dumps(graph))
+    assert load(made) is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of what it cannot read
+@pytest.mark.parametrize("damage", ["removed", "emptied", "shortened"])
+def test_a_damaged_cache_is_compiled_anew(made: Generated, cache: Path, damage: str) -> None:
+    (path,) = entries(cache)
+    if damage == "removed":
+        shutil.rmtree(cache / "fxgraph")
+    else:
+        path.write_bytes(b"" if damage == "emptied" else path.read_bytes()[:-10])
+    assert compiled_anew(made)
+
+
+def test_code_that_has_other_lines_is_compiled_anew(made: Generated) -> None:
+    """As no entry of that key has: whatever goes wrong is no failure of the program's."""
+    assert compiled_anew(replace(made, lines=((10**6, ""),)))
+
+
+def compiled_anew(found: Generated) -> bool:
+    """Whether a compiler that is told of something does without it, and comes to the same."""
+    graph = segment()
+    compiler = SegmentCompiler("inductor")
+    compiler.generated[structure(graph)] = found
+    run: Any = compiler(graph)
+    x, y = torch.randn(4, 8), torch.randn(8, 2)
+    assert torch.equal(run([x, y])[0], x @ y)
+    return IMPORTED not in run.source_code
+
+
+def test_a_compiler_takes_what_it_is_told_of(made: Generated) -> None:
+    assert not compiled_anew(made)
+
+
+def test_it_knows_what_inductor_has_kept(cache: Path) -> None:
+    compiler, graph = SegmentCompiler("inductor"), segment()
+    assert compiler.known([graph]) == {}
+    compiler(graph)
+    (found,) = compiler.known([graph, graph]).values()
+    assert load(found) is not None
+    with torch._inductor.config.patch({"fx_graph_cache": False}):
+        another = SegmentCompiler("inductor")
+        another(graph)
+    assert another.known([graph]) == {}
+
+
+class Products(nn.Module):
+    """Layers that repeat, and nothing that takes a compiler of C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+        for layer in self.layers:
+            layer.weight.data = torch.randn(8, 8, generator=generator) / 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def trained(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Results of two steps, and parameters behind them."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    results = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        results.append(model(x))
+        results[-1].backward(torch.ones(4, 8))
+        optimizer.step()
+    return [value.detach() for value in (*results, *model.parameters())]
+
+
+def program() -> None:
+    """A program that trains, and says whether that imported a compiler, and what the model is.
+
+    Plain torch comes to the same, to the bit.
+    """
+    torch.set_num_threads(1)
+    model = fxshard.compile(Products(), optimizer=fxshard.AdamW(lr=1e-2), lowering="inductor")
+    left = trained(model, model.optimizer)
+    imported = [name for name in COMPILER if name in sys.modules]
+    beside.finish_all()
+    plain = Products()
+    expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    same = all(torch.equal(a.reshape(-1), b.reshape(-1)) for a, b in zip(left, expected, strict=True))
+    graphs = {phase: str(graph.graph) for phase, graph in model.graphs.items()}
+    print(json.dumps([imported, same, model.compilations.layers_left_out, str(model.schedule), graphs]))
+
+
+@pytest.mark.timeout(180)
+def test_a_second_start_imports_no_compiler(cache: Path) -> None:
+    def run() -> Any:
+        code = "from tests.remembered.test_generated import program; program()"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "FXSHARD_REMEMBER": "1"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first, second = run(), run()
+    assert first[:3] == [list(COMPILER), True, 2]
+    assert second == [[], *first[1:]]
