@@ -158,7 +158,15 @@ class Backend:
         compiled = self._compile_foreseen(capture, gapped, example_inputs)
         if compiled is None:
             forget(key)
+        else:
+            capture.behind(lambda: self._complete(key, kept, capture))
         return compiled
+
+    def _complete(self, key: str, kept: Scheduled, capture: Foreseen) -> None:
+        """Keep what had to be compiled though its schedule was kept: the next start need not."""
+        known = capture.known() if self.sharding.compiler.asked_inductor else kept
+        if known.generated != kept.generated:
+            remember(key, known)
 
     def _compile_abridged(
         self,

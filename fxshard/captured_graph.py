@@ -212,13 +212,13 @@ class Foreseen(Capture):
         """What is scheduled, with all that was made of it, for the next start."""
         assert self._programs is not None
         splits = once_each(self._programs.splits())
-        generated = self._sharding.compiler.known(segment for split in splits.values() for segment in segments(split))
+        generated = self._sharding.compiler.noted(segment for split in splits.values() for segment in segments(split))
         return replace(self.scheduled, splits=splits, recorded=self._recorded, generated=generated)
 
     def take(self, scheduled: Scheduled) -> None:
         """Use what is scheduled already."""
         self.scheduled = scheduled
-        self._sharding.compiler.generated.update(scheduled.generated)
+        self._sharding.compiler.take(scheduled.generated)
         self._hand_out(scheduled)
 
     def partition(

@@ -17,6 +17,7 @@ from fxshard.helpers.crew import Crew
 from fxshard.helpers.known import Known
 from fxshard.helpers.packing import compile_packed, example_inputs, packed
 from fxshard.log import LOG
+from fxshard.remembered.canonical import Unnamed, canonical
 
 T = TypeVar("T")
 BoxedCallable = Callable[[list[Any]], Any]
@@ -47,12 +48,39 @@ class SegmentCompiler:
         self._compiled: dict[Key, BoxedCallable] = {}
         self._handed_out: dict[int, tuple[Key, fx.GraphModule]] = {}
         """What a crew was asked to compile, by the numbers of its jobs."""
-        self.generated: dict[str, _compat.Generated] = {}
-        """What earlier starts have in Inductor's cache for segments, by structure."""
+        self._under: str | None = None
+        """The circumstances in which segments are compiled now, if they can be told."""
+        self._noted: dict[str, _compat.Generated] = {}
+        """What Inductor's cache has for segments from earlier starts, by structure."""
+        self._compiled_under: dict[str, str] = {}
+        """The circumstances of segments that were compiled at this start, by structure."""
 
     @cached_property
     def _known(self) -> Known:
         return Known()
+
+    def look_around(self) -> None:
+        """Note under which circumstances the segments that follow are compiled."""
+        self._under = _circumstances() if self.lowering == "inductor" else None
+
+    @property
+    def asked_inductor(self) -> bool:
+        """Whether anything was compiled that an earlier start had not noted."""
+        return bool(self._compiled_under)
+
+    def take(self, noted: Mapping[str, _compat.Generated]) -> None:
+        """Use what an earlier start has noted, where circumstances are the same."""
+        self._noted.update(noted)
+
+    def noted(self, segments: Iterable[fx.GraphModule]) -> dict[str, _compat.Generated]:
+        """What Inductor's cache has for segments that were compiled, for the next start."""
+        found = {name: self._note(name) for name in sorted({structure(segment) for segment in segments})}
+        return {name: note for name, note in found.items() if note is not None}
+
+    def _note(self, name: str) -> _compat.Generated | None:
+        if name not in self._compiled_under:
+            return self._noted.get(name)
+        return _compat.generated(self._compiled[name, None], self._compiled_under[name])
 
     def __call__(self, segment: fx.GraphModule) -> BoxedCallable:
         self.segments += 1
@@ -109,34 +137,39 @@ class SegmentCompiler:
         self.compilations += 1
         started = time.perf_counter()
         constants = segment.graph.find_nodes(op="get_attr")  # their structure is this process's
-        self._compiled[key] = self._generated(key[0], segment) or self._lower(segment)
+        self._compiled[key] = self._generated(key, segment) or self._lower(key, segment)
         if self.lowering == "inductor" and not constants:
             self._known.add(key[0])
         seconds = time.perf_counter() - started
         LOG.debug("segment %d: %d nodes, %s, %.2f s", self.segments, _length(segment), self.lowering, seconds)
 
-    def _generated(self, name: str, segment: fx.GraphModule) -> BoxedCallable | None:
-        """What an earlier start has left for a segment, if it can be used."""
-        found = self.generated.get(name)
-        if found is None:
+    def _generated(self, key: Key, segment: fx.GraphModule) -> BoxedCallable | None:
+        """What an earlier start has left for a segment, if it is there and circumstances are as they were."""
+        noted = self._noted.get(key[0])
+        if noted is None or noted.under != self._under:
             return None
         try:
-            return _compat.load_generated(found, example_inputs(segment))
+            return _compat.load_generated(noted, example_inputs(segment))
         except Exception as error:  # of any kind, as what is wrong with a file may be: it is compiled as at first
             LOG.debug("generated code cannot be read, and is made again: %s: %s", type(error).__name__, error)
             return None
 
-    def known(self, segments: Iterable[fx.GraphModule]) -> dict[str, _compat.Generated]:
-        """What Inductor's cache has for segments that were compiled, for the next start."""
-        names = {structure(segment) for segment in segments}
-        found = {name: _compat.generated(self._compiled.get((name, None))) for name in sorted(names)}
-        return {name: each for name, each in found.items() if each is not None}
-
-    def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
+    def _lower(self, key: Key, segment: fx.GraphModule) -> BoxedCallable:
         if self.lowering == "eager" or not _worth_compiling(segment):
             return interpreted(segment)
         segment = _copy(segment)  # a compiler writes to it, and it is known by its structure, by several layers perhaps
+        if self._under is not None and key[1] is None:
+            self._compiled_under[key[0]] = self._under
         return _compat.inductor_compile(segment, example_inputs(segment))
+
+
+def _circumstances() -> str | None:
+    """All that compiling a segment depends on beside it, as a digest; None where it cannot be told."""
+    try:
+        said = _compat.compiled_under()
+        return hashlib.sha256(canonical(said).encode()).hexdigest() if said is not None else None
+    except Unnamed:
+        return None
 
 
 def interpreted(segment: fx.GraphModule) -> BoxedCallable:

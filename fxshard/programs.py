@@ -80,6 +80,7 @@ class Programs:
     def _make(self, phase: Phase, emitted: Schedule) -> BoxedCallable:
         with _nobody_left_on_failure():
             beside.finish()
+            self._sharding.compiler.look_around()
             crew = hired()
             if crew is not None:
                 self._sharding.compiler.finish(crew, segments(self._split(phase)))

@@ -32,6 +32,7 @@ from fxshard._compat.inductor import import_inductor as import_inductor
 from fxshard._compat.inductor import inductor_compile as inductor_compile
 from fxshard._compat.inductor import inductor_decompositions as inductor_decompositions
 from fxshard._compat.inductor import inductor_joint_passes as inductor_joint_passes
+from fxshard._compat.inductor import is_generated as is_generated
 from fxshard._compat.inductor import triton_files as triton_files
 from fxshard._compat.inductor import triton_hasher as triton_hasher
 from fxshard._compat.names import operator_at as operator_at
@@ -49,6 +50,7 @@ from fxshard._compat.processes import start_compile_processes as start_compile_p
 from fxshard._compat.processes import start_kernel_processes as start_kernel_processes
 from fxshard._compat.processes import stop_kernel_processes as stop_kernel_processes
 from fxshard._compat.processes import under as under
+from fxshard._compat.tracing import compiled_under as compiled_under
 from fxshard._compat.tracing import current_fake_mode as current_fake_mode
 from fxshard._compat.tracing import described_fake as described_fake
 from fxshard._compat.tracing import fake_tensors as fake_tensors

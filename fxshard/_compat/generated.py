@@ -1,17 +1,22 @@
 """The code that Inductor wrote for a graph at an earlier start, run without importing the compiler.
 
 Inductor's cache is asked through its compiler, and the code in it imports that once more: two thirds of a second, in a
-process that has nothing to compile. All that the code has of it is names for products, which torch has by the same.
+process that has nothing to compile. The code has little use for it: of most names none, and of one namespace functions
+that torch has by the same names.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from fxshard._compat.names import imported
 
 INDUCTOR = "torch._inductor"
 PRODUCTS = "extern_kernels"
@@ -23,66 +28,93 @@ class Generated:
     """What Inductor made of a graph, in its cache."""
 
     key: str
+    code: str
+    """A digest of it: one key may have several."""
     lines: tuple[tuple[int, str], ...]
-    """Lines of its code, by their numbers, that import less in place of others."""
+    """Lines of the code, by their numbers, that import less in place of others."""
     operators: tuple[str, ...]
     """What it calls that Python code defines: who defines it may be among what is not imported."""
+    under: str
+    """The circumstances in which it was compiled, as whoever noted it calls them."""
 
 
-def generated(compiled: Any) -> Generated | None:
+def generated(compiled: Any, under: str) -> Generated | None:
     """Where Inductor's cache has what it compiled; None if it was not kept there. torch 2.11, 2.13."""
     from torch._inductor.output_code import CompiledFxGraph
 
     if not isinstance(compiled, CompiledFxGraph) or compiled._fx_graph_cache_key is None:
         return None
-    tree = ast.parse(compiled.source_code)
-    lines = lighter_imports(compiled.source_code, tree)
-    return Generated(compiled._fx_graph_cache_key, tuple(lines.items()), _defined_in_python(tree))
+    source = compiled.source_code
+    tree = ast.parse(source)
+    lines = tuple(lighter_imports(source, tree).items())
+    return Generated(compiled._fx_graph_cache_key, _digest(source), lines, _defined_in_python(tree), under)
 
 
 def load_generated(found: Generated, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any] | None:
     """What :func:`generated` was asked about, as Inductor has it behind a look into its cache; None if it is not there
     any more, or more is to be done than to run it. torch 2.11, 2.13.
     """
+    import torch._inductor.debug  # what is loaded looks there when it is called
     from torch._dynamo.utils import counters
     from torch._guards import TracingContext, tracing
-    from torch._inductor import config
     from torch._inductor.async_compile import CompiledTritonKernels
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.triton_bundler import TritonBundler
     from torch._inductor.utils import BoxedBool
-    from torch.utils._python_dispatch import _disable_current_modes
 
-    # A policy wraps what was compiled. Results of tuning that lie elsewhere are asked for by the code as it was.
-    special = config.force_disable_caches, config.bundled_autotune_remote_cache, getattr(config, "cudagraph_policy", 0)
-    ready = config.fx_graph_cache and not any(special) and torch.library._defs.issuperset(found.operators)
-    graph = _entry(found.key) if ready else None
+    if _more_is_wanted() or not torch.library._defs.issuperset(found.operators):
+        return None
+    graph = _entry(found)
     if graph is None:
         return None
     constants = CompiledFxGraphConstants()
-    given = {"cudagraphs": BoxedBool(config.triton.cudagraphs), "is_backward": False}
-    with tracing(TracingContext(None)), _disable_current_modes():
+    with tracing(TracingContext(None)):  # whoever compiles may be told of strides, but not of these
         if graph._triton_bundle:
             TritonBundler.read_and_emit(graph._triton_bundle)
         _change(graph, found.lines)
         graph.after_deserialization(constants)
-        graph.post_compile(example_inputs, constants, given)
+        graph.post_compile(example_inputs, constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
     graph._fx_graph_cache_key = found.key
     CompiledTritonKernels.cache_clear()  # futures that are not valid any more, when they have run
     counters["inductor"]["fxgraph_cache_hit"] += 1
     return graph  # type: ignore[no-any-return]
 
 
-def _entry(key: str) -> Any:
+def _more_is_wanted() -> bool:
+    """Whether Inductor would do more than to run what is in its cache: not to look there, to wrap what it finds, to ask
+    elsewhere for results of tuning, or to show the code to somebody.
+    """
+    from torch._inductor import codecache, config
+
+    graph = imported("torch._inductor.graph")
+    traces = (getattr(handler, "root_dir", handler) for handler in logging.getLogger("torch.__trace").handlers)
+    return (
+        not config.fx_graph_cache
+        or config.force_disable_caches
+        or config.triton.cudagraphs
+        or getattr(config, "cudagraph_policy", None) is not None
+        or bool(config.bundled_autotune_remote_cache)
+        or codecache.output_code_log.isEnabledFor(logging.DEBUG)
+        or (graph is not None and graph.GraphLowering.save_output_code is not None)
+        or any(trace is not None for trace in traces)
+    )
+
+
+def _entry(found: Generated) -> Any:
     """What is in Inductor's cache, noted for those who take the cache with them (``save_cache_artifacts``)."""
     from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact
     from torch.compiler._cache import CacheArtifactManager
 
-    for graph, content, _ in FxGraphCache.iterate_over_candidates(True, None, key):
-        if not graph.guards_expr and not graph.frozen_param_names and _same_libraries(graph):
-            CacheArtifactManager.record_artifact(InductorCacheArtifact.type(), key, content)
+    for graph, content, _ in FxGraphCache.iterate_over_candidates(True, None, found.key):
+        same = _digest(graph.source_code) == found.code and _same_libraries(graph)
+        if same and not graph.guards_expr and not graph.frozen_param_names:
+            CacheArtifactManager.record_artifact(InductorCacheArtifact.type(), found.key, content)
             return graph
     return None
+
+
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def _same_libraries(graph: Any) -> bool:
@@ -92,7 +124,10 @@ def _same_libraries(graph: Any) -> bool:
         return True
     from torch.utils import _triton
 
-    return bool(linked == _triton._extern_libs_key(_triton.triton_backend()))  # type: ignore[attr-defined]
+    try:
+        return bool(linked == _triton._extern_libs_key(_triton.triton_backend()))  # type: ignore[attr-defined]
+    except Exception:  # of any kind, as torch has it: there is no Triton any more, or no driver
+        return False
 
 
 def _change(graph: Any, lines: Sequence[tuple[int, str]]) -> None:
@@ -141,4 +176,4 @@ def _defined_in_python(tree: ast.AST) -> tuple[str, ...]:
     """Operators that code names, as ``namespace::name``, other than those that came with torch's libraries."""
     chains = [ast.unparse(node).split(".") for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     named = {"::".join(chain[2:4]) for chain in chains if chain[:2] == ["torch", "ops"]}
-    return tuple(sorted(named & torch.library._defs))
+    return tuple(sorted(name for name in named if name in torch.library._defs))

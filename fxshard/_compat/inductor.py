@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+
+from fxshard._compat.names import imported
 
 _DECOMPOSITIONS = "torch._inductor.decomposition"
 _as_imported: set[str] = set()
@@ -29,20 +33,24 @@ def inductor_decompositions() -> dict[Any, Any]:
 
 
 def known_decompositions() -> dict[Any, Any]:
-    """The same where they are imported; otherwise those of torch that they will be made of."""
-    if _DECOMPOSITIONS in sys.modules:
+    """The same where they are imported; otherwise those of torch that they will be made of. torch 2.11, 2.13."""
+    if imported(_DECOMPOSITIONS) is not None:
         return inductor_decompositions()
+    return {each: found for each, found in _torchs().items() if each.name().startswith(("aten::", "prims::"))}
+
+
+def named_decompositions() -> tuple[list[str], list[str] | None]:
+    """The operators in torch's table of decompositions, and in Inductor's: None if that is as it is imported, or will
+    be. torch 2.11, 2.13.
+    """
+    found = set(map(str, inductor_decompositions())) if imported(_DECOMPOSITIONS) is not None else _as_imported
+    return sorted(map(str, _torchs())), sorted(found) if found != _as_imported else None
+
+
+def _torchs() -> dict[Any, Any]:
     from torch._decomp import decomposition_table
 
-    return {each: found for each, found in decomposition_table.items() if each.name().startswith(("aten::", "prims::"))}
-
-
-def changed_decompositions() -> list[str] | None:
-    """The operators in Inductor's table of decompositions; None if that is as it is imported, or will be."""
-    if _DECOMPOSITIONS not in sys.modules:
-        return None
-    found = sorted(map(str, inductor_decompositions()))
-    return found if set(found) != _as_imported else None
+    return dict(decomposition_table)  # others may add to it
 
 
 def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
@@ -92,6 +100,12 @@ def compile_cache() -> str:
     return str(_cache_directories().cache_dir())
 
 
+def is_generated(path: str) -> bool:
+    """Whether Inductor has written a file: they lie in folders by two letters of their names. torch 2.11, 2.13."""
+    folder, name = os.path.split(path)
+    return folder == os.path.join(compile_cache(), name[1:3])
+
+
 def import_dynamo() -> None:
     """What Inductor imports first, and half of all that it does. torch 2.11, 2.13."""
     import torch._dynamo  # noqa: F401
@@ -124,7 +138,7 @@ def triton_hasher() -> Callable[[], object]:
 
 def triton_files() -> list[tuple[str, int, int]]:
     """Triton's libraries, their sizes and when each was last changed. All of its files are hundreds of megabytes."""
-    spec = importlib.util.find_spec("triton")
+    spec = PathFinder.find_spec("triton")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     found = [path for folder in folders for path in Path(folder, "_C").glob("*.so")]
     status = [(str(path), path.stat()) for path in sorted(found)]

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import types
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ _IN_C = (
     types.MethodWrapperType,
 )
 _OF_TORCH = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+
+
+def imported(name: str) -> Any:
+    """A module that somebody has imported, or is importing, which is waited for; None if nobody has."""
+    return import_module(name) if name in sys.modules else None
 
 
 def own_name(value: Any) -> str | None:

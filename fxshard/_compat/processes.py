@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxshard._compat.inductor import compile_cache, inductor_compile
+from fxshard._compat.names import imported
 from fxshard.log import LOG
 
 
@@ -94,8 +95,8 @@ def compile_circumstances() -> dict[str, Any] | None:
     """
     from torch._inductor import config
 
-    lowering: Any = sys.modules.get("torch._inductor.lowering")  # where it is not imported nobody has added to it
-    lowerings = lowering.lowerings.values() if lowering is not None else ()
+    lowering = imported("torch._inductor.lowering")  # where it is not imported nobody has added to it
+    lowerings = list(lowering.lowerings.values()) if lowering is not None else []
     modules = {(getattr(function, "__module__", None) or "").split(".")[0] for function in lowerings}
     foreign = modules - {"torch", ""} - sys.stdlib_module_names
     if foreign:

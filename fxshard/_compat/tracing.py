@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from fxshard._compat.inductor import changed_decompositions, known_decompositions
-from fxshard._compat.names import is_own, own_directories
+from fxshard._compat.inductor import known_decompositions, named_decompositions
+from fxshard._compat.names import imported, is_own, own_directories
+from fxshard._compat.processes import compile_circumstances
 
 FakeDescription = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, str, bool, int]
 """Size, stride, offset, dtype, device, whether it wants a gradient, and the bytes of its memory."""
@@ -71,7 +71,6 @@ def traced_under() -> dict[str, Any] | None:
     """
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
 
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
@@ -79,7 +78,6 @@ def traced_under() -> dict[str, Any] | None:
     return {
         "functorch": functorch.save_config_portable(),
         "dynamo": dynamo.save_config_portable(),
-        "inductor": {name: getattr(inductor, name) for name in _private_options(inductor)},
         "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "attention": _attention_kernels(),
@@ -90,8 +88,8 @@ def traced_under() -> dict[str, Any] | None:
             torch.backends.cudnn.deterministic,
             torch.backends.cudnn.version(),
         ),
-        "kernels": sorted(torch.library._impls),
-        "decompositions": changed_decompositions(),
+        "kernels": sorted(_kernels_in_python()),
+        "decompositions": named_decompositions(),
         "devices": [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else None,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.version.cuda,
@@ -115,39 +113,71 @@ def _device(index: int) -> list[Any]:
     return [found.name, found.major, found.minor, found.multi_processor_count, found.total_memory]
 
 
-def foreign_code() -> str | None:
-    """Something that takes part in tracing and is not torch's: a decomposition, a pattern, a pass, a kernel of the
-    user's. None if there is none. torch 2.11, 2.13.
+def compiled_under() -> dict[str, Any] | None:
+    """What compiling a graph depends on beside it and what is the same for as long as a process lives: all that is in
+    Inductor's own key. None where functions of the user's take part, or somebody looks for what it was that changed.
+    torch 2.11, 2.13.
     """
-    for what, function in _taking_part():
+    from torch._inductor import config, config_comms
+    from torch.compiler import config as compiler
+
+    circumstances = compile_circumstances()
+    bisector = imported("torch._inductor.compiler_bisector")
+    bisected = bisector is not None and bisector.CompilerBisector.bisection_enabled
+    common = imported("torch._inductor.codegen.common")
+    others = common is not None and any(each is not None for each in common.custom_backend_codegen_configs.values())
+    if circumstances is None or bisected or others or not all(is_own(each) for _, each in _given_passes()):
+        return None
+    del circumstances["directories"]
+    return {
+        **circumstances,
+        "inductor": config.save_config_portable(ignore_private_configs=False),
+        "collectives": config_comms.save_config_portable(ignore_private_configs=False),  # type: ignore[attr-defined]
+        "passes": config._fuse_ddp_communication_passes,
+        "provenance": config.trace.provenance_tracking_level,
+        "tag": compiler.cache_key_tag,
+    }
+
+
+def foreign_code() -> str | None:
+    """Something that takes part in tracing or compiling and is not torch's: a decomposition, a pattern, a pass, a
+    kernel of the user's. None if there is none. torch 2.11, 2.13.
+    """
+    for what, function in (*_taking_part(), *_given_passes()):
         if not is_own(function):
             return f"{what} {function!r:.200}"
     return _foreign_kernel()
 
 
 def _taking_part() -> Iterator[tuple[str, Any]]:
-    """Functions that tracing or compiling may call. What is not imported is as it will be: nobody has added to it."""
+    """Functions that tracing may call. Modules that are not imported have what they will have: nobody has added to
+    them.
+    """
     from torch._functorch import aot_autograd, partitioners
-    from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
 
     for decomposition in known_decompositions().values():
         yield "the decomposition", decomposition
     yield "in place of torch's,", partitioners.min_cut_rematerialization_partition
     yield "in place of torch's,", aot_autograd.aot_module_simplified
-    joint_graph: Any = sys.modules.get("torch._inductor.fx_passes.joint_graph")
+    joint_graph = imported("torch._inductor.fx_passes.joint_graph")
     if joint_graph is not None:
         yield "in place of torch's,", joint_graph.joint_graph_passes
         for listed in joint_graph.pass_patterns:
-            for entries in listed.patterns.values():
+            for entries in list(listed.patterns.values()):
                 for entry in entries:
                     for name in ("extra_check", "handler", "normalize_args", "replace_fn"):
                         yield f"a pattern's {name}", getattr(entry, name, None)
-    common: Any = sys.modules.get("torch._inductor.codegen.common")
+
+
+def _given_passes() -> Iterator[tuple[str, Any]]:
+    """Passes that Inductor was given. What it says of its configuration leaves them out."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    common = imported("torch._inductor.codegen.common")
     if common is not None:
-        for kind, custom in common.custom_backend_passes.items():
+        for kind, custom in list(common.custom_backend_passes.items()):
             yield f"a pass for {kind}", custom
-    # What configurations say of these is left out where they are written down.
     for config, name in (
         (inductor, "joint_custom_pre_pass"),
         (inductor, "joint_custom_post_pass"),
@@ -162,24 +192,21 @@ def _taking_part() -> Iterator[tuple[str, Any]]:
             yield name, each
 
 
-def _private_options(config: Any) -> list[str]:
-    """Options that change what is compiled, and that ``save_config_portable`` leaves out of what travels."""
-    return sorted(
-        config.save_config_portable(ignore_private_configs=False).keys() - config.save_config_portable().keys()
-    )
+def _kernels_in_python() -> list[str]:
+    """Kernels for torch's operators that Python code has registered, by operator. torch 2.11, 2.13."""
+    return [name for name in torch.library._impls.copy() if name.startswith(("aten/", "prims/"))]
 
 
 def _foreign_kernel() -> str | None:
     """A kernel for one of torch's operators that a file of somebody else's has registered."""
     own, anybodys = own_directories(), str(torch.library.__file__)  # which registers what others ask it to
-    for name in torch.library._impls:
+    for name in _kernels_in_python():
         namespace, _, rest = name.partition("/")
-        if namespace in ("aten", "prims"):
-            operator = f"{namespace}::{rest.rpartition('/')[0]}"
-            registered = torch._C._dispatch_dump(operator)
-            for path in _REGISTERED_IN_PYTHON.findall(registered):
-                if not path.startswith(own) or path == anybodys:
-                    return f"a kernel for {operator}, registered in {path}"
+        operator = f"{namespace}::{rest.rpartition('/')[0]}"
+        registered = torch._C._dispatch_dump(operator)
+        for path in _REGISTERED_IN_PYTHON.findall(registered):
+            if not path.startswith(own) or path == anybodys:
+                return f"a kernel for {operator}, registered in {path}"
     return None
 
 

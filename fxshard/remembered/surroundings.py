@@ -21,25 +21,24 @@ OTHERS = ("transformer_engine", "triton")
 def surroundings() -> str:
     """All of it as a digest; raises :class:`~fxshard.remembered.canonical.Unnamed` where it cannot be told."""
     foreign = _compat.foreign_code()
-    circumstances, state = _compat.compile_circumstances(), _compat.traced_under()
-    if foreign is not None or circumstances is None or state is None:
+    compiled, traced = _compat.compiled_under(), _compat.traced_under()
+    if foreign is not None or compiled is None or traced is None:
         raise Unnamed(foreign or "lowerings or hooks of the program's own take part in compiling")
-    set_here = {name: value for name, value in circumstances.items() if name != "directories"}
     versions = {name: (_version(name), getattr(sys.modules.get(name), "__version__", None)) for name in OTHERS}
     built = _compat.triton_files()
     switches = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
-    said = canonical([platform.python_version(), versions, built, _fxshard(), set_here, state, switches, program()])
+    said = canonical([platform.python_version(), versions, built, _fxshard(), compiled, traced, switches, program()])
     return hashlib.sha256(said.encode() + _compat.hash_torch()).hexdigest()
 
 
 def program() -> list[Any]:
     """The files of the running program and when each was last changed. Installed packages are none of it: what they do
-    to tracing is looked for where it takes part.
+    to tracing is looked for where it takes part. Nor is what compilers have written.
     """
     found: dict[str, tuple[int, int]] = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__dict__", {}).get("__file__")  # asking a lazy module would import it
-        if isinstance(path, str) and not _is_installed(path):
+        if isinstance(path, str) and not _is_installed(path) and not _compat.is_generated(path):
             try:
                 status = os.stat(path)
             except OSError:

@@ -5,28 +5,37 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
+from torch._inductor import codecache
+from torch._inductor.async_compile import CompiledTritonKernels
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.triton_bundler import TritonBundler
+from torch._logging._internal import LazyTraceHandler
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
-from fxshard import _compat
+from fxshard import _compat, lowering
 from fxshard._compat.generated import Generated, lighter_imports
 from fxshard.helpers import beside
 from fxshard.helpers.packing import example_inputs
 from fxshard.lowering import SegmentCompiler, structure
+from tests.pool import forget
 
 ROOT = Path(__file__).parents[2]
 COMPILER = ("torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.compile_fx")
@@ -70,6 +79,13 @@ def test_all_else_is_left_alone(old: str, new: str, left: dict[int, str]) -> Non
     assert lighter(CODE.replace(old, new)) == left
 
 
+def test_a_function_that_is_not_torchs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.select_algorithm import extern_kernels
+
+    monkeypatch.setattr(extern_kernels, "mm", lambda *args, **kwargs: None, raising=False)
+    assert lighter(CODE) == {2: ""}
+
+
 def traced(function: Any, *shapes: tuple[int, ...]) -> fx.GraphModule:
     with _compat.current_fake_mode():
         return make_fx(function)(*map(torch.empty, shapes))
@@ -77,6 +93,13 @@ def traced(function: Any, *shapes: tuple[int, ...]) -> fx.GraphModule:
 
 def segment() -> fx.GraphModule:
     return traced(lambda x, y: (torch.mm(x, y),), (4, 8), (8, 2))
+
+
+def under() -> str:
+    """The circumstances, which can be told here."""
+    found = lowering._circumstances()
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -89,7 +112,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def made(cache: Path) -> Iterator[Generated]:
     """What a cache has for a product."""
     graph = segment()
-    found = _compat.generated(_compat.inductor_compile(graph, example_inputs(graph)))
+    found = _compat.generated(_compat.inductor_compile(graph, example_inputs(graph)), under())
     assert found is not None and IMPORTED in [line for _, line in found.lines]
     counters.clear()
     yield found
@@ -106,14 +129,24 @@ def test_it_is_loaded_and_computes_the_same(made: Generated) -> None:
     assert torch.equal(run([x, y])[0], x @ y)
     assert IMPORTED in run.source_code and "memory_planning" not in run.source_code
     assert run.current_callable.__globals__["extern_kernels"] is torch
-    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert run._fx_graph_cache_key == made.key and counters["inductor"]["fxgraph_cache_hit"] == 1
 
 
-def test_it_runs_in_whatever_mode_it_is_loaded(made: Generated) -> None:
-    with torch.device("meta"), torch.inference_mode():
-        run = load(made)
-    x, y = torch.randn(4, 8), torch.randn(8, 2)
-    assert torch.equal(run([x, y])[0], x @ y)
+def test_whoever_compiles_around_it_is_told_nothing(made: Generated) -> None:
+    context = TracingContext(None)
+    context.output_strides = []
+    with tracing(context):
+        load(made)
+    assert context.output_strides == []
+
+
+def test_kernels_that_lie_with_it_are_put_where_they_are_looked_for(made: Generated, cache: Path) -> None:
+    forge(cache, _triton_bundle="kernels")
+    left = mock.patch.dict(CompiledTritonKernels._cache, {"future": mock.Mock()})
+    with left, mock.patch.object(TritonBundler, "read_and_emit") as emit:
+        assert load(made) is not None
+        assert not CompiledTritonKernels._cache
+    emit.assert_called_once_with("kernels")
 
 
 def test_whoever_takes_the_cache_along_has_it_too(made: Generated) -> None:
@@ -125,15 +158,34 @@ def test_whoever_takes_the_cache_along_has_it_too(made: Generated) -> None:
     assert saved is not None and saved[1].inductor_artifacts == [made.key]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [{"fx_graph_cache": False}, {"force_disable_caches": True}, {"bundled_autotune_remote_cache": True}],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_it_is_not_loaded_where_more_is_to_be_done(made: Generated, setting: dict[str, bool]) -> None:
+SETTINGS: list[dict[str, Any]] = [
+    {"fx_graph_cache": False},
+    {"force_disable_caches": True},
+    {"bundled_autotune_remote_cache": True},
+    {"triton.cudagraphs": True},
+    *([{"cudagraph_policy": object()}] if hasattr(torch._inductor.config, "cudagraph_policy") else []),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
+def test_it_is_not_loaded_where_more_is_to_be_done(made: Generated, setting: dict[str, Any]) -> None:
     with torch._inductor.config.patch(setting):
         assert load(made) is None
     assert load(made) is not None
+
+
+def test_whoever_watches_sees_inductors_code(made: Generated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecache.output_code_log, "isEnabledFor", lambda level: True)
+    assert load(made) is None
+    monkeypatch.undo()
+    with mock.patch("torch._inductor.graph.GraphLowering.save_output_code", print):
+        assert load(made) is None
+    trace = LazyTraceHandler(str(tmp_path))
+    logging.getLogger("torch.__trace").addHandler(trace)
+    try:
+        assert load(made) is None
+    finally:
+        logging.getLogger("torch.__trace").removeHandler(trace)
 
 
 def test_it_is_not_loaded_without_the_operators_that_it_calls(made: Generated) -> None:
@@ -146,7 +198,7 @@ def test_operators_that_python_code_defines_are_noted() -> None:
         library.impl("mine", lambda x: x + 1, "CompositeExplicitAutograd")
         library.impl("mine", torch.empty_like, "Meta")
         graph = traced(lambda x: (torch.ops.fxshard_test.mine(x),), (4,))
-        found = _compat.generated(_compat.inductor_compile(graph, example_inputs(graph)))
+        found = _compat.generated(_compat.inductor_compile(graph, example_inputs(graph)), "")
     assert found is not None and found.operators == ("fxshard_test::mine",)
 
 
@@ -154,20 +206,27 @@ def entries(cache: Path) -> list[Path]:
     return [path for path in (cache / "fxgraph").rglob("*") if path.is_file()]
 
 
-def test_libraries_of_triton_that_have_changed_are_noticed(made: Generated, cache: Path) -> None:
-    """torch 2.13 notes them; an entry that has such a note, by hand."""
+def forge(cache: Path, **attributes: Any) -> None:
+    """Let the one entry of Inductor's cache say something else."""
     (path,) = entries(cache)
     graph = pickle.loads(path.read_bytes())
-    graph.extern_libs_key = "of another machine"
+    for name, value in attributes.items():
+        setattr(graph, name, value)
     path.write_bytes(pickle.dumps(graph))
-    assert compiled_anew(made)
 
 
-def test_what_depends_on_sizes_is_not_loaded(made: Generated, cache: Path) -> None:
-    (path,) = entries(cache)
-    graph = pickle.loads(path.read_bytes())
-    graph.guards_expr = "L['s0'] == 4"
-    path.write_bytes(pickle.dumps(graph))
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"extern_libs_key": "of another machine"},  # which torch 2.13 notes
+        {"guards_expr": "L['s0'] == 4"},
+        {"frozen_param_names": {"a": "b"}},
+        {"source_code": CODE.replace("mm", "bias_addmm")},  # what tuning may choose at another time
+    ],
+    ids=lambda attributes: next(iter(attributes)),
+)
+def test_another_entry_is_not_loaded(made: Generated, cache: Path, attributes: dict[str, Any]) -> None:
+    forge(cache, **attributes)
     assert load(made) is None
 
 
@@ -187,42 +246,92 @@ def test_code_that_has_other_lines_is_compiled_anew(made: Generated) -> None:
     assert compiled_anew(replace(made, lines=((10**6, ""),)))
 
 
+def compiler_that_knows(found: Generated) -> SegmentCompiler:
+    compiler = SegmentCompiler("inductor")
+    compiler.take({structure(segment()): found})
+    compiler.look_around()
+    return compiler
+
+
 def compiled_anew(found: Generated) -> bool:
     """Whether a compiler that is told of something does without it, and comes to the same."""
-    graph = segment()
-    compiler = SegmentCompiler("inductor")
-    compiler.generated[structure(graph)] = found
-    run: Any = compiler(graph)
+    compiler = compiler_that_knows(found)
+    run: Any = compiler(segment())
     x, y = torch.randn(4, 8), torch.randn(8, 2)
     assert torch.equal(run([x, y])[0], x @ y)
-    return IMPORTED not in run.source_code
+    assert compiler.asked_inductor == (IMPORTED not in run.source_code)
+    return compiler.asked_inductor
 
 
 def test_a_compiler_takes_what_it_is_told_of(made: Generated) -> None:
     assert not compiled_anew(made)
 
 
-def test_it_knows_what_inductor_has_kept(cache: Path) -> None:
+@pytest.mark.parametrize("name", ["profiler_mark_wrapper_call", "_micro_pipeline_tp"])
+def test_under_other_circumstances_it_is_compiled_anew(made: Generated, name: str) -> None:
+    with torch._inductor.config.patch({name: True}):
+        assert compiled_anew(made)
+    assert not compiled_anew(made)
+
+
+def test_an_eager_compiler_takes_nothing(made: Generated) -> None:
+    compiler = SegmentCompiler("eager")
+    compiler.take({structure(segment()): made})
+    compiler.look_around()
+    assert not hasattr(compiler(segment()), "source_code")
+
+
+def test_it_notes_what_inductor_has_kept(cache: Path) -> None:
     compiler, graph = SegmentCompiler("inductor"), segment()
-    assert compiler.known([graph]) == {}
+    compiler.look_around()
+    assert compiler.noted([graph]) == {}
     compiler(graph)
-    (found,) = compiler.known([graph, graph]).values()
-    assert load(found) is not None
+    (found,) = compiler.noted([graph, graph]).values()
+    assert load(found) is not None and found.under == under()
+
+
+def test_it_notes_nothing_that_inductor_has_not_kept(cache: Path) -> None:
+    compiler, graph = SegmentCompiler("inductor"), segment()
     with torch._inductor.config.patch({"fx_graph_cache": False}):
-        another = SegmentCompiler("inductor")
-        another(graph)
-    assert another.known([graph]) == {}
+        compiler.look_around()
+        compiler(graph)
+    assert compiler.noted([graph]) == {}
+
+
+def test_it_notes_nothing_where_circumstances_cannot_be_told(cache: Path) -> None:
+    compiler, graph = SegmentCompiler("inductor"), segment()
+    with torch._inductor.config.patch({"post_grad_custom_post_pass": OfMine()}):
+        compiler.look_around()
+        compiler(graph)
+    assert compiler.noted([graph]) == {} and entries(cache)
+
+
+class OfMine(CustomGraphPass):
+    """A pass of the user's, which Inductor's own key knows."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return "of mine"
+
+
+def test_what_was_loaded_is_noted_as_it_was(made: Generated) -> None:
+    """Its code has other lines by then, which must not be taken for Inductor's."""
+    compiler = compiler_that_knows(made)
+    compiler(segment())
+    assert compiler.noted([segment()]) == {structure(segment()): made}
 
 
 class Products(nn.Module):
     """Layers that repeat, and nothing that takes a compiler of C++."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(6))
         for layer in self.layers:
-            layer.weight.data = torch.randn(8, 8, generator=generator) / 3
+            layer.weight.data = torch.randn(width, width, generator=generator) / 3
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -232,29 +341,82 @@ class Products(nn.Module):
 
 def trained(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Results of two steps, and parameters behind them."""
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, next(model.parameters()).shape[-1], generator=torch.Generator().manual_seed(1))
     results = []
     for _ in range(2):
         optimizer.zero_grad()
         results.append(model(x))
-        results[-1].backward(torch.ones(4, 8))
+        results[-1].backward(torch.ones_like(x))
         optimizer.step()
     return [value.detach() for value in (*results, *model.parameters())]
 
 
+@dataclass
+class Started:
+    loaded: int
+    """Segments that were loaded as an earlier start left them."""
+    compiled: int
+
+
+def start(between: dict[str, Any] | None = None) -> Started:
+    """A step of a program that has just started, which sets something between forward and backward."""
+    forget()
+    model = fxshard.compile(Products(), optimizer=fxshard.AdamW(), lowering="inductor")
+    loaded: list[Any] = []
+    load, compile = _compat.load_generated, _compat.inductor_compile
+
+    def noted(*args: Any) -> Any:
+        loaded.append(load(*args))
+        return loaded[-1]
+
+    with (
+        mock.patch.object(_compat, "load_generated", noted),
+        mock.patch.object(_compat, "inductor_compile", wraps=compile) as compiled,
+    ):
+        result = model(torch.ones(4, 8))
+        with torch._inductor.config.patch(between or {}):
+            result.backward(torch.ones(4, 8))
+        model.optimizer.step()
+    beside.finish_all()
+    return Started(sum(each is not None for each in loaded), compiled.call_count)
+
+
+@pytest.fixture
+def remembering(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXSHARD_REMEMBER", "1")
+
+
+def test_what_is_set_between_forward_and_backward_counts_for_backward(remembering: None) -> None:
+    marked = {"profiler_mark_wrapper_call": True}
+    all_of_it = start(marked).compiled
+    second = start()  # without the marks
+    assert second.compiled > 0 and second.loaded + second.compiled == all_of_it
+    assert start() == Started(all_of_it, 0)  # what was compiled anew is noted, too
+    assert start(marked).loaded == second.loaded
+
+
+def test_what_could_not_be_noted_at_first_is_noted_later(remembering: None) -> None:
+    with torch._inductor.config.patch({"fx_graph_cache": False}):
+        all_of_it = start().compiled
+    assert start() == Started(0, all_of_it)
+    assert start() == Started(all_of_it, 0)
+
+
 def program() -> None:
-    """A program that trains, and says whether that imported a compiler, and what the model is.
+    """A program that trains two models, and says whether that imported a compiler, and what the first one is.
 
     Plain torch comes to the same, to the bit.
     """
     torch.set_num_threads(1)
-    model = fxshard.compile(Products(), optimizer=fxshard.AdamW(lr=1e-2), lowering="inductor")
-    left = trained(model, model.optimizer)
-    imported = [name for name in COMPILER if name in sys.modules]
-    beside.finish_all()
-    plain = Products()
-    expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
-    same = all(torch.equal(a.reshape(-1), b.reshape(-1)) for a, b in zip(left, expected, strict=True))
+    same = True
+    for width in (16, 8):
+        model = fxshard.compile(Products(width), optimizer=fxshard.AdamW(lr=1e-2), lowering="inductor")
+        left = trained(model, model.optimizer)
+        imported = [name for name in COMPILER if name in sys.modules]
+        beside.finish_all()
+        plain = Products(width)
+        expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+        same &= all(torch.equal(a.reshape(-1), b.reshape(-1)) for a, b in zip(left, expected, strict=True))
     graphs = {phase: str(graph.graph) for phase, graph in model.graphs.items()}
     print(json.dumps([imported, same, model.compilations.layers_left_out, str(model.schedule), graphs]))
 

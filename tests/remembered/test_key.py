@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,10 +171,16 @@ def test_files_of_torch_and_of_fxshard_count(monkeypatch: pytest.MonkeyPatch) ->
         assert len({before, torchs, surroundings.surroundings()}) == 3
 
 
-@pytest.mark.parametrize("module", ["_functorch.partitioners", "_functorch.aot_autograd"])
-def test_what_stands_in_place_of_a_part_of_torch_is_noticed(module: str) -> None:
-    name = "min_cut_rematerialization_partition" if "part" in module else "aot_module_simplified"
-    with mock.patch(f"torch.{module}.{name}", of_mine), pytest.raises(Unnamed, match="of_mine"):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_functorch.partitioners.min_cut_rematerialization_partition",
+        "_functorch.aot_autograd.aot_module_simplified",
+        "_inductor.fx_passes.joint_graph.joint_graph_passes",
+    ],
+)
+def test_what_stands_in_place_of_a_part_of_torch_is_noticed(name: str) -> None:
+    with mock.patch(f"torch.{name}", of_mine), pytest.raises(Unnamed, match="of_mine"):
         surroundings.surroundings()
 
 
@@ -231,6 +240,12 @@ def test_decompositions_that_inductors_table_will_have_are_noticed(monkeypatch: 
         surroundings.surroundings()
 
 
+def test_decompositions_of_other_operators_are_none_of_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, TABLE, raising=False)
+    monkeypatch.setitem(torch._decomp.decomposition_table, torch.ops._c10d_functional.wait_tensor.default, of_mine)
+    surroundings.surroundings()
+
+
 def test_lowerings_of_the_programs_own_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import lowering
 
@@ -247,10 +262,67 @@ def test_a_pass_for_a_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         surroundings.surroundings()
 
 
-def test_private_options_of_inductors_count() -> None:
+def test_a_configuration_for_a_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codegen import common
+
+    monkeypatch.setitem(common.custom_backend_codegen_configs, "cpu", torch._inductor.config)
+    with pytest.raises(Unnamed):
+        surroundings.surroundings()
+
+
+def test_nobody_recalls_who_looks_for_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    monkeypatch.setattr(CompilerBisector, "bisection_enabled", True)
+    with pytest.raises(Unnamed):
+        surroundings.surroundings()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        ("torch._inductor.config", "_micro_pipeline_tp", True),
+        ("torch._inductor.config", "_fuse_ddp_communication_passes", ["schedule_comm_wait"]),
+        ("torch._inductor.config", "trace.provenance_tracking_level", 1),
+        ("torch._inductor.config_comms", "reorder_iterative_peak_memory_budget", 0.9),
+        ("torch.compiler.config", "cache_key_tag", "another"),
+    ],
+)
+def test_what_inductors_key_has_is_in_ours(module: str, name: str, value: Any) -> None:
     before = surroundings.surroundings()
-    with torch._inductor.config.patch({"_micro_pipeline_tp": True}):
+    with importlib.import_module(module).patch({name: value}):
         assert surroundings.surroundings() != before
+
+
+def test_torchs_own_table_of_decompositions_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = surroundings.surroundings()
+    monkeypatch.delitem(torch._decomp.decomposition_table, torch.ops.aten.silu_backward.default)
+    assert surroundings.surroundings() != before
+
+
+def test_what_compilers_have_written_is_no_part_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for path, counts in ((tmp_path / "ab" / "cabinet.py", False), (tmp_path / "cabinet.py", True)):
+        before = surroundings.surroundings()
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        module = types.ModuleType("cabinet")
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, "cabinet", module)
+        assert (surroundings.surroundings() != before) is counts
+
+
+@pytest.mark.timeout(60)
+def test_modules_that_are_being_imported_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "takes_its_time.py").write_text("import time\ntime.sleep(0.5)\nlast = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert _compat.names.imported("takes_its_time") is None
+    thread = threading.Thread(target=importlib.import_module, args=("takes_its_time",))
+    thread.start()
+    while "takes_its_time" not in sys.modules:
+        time.sleep(0.01)
+    assert _compat.names.imported("takes_its_time").last == 1
+    thread.join()
 
 
 def test_another_build_of_triton_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,10 +332,13 @@ def test_another_build_of_triton_counts(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "triton" / "__init__.py").touch()
     library.write_bytes(b"one")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "triton", raising=False)
     before = surroundings.surroundings()
+    library.write_bytes(b"two")
+    os.utime(library, (1, 1))
+    later = surroundings.surroundings()
     library.write_bytes(b"another")
-    assert surroundings.surroundings() != before
+    os.utime(library, (1, 1))
+    assert len({before, later, surroundings.surroundings()}) == 3
 
 
 @pytest.mark.parametrize(
