@@ -74,7 +74,6 @@ def load_generated(found: Generated, example_inputs: Sequence[Any]) -> Callable[
         _change(graph, found.lines)
         graph.after_deserialization(constants)
         graph.post_compile(example_inputs, constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
-    graph._fx_graph_cache_key = found.key
     CompiledTritonKernels.cache_clear()  # futures that are not valid any more, when they have run
     counters["inductor"]["fxgraph_cache_hit"] += 1
     return graph  # type: ignore[no-any-return]
