@@ -165,10 +165,9 @@ def test_it_is_not_loaded_where_more_is_to_be_done(made: Generated, setting: dic
     assert load(made) is not None
 
 
-def test_whoever_watches_sees_inductors_code(made: Generated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecache.output_code_log, "isEnabledFor", lambda level: True)
-    assert load(made) is None
-    monkeypatch.undo()
+def test_whoever_watches_sees_inductors_code(made: Generated, tmp_path: Path) -> None:
+    with mock.patch.object(codecache.output_code_log, "isEnabledFor", lambda level: True):
+        assert load(made) is None
     with mock.patch("torch._inductor.graph.GraphLowering.save_output_code", print):
         assert load(made) is None
     trace = LazyTraceHandler(str(tmp_path))
@@ -177,6 +176,7 @@ def test_whoever_watches_sees_inductors_code(made: Generated, tmp_path: Path, mo
         assert load(made) is None
     finally:
         logging.getLogger("torch.__trace").removeHandler(trace)
+    assert load(made) is not None
 
 
 def test_it_is_not_loaded_without_the_operators_that_it_calls(made: Generated) -> None:
