@@ -7,6 +7,7 @@ import ast
 import logging
 import pickle
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_it_is_loaded_and_computes_the_same(made: Generated) -> None:
     assert IMPORTED in run.source_code and "memory_planning" not in run.source_code
     assert run.current_callable.__globals__["extern_kernels"] is torch
     assert run._fx_graph_cache_key == made.key and counters["inductor"]["fxgraph_cache_hit"] == 1
+
+
+def test_it_needs_nothing_that_others_have_imported(made: Generated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded looks for that module when it is called."""
+    monkeypatch.delitem(sys.modules, "torch._inductor.debug", raising=False)
+    monkeypatch.delattr(torch._inductor, "debug", raising=False)
+    x, y = torch.randn(4, 8), torch.randn(8, 2)
+    assert torch.equal(load(made)([x, y])[0], x @ y)
 
 
 def test_whoever_compiles_around_it_is_told_nothing(made: Generated) -> None:
