@@ -34,6 +34,7 @@ class Capture:
     """A graph that AOTAutograd traces, all of it."""
 
     traced = True
+    """Whether AOTAutograd sees what is computed."""
 
     def __init__(self, backend: Backend, refs: list[ParamRef | None], graph: fx.GraphModule | None = None) -> None:
         """``refs`` are the parameters among the inputs of ``graph``; its constants become inputs ahead of these."""

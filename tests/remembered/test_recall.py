@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
-from fxshard import _compat, captured_graph
+from fxshard import _compat, backend, captured_graph
 from fxshard.fused import choose
 from fxshard.fused.by_torch import TorchExperts
 from fxshard.helpers import beside
@@ -289,10 +289,19 @@ def test_with_another_optimizer_it_is_written_behind_backward(cache: Path) -> No
     assert kept(cache)
 
 
-def test_a_model_that_takes_no_step_is_dropped_as_ever() -> None:
+@pytest.mark.parametrize("recalled", [False, True])
+def test_a_model_that_takes_no_step_is_dropped_as_ever(recalled: bool) -> None:
+    if recalled:
+        start(steps=1, optimizer=fxshard.AdamW())
+    forget()
     model = fxshard.compile(Deep(), optimizer=fxshard.AdamW(), lowering="inductor")
-    with mock.patch.object(_compat, "inductor_compile", uncompiled):
+    with (
+        mock.patch.object(_compat, "inductor_compile", uncompiled),
+        mock.patch.object(backend, "abridge", wraps=backend.abridge) as abridge,
+    ):
         model(torch.ones(4, 8)).backward()
+    assert abridge.called is not recalled
+    abridge.reset_mock()  # which keeps what it was called with
     left = [weakref.ref(parameter) for parameter in model.parameters()]
     del model
     torch._dynamo.reset()
