@@ -1,8 +1,8 @@
 """The code that Inductor wrote for a graph at an earlier start, run without importing the compiler.
 
-Inductor's cache is asked through its compiler, and the code in it imports that once more: two thirds of a second, in a
-process that has nothing to compile. The code has little use for it: of most names none, and of one namespace functions
-that torch has by the same names.
+Inductor's cache is asked through its compiler, and the code in it imports that once more: a third of all that a start
+imports, in a process that has nothing to compile. The code has little use for it: of most names none, and of one
+namespace functions that torch has by the same names.
 """
 
 from __future__ import annotations
