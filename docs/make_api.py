@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fxshard
-from fxshard.config import Options
+from fxshard.passes.options import Options
 
 PAGE = Path(__file__).parent / "api.md"
 

@@ -36,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if page is None:
             page = Path(folder) / "schedule.html"
-            subprocess.run([sys.executable, "-m", "fxshard.inspect.cli", *PLAN, "--html", str(page)], check=True)
+            subprocess.run([sys.executable, "-m", "fxshard.cli.main", *PLAN, "--html", str(page)], check=True)
         hovered = Path(folder) / "hovered.html"
         hovered.write_text(page.read_text().replace("</body>", HOVER % (0.37, 110)))
         photograph(browser, page, IMAGES / "schedule-light.png")

@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxshard
-from fxshard import _compat
-from fxshard.config import Options, Precision
-from fxshard.events import Phase, event_of
-from fxshard.fused.by_torch import TorchExperts
-from fxshard.fused.choose import add_implementation
-from fxshard.fused.op import grouped_swiglu
-from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
+from fxshard._torch import private
+from fxshard.kernels.by_torch import TorchExperts
+from fxshard.kernels.choose import add_implementation
+from fxshard.kernels.op import grouped_swiglu
+from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.fill_arena import fill_arena
 from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
@@ -32,6 +30,7 @@ from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.open_experts import open_experts
+from fxshard.passes.options import Options
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.pipeline import FARTHEST, INSERTING
 from fxshard.passes.plan_memory import plan_memory
@@ -44,7 +43,10 @@ from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import Domain
 from fxshard.plan.hardware import hardware
 from fxshard.plan.memory import MemoryPlan
+from fxshard.plan.precision import Precision
 from fxshard.plan.units import find_units
+from fxshard.schedule.events import Phase, event_of
+from fxshard.schedule.params import GRADS, PARAM, ParamRef
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ def captured(
     found: dict[str, Any] = {}
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = _compat.inductor_joint_passes(joint)
+        joint = private.inductor_joint_passes(joint)
         for node, ref in zip(joint.graph.find_nodes(op="placeholder"), found["refs"], strict=False):
             node.meta[PARAM] = ref
         joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *found["refs"])
@@ -168,19 +170,19 @@ def captured(
             joint = run(joint, context)
             if shows:
                 show(f"joint graph, {run.__name__}", joint, lambda node: node.meta.get("recompute"))
-        forward, backward = _compat.min_cut_partition(joint, inputs, **kwargs)
+        forward, backward = private.min_cut_partition(joint, inputs, **kwargs)
         backward.graph.output_node().meta[GRADS] = tuple(found["refs"])
         found.update(joint=joint, phases={Phase.FORWARD: forward, Phase.BACKWARD: backward})
         return forward, backward
 
     def capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         placeholders = graph.graph.find_nodes(op="placeholder")
-        found.update(dynamo=graph, refs=[refs.get(id(_compat.graph_input_example(node))) for node in placeholders])
-        return _compat.aot_autograd(
+        found.update(dynamo=graph, refs=[refs.get(id(private.graph_input_example(node))) for node in placeholders])
+        return private.aot_autograd(
             fw_compiler=untouched,
             bw_compiler=untouched,
             partition_fn=partition,
-            decompositions=_compat.inductor_decompositions(),
+            decompositions=private.inductor_decompositions(),
         )(graph, inputs)
 
     def untouched(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=256, dim=128, layers=4, heads=4, hidden=384)
 BATCH, LENGTH, LR = 4, 64, 1e-3

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import fx
 
 import fxshard
-from fxshard.events import META, Kind, events
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.passes.context import PassContext
+from fxshard.schedule.events import META, Kind, events
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import fxshard
-from fxshard.inspect.presets import PRESETS
-from fxshard.inspect.progress import progress
-from fxshard.planning import STAGES
+from fxshard._torch.progress import progress
+from fxshard.bench.presets import PRESETS
+from fxshard.frontend.planning import STAGES
 
 
 def main() -> None:

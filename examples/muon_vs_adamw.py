@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 import fxshard
-from fxshard.inspect.progress import progress
-from fxshard.models import Llama, LlamaConfig
+from fxshard._torch.progress import progress
+from fxshard.bench.models import Llama, LlamaConfig
 
 ROOT = Path(__file__).parent.parent
 Curve = list[tuple[int, float]]

@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 import fxshard
-from fxshard.inspect.progress import progress
-from fxshard.models import Llama, LlamaConfig
+from fxshard._torch.progress import progress
+from fxshard.bench.models import Llama, LlamaConfig
+from fxshard.frontend.precision_report import report
 from fxshard.passes.context import PassContext
-from fxshard.precision.report import report
 
 SMALL = LlamaConfig(vocab=256, dim=64, layers=2, heads=4, hidden=192)
 LARGE = LlamaConfig(vocab=256, dim=512, layers=6, heads=8, hidden=1408)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=64, dim=32, layers=2, heads=2, hidden=64)
 BATCH, LENGTH = 4, 16

@@ -8,19 +8,14 @@ Names are imported when they are first used, so that ``fxshard --help`` does not
 
 import sys
 from importlib import import_module
-from multiprocessing import current_process
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fxshard._torch.log import set_up
 from fxshard._version import __version__
-from fxshard.garbage import make_old, no_garbage_collection
-from fxshard.log import set_up
 
 if TYPE_CHECKING:
-    from fxshard.api import compile, shard
-    from fxshard.checkpoint import latest, load, save
-    from fxshard.config import AdamW, Muon, Precision, Split
-    from fxshard.errors import (
+    from fxshard._torch.errors import (
         BudgetError,
         CaptureError,
         CheckpointError,
@@ -32,51 +27,57 @@ if TYPE_CHECKING:
         RankDivergenceError,
         StateError,
     )
-    from fxshard.explaining import explain
-    from fxshard.fused.op import grouped_mm
-    from fxshard.groups import Group
-    from fxshard.inspect.files import ScheduleFileError
-    from fxshard.inspect.schedule import Schedule
-    from fxshard.inspect.step import ScheduleError
-    from fxshard.module import ShardedModule
+    from fxshard.checkpoint import latest, load, save
+    from fxshard.frontend.api import compile, shard
+    from fxshard.frontend.explaining import explain
+    from fxshard.frontend.groups import Group
+    from fxshard.frontend.module import ShardedModule
+    from fxshard.frontend.planning import plan
+    from fxshard.kernels.op import grouped_mm
+    from fxshard.optim.config import AdamW, Muon, Split
+    from fxshard.passes.options import Debug
     from fxshard.passes.pass_list import PassList
     from fxshard.passes.pipeline import PASSES
-    from fxshard.planning import plan
-    from fxshard.precision.policy import MXFP8
-    from fxshard.profile import Profile
+    from fxshard.plan.mxfp8_policy import MXFP8
+    from fxshard.plan.precision import Precision
+    from fxshard.schedule.files import ScheduleFileError
+    from fxshard.schedule.profile import Profile
+    from fxshard.schedule.schedule import Schedule
+    from fxshard.schedule.step import ScheduleError
 
 _HOME = {
-    "AdamW": "config",
-    "BudgetError": "errors",
-    "CaptureError": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "FxshardError": "errors",
-    "Group": "groups",
-    "LayoutError": "errors",
-    "MXFP8": "precision.policy",
-    "Muon": "config",
+    "AdamW": "optim.config",
+    "BudgetError": "_torch.errors",
+    "CaptureError": "_torch.errors",
+    "CheckpointError": "_torch.errors",
+    "ConfigError": "_torch.errors",
+    "Debug": "passes.options",
+    "FxshardError": "_torch.errors",
+    "Group": "frontend.groups",
+    "LayoutError": "_torch.errors",
+    "MXFP8": "plan.mxfp8_policy",
+    "Muon": "optim.config",
     "PASSES": "passes.pipeline",
-    "PassError": "errors",
+    "PassError": "_torch.errors",
     "PassList": "passes.pass_list",
-    "PeerError": "errors",
-    "Precision": "config",
-    "Profile": "profile",
-    "RankDivergenceError": "errors",
-    "Schedule": "inspect.schedule",
-    "ScheduleError": "inspect.step",
-    "ScheduleFileError": "inspect.files",
-    "ShardedModule": "module",
-    "Split": "config",
-    "StateError": "errors",
-    "compile": "api",
-    "explain": "explaining",
-    "grouped_mm": "fused.op",
+    "PeerError": "_torch.errors",
+    "Precision": "plan.precision",
+    "Profile": "schedule.profile",
+    "RankDivergenceError": "_torch.errors",
+    "Schedule": "schedule.schedule",
+    "ScheduleError": "schedule.step",
+    "ScheduleFileError": "schedule.files",
+    "ShardedModule": "frontend.module",
+    "Split": "optim.config",
+    "StateError": "_torch.errors",
+    "compile": "frontend.api",
+    "explain": "frontend.explaining",
+    "grouped_mm": "kernels.op",
     "latest": "checkpoint",
     "load": "checkpoint",
-    "plan": "planning",
+    "plan": "frontend.planning",
     "save": "checkpoint",
-    "shard": "api",
+    "shard": "frontend.api",
 }
 """The module that each public name is in."""
 
@@ -89,13 +90,7 @@ class _Package(ModuleType):
             return import_module("fxshard.checkpoint")
         if name not in _HOME:
             raise AttributeError(f"module 'fxshard' has no attribute {name!r}")
-        # These processes take seconds to start: the rest is imported meanwhile. Not where a script is only imported
-        # again, by each worker that a data loader spawns.
-        with no_garbage_collection():
-            if name in ("compile", "shard") and current_process().name == "MainProcess":
-                import_module("fxshard.elsewhere").start()
-            value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
-            make_old()
+        value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
         self.__dict__[name] = value
         return value
 
@@ -117,6 +112,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ConfigError",
+    "Debug",
     "FxshardError",
     "Group",
     "LayoutError",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxshard import _compat
+from fxshard._torch import private
 
 _CALLS: dict[str, tuple[Any, ...]] = {
     "mul": (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"),
@@ -107,7 +107,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a call changes in place."""
     if node.op not in ("call_function", "call_method"):
         return []
-    changed = _compat.written_arguments(node.target, node.args, node.kwargs)  # which operators say themselves
+    changed = private.written_arguments(node.target, node.args, node.kwargs)  # which operators say themselves
     if changed is None:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         by_name = name.endswith("_") and not name.endswith("__")
@@ -148,7 +148,7 @@ def changed_between(inputs: Iterable[fx.Node], first: fx.Node, last: fx.Node) ->
         for base in written(node):
             changed = value(base)
             for found, held in values.items():
-                if found is base or (changed is not None and held is not None and _compat.share_memory(changed, held)):
+                if found is base or (changed is not None and held is not None and private.share_memory(changed, held)):
                     return found
         node = node.next
     return None
@@ -207,7 +207,7 @@ def grouped_product(node: Any) -> Product | None:
     """``torch._grouped_mm`` (``F.grouped_mm`` in Dynamo's graphs), the fallback of transformers, or fxshard's own."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
-    third = _compat.grouped_mm_offsets(node.target)
+    third = private.grouped_mm_offsets(node.target)
     if third is None or len(node.args) < 2:
         return None
     x, weight, offsets = node.args[0], node.args[1], argument(node, 2, third)

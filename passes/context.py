@@ -1,32 +1,17 @@
-"""What a pass is told besides its graph, and how parameters are recognised in it."""
+"""What a pass is told besides its graph."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import fx
-
-from fxshard.config import Options
-from fxshard.events import Phase
-from fxshard.fused.report import ExpertsReport
-from fxshard.inspect.observe import Observer
+from fxshard.kernels.report import ExpertsReport
+from fxshard.passes.options import Options
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
-from fxshard.profile import Profile
-
-PARAM = "fxshard_param"
-"""Key of ``node.meta`` that ties a graph input to its parameter. Set once on the joint graph, by position."""
-
-GRADS = "fxshard_grads"
-"""Key of the backward output's ``node.meta``: the :class:`ParamRef` (or None) whose gradient each output is."""
-
-
-@dataclass(frozen=True, order=True)
-class ParamRef:
-    """A parameter as (bucket, position in the bucket's layout)."""
-
-    bucket: int
-    position: int
+from fxshard.schedule.events import Phase
+from fxshard.schedule.observe import Observer
+from fxshard.schedule.params import ParamRef
+from fxshard.schedule.profile import Profile
 
 
 @dataclass
@@ -59,8 +44,3 @@ class PassContext:
 
     def bucket(self, ref: ParamRef) -> BucketPlan:
         return self.buckets[ref.bucket]
-
-
-def param_inputs(graph: fx.Graph) -> dict[fx.Node, ParamRef]:
-    """The placeholders that stand for sharded parameters."""
-    return {node: node.meta[PARAM] for node in graph.find_nodes(op="placeholder") if node.meta.get(PARAM) is not None}

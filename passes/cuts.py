@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxshard import _compat
+from fxshard._torch import private
 
 _LOOKUPS = {"embedding", "embedding_dense_backward", "_unsafe_masked_index_put_accumulate"}
 
@@ -27,17 +27,17 @@ _KERNELS = {
 
 def is_heavy(node: fx.Node) -> bool:
     """Matrix products, convolutions, attention, embeddings, our own ops: nodes that are kernels of their own."""
-    target = _compat.operator_of(node)
+    target = private.operator_of(node)
     if target is None:
         return False
     own = target.namespace == "fxshard"
-    return own or target.overloadpacket in flop_registry or _compat.operator_name(target) in _KERNELS
+    return own or target.overloadpacket in flop_registry or private.operator_name(target) in _KERNELS
 
 
 def is_lookup(node: fx.Node) -> bool:
     """An embedding or its gradient: a kernel of its own that multiplies nothing, and is over soon."""
-    target = _compat.operator_of(node)
-    return target is not None and _compat.operator_name(target) in _LOOKUPS
+    target = private.operator_of(node)
+    return target is not None and private.operator_name(target) in _LOOKUPS
 
 
 class CutPoints:

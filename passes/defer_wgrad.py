@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxshard import _compat
-from fxshard.passes.aliases import is_view
-from fxshard.passes.context import GRADS, PassContext
+from fxshard._torch import private
+from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import is_heavy, is_lookup
+from fxshard.schedule.aliases import is_view
+from fxshard.schedule.params import GRADS
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class Movable:
 
 
 def defer_wgrad(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    if not context.options.defer_wgrad:
+    if not context.options.debug.defer_wgrad:
         return module
     graph = module.graph
     products = _products(graph, context)
-    for wait in [node for node in graph.nodes if _compat.is_wait(node)]:
+    for wait in [node for node in graph.nodes if private.is_wait(node)]:
         _fill(wait, products)
     _smallest_last(graph, products, context)
     return module
@@ -88,7 +89,7 @@ def _made_of(product: fx.Node, output: fx.Node) -> list[fx.Node]:
         for user in node.users:
             if user is output or user in nodes:
                 continue
-            if is_heavy(user) or _compat.is_wait(user) or len(user.all_input_nodes) != 1:
+            if is_heavy(user) or private.is_wait(user) or len(user.all_input_nodes) != 1:
                 return []
             nodes.append(user)
     return nodes
@@ -99,7 +100,7 @@ def _fill(wait: fx.Node, products: list[Movable]) -> None:
     (start,) = wait.all_input_nodes
     earlier: set[fx.Node] = set()
     node = start.prev
-    while node.op == "call_function" and not _compat.is_wait(node):
+    while node.op == "call_function" and not private.is_wait(node):
         earlier.add(node)
         node = node.prev
     for product in products:

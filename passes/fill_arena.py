@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxshard.events import META, Event, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.order_prefetch import PLAINLY_LEADING, late_gathers, put_behind
 from fxshard.passes.plan_memory import assign, lifetimes
 from fxshard.plan.layout import aligned
 from fxshard.plan.memory import GRANULE, Buffer, MemoryPlan, SlotRange
+from fxshard.schedule.events import META, Event, Kind, Phase, events
 
 LEADING = 8
 """Gathers that forward starts with at most, if there is room for them."""
@@ -114,8 +114,8 @@ def leading(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memor
     gather the same: so this is settled on the plain order. If another program comes between, it moves them out of the
     arena: under a budget there must be room for them twice, but for the first, which always stands there.
     """
-    if context.options.prefetch is not None or Phase.FORWARD not in modules:
-        return max(1, context.options.prefetch or 0)
+    if context.options.debug.prefetch is not None or Phase.FORWARD not in modules:
+        return max(1, context.options.debug.prefetch or 0)
     timeline, buffers = _timeline(modules, context)
     least = 1 if context.arena_budget is not None else PLAINLY_LEADING
     first = [i for i in _gathers(timeline)[:LEADING] if i in buffers]

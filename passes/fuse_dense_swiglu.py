@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxshard.fused.case import Case
-from fxshard.fused.choose import choose_dense
-from fxshard.fused.dense_op import dense_mlp
-from fxshard.fused.glu import SWIGLU
-from fxshard.fused.report import Fused, Left
+from fxshard.kernels.case import Case
+from fxshard.kernels.choose import choose_dense
+from fxshard.kernels.dense_op import dense_mlp
+from fxshard.kernels.glu import SWIGLU
+from fxshard.kernels.report import Fused, Left
 from fxshard.passes.calls import changed_between, dense_product, place, rewrite_nested, shape, stand_in, value
 from fxshard.passes.context import PassContext
 from fxshard.passes.match_glu import GatedMlp, Miss, NoGate, match_gated_mlp

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxshard.fused.case import Case
-from fxshard.fused.choose import choose, implementation
-from fxshard.fused.op import grouped_swiglu
-from fxshard.fused.padding import pad_groups, take_rows
-from fxshard.fused.report import Fused, Left
+from fxshard.kernels.case import Case
+from fxshard.kernels.choose import choose, implementation
+from fxshard.kernels.op import grouped_swiglu
+from fxshard.kernels.padding import pad_groups, take_rows
+from fxshard.kernels.report import Fused, Left
 from fxshard.passes.calls import (
     call,
     cast_from,

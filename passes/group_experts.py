@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxshard.fused.glu import SWIGLU
-from fxshard.fused.op import grouped_product as grouped_product_op
-from fxshard.fused.report import Left
+from fxshard.kernels.glu import SWIGLU
+from fxshard.kernels.op import grouped_product as grouped_product_op
+from fxshard.kernels.report import Left
 from fxshard.passes.calls import (
     argument,
     call,

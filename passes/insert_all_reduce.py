@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxshard.events import Kind, Phase, events, insert
 from fxshard.passes.context import PassContext
+from fxshard.schedule.events import Kind, Phase, events, insert
 
 
 def insert_all_reduce(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -13,10 +13,11 @@ import operator
 import torch
 from torch import fx
 
-from fxshard.events import Kind, Phase, insert
-from fxshard.passes.context import GRADS, ParamRef, PassContext
+from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import CutPoints
 from fxshard.plan.buckets import BucketPlan
+from fxshard.schedule.events import Kind, Phase, insert
+from fxshard.schedule.params import GRADS, ParamRef
 
 ALIVE = 2
 """Full gradient buckets that may exist at once."""

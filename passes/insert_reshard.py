@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxshard.errors import PassError
-from fxshard.events import Kind, events, insert
-from fxshard.passes.aliases import readers
+from fxshard._torch.errors import PassError
 from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import CutPoints
+from fxshard.schedule.aliases import readers
+from fxshard.schedule.events import Kind, events, insert
 
 
 def insert_reshard(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -12,9 +12,10 @@ import operator
 
 from torch import fx
 
-from fxshard.events import Kind, Phase, insert
-from fxshard.passes.context import ParamRef, PassContext, param_inputs
+from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import CutPoints
+from fxshard.schedule.events import Kind, Phase, insert
+from fxshard.schedule.params import ParamRef, param_inputs
 
 
 def insert_unshard(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:

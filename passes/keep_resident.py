@@ -13,16 +13,16 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxshard.events import META, Event, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.plan_memory import lifetimes
+from fxshard.plan.gather_modes import Gather
 from fxshard.plan.memory import plan_slots
-from fxshard.precision.modes import Gather
+from fxshard.schedule.events import META, Event, Kind, Phase, events
 
 
 def keep_resident(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> frozenset[int]:
     """Keep what may be kept; returns the buckets."""
-    if Phase.BACKWARD not in modules or not context.options.keep_resident:
+    if Phase.BACKWARD not in modules or not context.options.debug.keep_resident:
         return frozenset()
     nodes = {
         (event.phase, event.kind, event.bucket_index): node

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxshard import _compat
-from fxshard.fused.glu import Glu
+from fxshard._torch import private
+from fxshard.kernels.glu import Glu
 from fxshard.passes.calls import (
     TRANSFORMED,
     Product,
@@ -277,7 +277,7 @@ def _check_inputs(matched: GatedMlp) -> None:
     found = {(value(node).dtype, value(node).device) for node in tensors if value(node) is not None}  # type: ignore[union-attr]
     if len(found) != 1 or any(value(node) is None for node in tensors):
         raise Miss(f"inputs, weights and products differ in type: {sorted(str(dtype) for dtype, _ in found)}")
-    other = next((node for node in tensors if not _compat.is_plain(value(node))), None)
+    other = next((node for node in tensors if not private.is_plain(value(node))), None)
     if other is not None:
         raise Miss(f"{other.name} is a {type(value(other)).__name__}, which has products of its own")
 
@@ -342,6 +342,6 @@ def _check_write(node: fx.Node, inside: set[fx.Node], firsts: list[fx.Node], add
     if adds_bias and all(node < user for user in others):
         return
     held = value(base)
-    into_a_product = held is None or any(_compat.share_memory(held, value(first)) for first in firsts)  # type: ignore[arg-type]
+    into_a_product = held is None or any(private.share_memory(held, value(first)) for first in firsts)  # type: ignore[arg-type]
     if base not in inside or others or not node.users or into_a_product:
         raise Miss(f"{base.name} is changed in place between the products")

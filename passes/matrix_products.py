@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxshard.fused.op import grouped_product, grouped_wgrad
-from fxshard.passes.context import PARAM
-from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE
+from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE
+from fxshard.kernels.op import grouped_product, grouped_wgrad
+from fxshard.schedule.params import PARAM
 
 _aten = torch.ops.aten
 MM, ADDMM, GROUPED_MM = _aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxshard.errors import ConfigError
-from fxshard.fused.choose import implementation
-from fxshard.fused.glu_op import add_expert_bias, expert_bias_dot, glu, glu_backward
-from fxshard.fused.op import grouped_product, grouped_swiglu, grouped_swiglu_backward
-from fxshard.passes.context import PassContext, param_inputs
+from fxshard._torch.errors import ConfigError
+from fxshard.kernels.choose import implementation
+from fxshard.kernels.glu_op import add_expert_bias, expert_bias_dot, glu, glu_backward
+from fxshard.kernels.op import grouped_product, grouped_swiglu, grouped_swiglu_backward
+from fxshard.passes.context import PassContext
 from fxshard.passes.matrix_products import inherit, stacked, untransposed
+from fxshard.schedule.params import param_inputs
 
 _aten = torch.ops.aten
 

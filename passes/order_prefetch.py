@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxshard.events import META, Kind, Phase, event_of, events
 from fxshard.passes.context import PassContext
 from fxshard.plan.cost import node_flops, node_traffic
 from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
-from fxshard.profile import Profile
+from fxshard.schedule.events import META, Kind, Phase, event_of, events
+from fxshard.schedule.profile import Profile
 
 PLAINLY_LEADING = 2
 """Gathers that start with forward whatever room there is; ``fill_arena`` finds places for others among them."""

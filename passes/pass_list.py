@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import fx
 
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 from fxshard.passes.context import PassContext
 
 Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxshard.errors import BudgetError
-from fxshard.events import META, Kind, Phase, events
+from fxshard._torch.errors import BudgetError
 from fxshard.passes.context import PassContext
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.fill_arena import fill_arena, leading, leading_bytes, leads
@@ -33,6 +32,7 @@ from fxshard.passes.save_residuals import save_residuals
 from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
+from fxshard.schedule.events import META, Kind, Phase, events
 
 BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swiglu)
 """On Dynamo's graph: what these put there brings its own backward."""
@@ -117,7 +117,7 @@ def order(
     What is gathered how often must not depend on durations, which differ between ranks whose batches do. It is settled
     on the plain order, one gather ahead; durations then only move the starts of gathers.
     """
-    budget = context.options.memory_budget
+    budget = context.options.budget
     if budget is not None:
         context = replace(context, arena_budget=budget - resident_bytes)
     with _watched("order_prefetch", scheduled, context):
@@ -132,7 +132,7 @@ def order(
     with _watched("plan_memory", scheduled, context):
         memory = plan_memory(scheduled, context)
     context = _leading(scheduled, context, memory)
-    if context.options.prefetch is None and context.hardware is not None and context.ahead > 0:
+    if context.options.debug.prefetch is None and context.hardware is not None and context.ahead > 0:
         memory = _move_to_deadlines(scheduled, context)
     for module in scheduled.values():
         module.graph.lint()
@@ -142,7 +142,7 @@ def order(
 
 def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident_bytes: int) -> PassContext:
     """Gathers as far ahead as asked for, or less where the budget is tight; one that is too tight is an error."""
-    asked = context.options.prefetch
+    asked = context.options.debug.prefetch
     least: list[int] = []
     for ahead in range(asked if asked is not None else 1, -1, -1):
         context = replace(context, ahead=ahead)
@@ -153,9 +153,9 @@ def _plain_order(modules: Mapping[Phase, fx.GraphModule], context: PassContext, 
         if fits:
             return context
         least.append(needed)
-    assert context.options.memory_budget is not None
+    assert context.options.budget is not None
     # Not always the last: how slots are packed can make a shorter look-ahead need more.
-    raise BudgetError(context.options.memory_budget, resident_bytes + min(least))
+    raise BudgetError(context.options.budget, resident_bytes + min(least))
 
 
 def _leading(modules: Mapping[Phase, fx.GraphModule], context: PassContext, memory: MemoryPlan) -> PassContext:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxshard.events import META, Event, Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.plan.memory import Buffer, MemoryPlan, SlotRange, plan_slots
+from fxshard.schedule.events import META, Event, Kind, Phase, events
 
 _OPENS = {Kind.UNSHARD: "gathered", Kind.GRAD: "gradient"}
 _CLOSES = {Kind.RESHARD: "gathered", Kind.WAIT: "staging", Kind.FINISH: "gradient"}

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxshard.errors import PassError
-from fxshard.passes.context import GRADS, ParamRef, PassContext, param_inputs
+from fxshard._torch.errors import PassError
+from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE
+from fxshard.kernels.mxfp8_grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups, mxfp8_stack
+from fxshard.kernels.mxfp8_ops import mxfp8_mm, mxfp8_quantize, mxfp8_quantize_both
+from fxshard.passes.context import PassContext
 from fxshard.passes.matrix_products import (
     Operand,
     Product,
@@ -29,9 +32,7 @@ from fxshard.passes.matrix_products import (
     stacked,
     untransposed,
 )
-from fxshard.precision.grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups, mxfp8_stack
-from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE
-from fxshard.precision.ops import mxfp8_mm, mxfp8_quantize, mxfp8_quantize_both
+from fxshard.schedule.params import GRADS, ParamRef, param_inputs
 
 _ADD = torch.ops.aten.add.Tensor
 

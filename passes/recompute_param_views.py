@@ -11,9 +11,10 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.passes.aliases import is_view
-from fxshard.passes.constants import is_constant
-from fxshard.passes.context import PassContext, param_inputs
+from fxshard.passes.context import PassContext
+from fxshard.schedule.aliases import is_view
+from fxshard.schedule.constants import is_constant
+from fxshard.schedule.params import param_inputs
 
 
 def recompute_param_views(joint: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import fx
 
-from fxshard.errors import BudgetError, FxshardError, PassError
+from fxshard._torch.errors import BudgetError, FxshardError, PassError
 from fxshard.passes.context import PassContext
 from fxshard.passes.pass_list import PassList, Place
 

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.passes.aliases import is_view, readers
 from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import is_heavy, is_lookup
+from fxshard.schedule.aliases import is_view, readers
 
 
 def save_residuals(joint: fx.GraphModule, context: PassContext) -> fx.GraphModule:

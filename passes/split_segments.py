@@ -14,11 +14,11 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from fxshard import _compat
-from fxshard.events import event_of
-from fxshard.passes.aliases import is_view
-from fxshard.passes.constants import is_constant
+from fxshard._torch import private
 from fxshard.passes.context import PassContext
+from fxshard.schedule.aliases import is_view
+from fxshard.schedule.constants import is_constant
+from fxshard.schedule.events import event_of
 
 
 def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -49,7 +49,7 @@ def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
             for position, output in enumerate(outputs):
                 env[output] = top.call_function(operator.getitem, (call, position))
                 env[output].meta.update(output.meta)
-    split = _compat.graph_module(segments, top)
+    split = private.graph_module(segments, top)
     top.lint()
     return split
 
@@ -119,8 +119,8 @@ def _sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
     bound = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt)]
     if not bound:
         return []
-    used = set().union(*(_compat.free_symbols(node.meta.get("val")) for node in nodes))
-    return [node for node in bound if _compat.free_symbols(node.meta["val"]) & used]
+    used = set().union(*(private.free_symbols(node.meta.get("val")) for node in nodes))
+    return [node for node in bound if private.free_symbols(node.meta["val"]) & used]
 
 
 def _segment(
@@ -157,4 +157,4 @@ def _segment(
     for node in reversed(graph.nodes):  # views that only later segments use; asked of all nodes this would be slow
         if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
             graph.erase_node(node)
-    return _compat.graph_module(module, graph)
+    return private.graph_module(module, graph)

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxshard.errors import PassError
-from fxshard.events import META, Kind, events
+from fxshard._torch.errors import PassError
+from fxshard.kernels.mxfp8 import COLUMNWISE, E4M3, ROWWISE
+from fxshard.kernels.mxfp8_ops import mxfp8_quantize
 from fxshard.passes.context import PassContext
 from fxshard.plan.buckets import BucketPlan
-from fxshard.precision.gathered import VIEWS
-from fxshard.precision.modes import Copies, Gather, copies
-from fxshard.precision.mxfp8 import COLUMNWISE, E4M3, ROWWISE
-from fxshard.precision.ops import mxfp8_quantize
+from fxshard.plan.gather_modes import Copies, Gather, copies
+from fxshard.plan.gathered import VIEWS
+from fxshard.schedule.events import META, Kind, events
 
 
 def stage_mxfp8(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -13,10 +13,10 @@ import operator
 import torch
 from torch import fx
 
-from fxshard.events import event_of
-from fxshard.ops import mm_into
+from fxshard.kernels.mxfp8_ops import mxfp8_mm, mxfp8_mm_into
+from fxshard.kernels.ops import mm_into
 from fxshard.passes.context import PassContext
-from fxshard.precision.ops import mxfp8_mm, mxfp8_mm_into
+from fxshard.schedule.events import event_of
 
 _COPY = torch.ops.aten.copy_.default
 _MM = torch.ops.aten.mm.default

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -19,12 +18,8 @@ settings.load_profile("suite")
 
 
 def pytest_configure() -> None:
-    """Compute with one thread, as the ranks of the pool do, so that results can be compared bitwise. Start no processes
-    that compile ahead, and recall nothing of earlier runs, but where a test is about them.
-    """
+    """Compute with one thread, as the ranks of the pool do, so that results can be compared bitwise."""
     torch.set_num_threads(1)
-    os.environ.setdefault("FXSHARD_HELPERS", "0")
-    os.environ.setdefault("FXSHARD_REMEMBER", "0")
     # torch writes out every graph for whoever listens to this logger, and pytest listens to all that do not propagate.
     logging.getLogger("torch.__trace").propagate = True
 

@@ -11,8 +11,8 @@ import torch._inductor.compile_fx
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-import fxshard.api
-import fxshard.planning
+import fxshard.frontend.api
+import fxshard.frontend.planning
 import tests.training
 
 __all__ = ["fxshard", "tests", "torch"]

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard import _compat
-from fxshard.events import Kind, Phase
+from fxshard._torch import private
+from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack, batch
 from tests.training import full_gradients
@@ -30,7 +30,7 @@ def this_ranks_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def counted() -> Iterator[Counter[str]]:
     """How often gradients are sent."""
     calls: Counter[str] = Counter()
-    scatter, every = _compat.reduce_scatter, dist.all_reduce
+    scatter, every = private.reduce_scatter, dist.all_reduce
 
     def count(name: str, call: Any) -> Any:
         def counting(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def counted() -> Iterator[Counter[str]]:
         return counting
 
     with (
-        mock.patch.object(_compat, "reduce_scatter", count("reduce", scatter)),
+        mock.patch.object(private, "reduce_scatter", count("reduce", scatter)),
         mock.patch.object(dist, "all_reduce", count("reduce", every)),
     ):
         yield calls

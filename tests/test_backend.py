@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
-from torch._inductor import async_compile
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
-from fxshard import _compat, elsewhere
-from fxshard.helpers import crew
-from fxshard.lowering import SegmentCompiler
+from fxshard._torch import private
+from fxshard.lowering.segments import SegmentCompiler
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import Llama, Mlp
@@ -87,8 +80,8 @@ def test_repeated_layers_compile_once() -> None:
         model = fxshard.compile(Llama(vocab=96, dim=32, layers=layers, heads=4, hidden=88), lowering="eager")
         x = torch.randint(0, 96, (2, 8))
         model(x, x).backward()
-        assert model.compilations.captures == 1
-        counts[layers] = (model.compilations.segments, model.compilations.compiled)
+        assert model.report.compilations.captures == 1
+        counts[layers] = (model.report.compilations.segments, model.report.compilations.compiled)
     assert counts[6][0] > counts[3][0]
     assert counts[6][1] == counts[3][1]
 
@@ -125,51 +118,12 @@ def test_evaluation_between_steps_disturbs_nothing(ranks: Pool, zero: int) -> No
     assert ranks(2, interleaved, zero) == [True, True]
 
 
-def test_only_gpu_kernels_are_compiled_in_other_processes() -> None:
-    """Inductor's own backend starts them; a CPU's kernels need none."""
-    with mock.patch.object(async_compile, "maybe_warm_pool") as start, mock.patch.object(crew, "Crew") as helpers:
-        fxshard.compile(nn.Linear(4, 4), lowering="inductor")(torch.ones(2, 4))
-        elsewhere.start()
-        start.assert_not_called()
-        helpers.assert_not_called()
-        with (
-            mock.patch.object(torch.cuda, "device_count", return_value=1),
-            mock.patch.object(torch.cuda, "is_available") as initialises_the_driver,
-            mock.patch.object(crew, "wanted", return_value=0),
-        ):
-            elsewhere.start()
-        start.assert_called_once()
-        helpers.assert_not_called()
-        initialises_the_driver.assert_not_called()
-
-
-SPAWNS = """
-import multiprocessing, sys, types
-sys.modules["fxshard.elsewhere"] = types.SimpleNamespace(start=lambda: print("started", flush=True))
-sys.modules["fxshard.api"] = types.SimpleNamespace(compile=None)
-from fxshard import compile
-if __name__ == "__main__":
-    worker = multiprocessing.get_context("spawn").Process(target=print, args=("spawned",))
-    worker.start()
-    worker.join()
-"""
-
-
-def test_processes_that_a_script_spawns_start_none_of_their_own(tmp_path: Path) -> None:
-    """A data loader's workers, for one: they import the script again, and with it the name ``fxshard.compile``."""
-    script = tmp_path / "script.py"
-    script.write_text(SPAWNS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["started", "spawned"]
-
-
 def test_a_lookup_alone_is_not_compiled() -> None:
     """With anything beside it, it is: there is something to fuse."""
     weight, tokens = torch.randn(8, 4), torch.tensor([3, 0, 7])
     alone = make_fx(lambda w, i: [torch.ops.aten.embedding(w, i)])(weight, tokens)
     scaled = make_fx(lambda w, i: [torch.ops.aten.embedding(w, i) * 2])(weight, tokens)
-    with mock.patch.object(_compat, "inductor_compile") as compile:
+    with mock.patch.object(private, "inductor_compile") as compile:
         (found,) = SegmentCompiler("inductor")(alone)([weight, tokens])
         compile.assert_not_called()
         SegmentCompiler("inductor")(scaled)

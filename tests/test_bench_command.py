@@ -14,7 +14,7 @@ from fxshard.bench import command
 from fxshard.bench.chart import Chart, to_svg
 from fxshard.bench.figures import CHARTS
 from fxshard.bench.tables import read_tables
-from fxshard.inspect import cli
+from fxshard.cli import main as cli
 
 TRAIN = [
     {"name": "fsdp2-compile", "step_ms": 20.0, "peak_gib": 0.0, "first_step_s": 9.0, "host_ms": 8.0},

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxshard
+from fxshard.bench.models import Experts, Llama, LlamaConfig
 from fxshard.bench.train import SIZES
-from fxshard.models import Experts, Llama, LlamaConfig
 from tests.pool import Pool
 from tests.training import VOCAB, Run, fsdp2_run, plain_run, sharded_run
 

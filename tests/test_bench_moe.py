@@ -9,8 +9,8 @@ import torch
 
 from fxshard.bench import clock, moe, products
 from fxshard.bench.figures import CHARTS
-from fxshard.fused.by_torch import TorchExperts
-from fxshard.fused.case import Case
+from fxshard.kernels.by_torch import TorchExperts
+from fxshard.kernels.case import Case
 
 
 def test_figures_of_a_contender() -> None:

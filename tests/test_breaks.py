@@ -109,9 +109,9 @@ def broken_steps(zero: int) -> dict[str, object]:
         "refused": refused,
         "losses": losses,
         "worst": worst,
-        "breaks": model.graph_breaks,
-        "reads": model.eager_reads,
-        "unused": model.unused_parameters,
+        "breaks": model.report.graph_breaks,
+        "reads": model.report.eager_reads,
+        "unused": model.report.unused_parameters,
         "graphs": len(model.emitted),
         "same": same,
     }
@@ -252,7 +252,7 @@ def repeated(lowering: str) -> tuple[bool, int, int]:
     same += [torch.allclose(found[name], p.grad, rtol=1e-4, atol=1e-7) for name, p in plain.named_parameters()]
     with torch.no_grad():
         same.append(torch.allclose(model(x), expected, rtol=1e-5))
-    return all(same), len(model.eager_reads), len(model.unused_parameters)
+    return all(same), len(model.report.eager_reads), len(model.report.unused_parameters)
 
 
 @pytest.mark.shows("S17")

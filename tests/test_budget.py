@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import fxshard
 from fxshard.bench.captured import Captured, capture
-from fxshard.events import Kind, Phase
-from fxshard.inspect.schedule import Schedule
 from fxshard.plan.hardware import PRESETS, Hardware
+from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool
 from tests.toy import Llama, Mlp, batch
-from tests.training import VOCAB, Run, sharded_run
+from tests.training import VOCAB, Run, sharded_run, with_debug
 
 MODELS = ("llama", "tied", "mlp", "wide")
 MACHINES = ("h100", "h200", "gb200")
@@ -43,7 +43,7 @@ def captured(name: str, zero: int = 3) -> Captured:
 
 
 def under(name: str, budget: int | None, *, ranks: int = 4, machine: str = "h200", **options: Any) -> Schedule:
-    schedule = captured(name).schedule(ranks=ranks, hardware=machine, memory_budget=budget, **options)
+    schedule = captured(name).schedule(ranks=ranks, hardware=machine, memory_budget=budget, **with_debug(options))
     schedule.verify()
     return schedule
 
@@ -120,7 +120,10 @@ def no_worse(name: str, ranks: int, machine: Hardware) -> None:
             "FSDP2": {"fsdp2": True},
         }
         exposed = {
-            rule: captured(name).schedule(ranks=ranks, hardware=machine, **options).simulate(machine).exposed_seconds
+            rule: captured(name)
+            .schedule(ranks=ranks, hardware=machine, **with_debug(options))
+            .simulate(machine)
+            .exposed_seconds
             for rule, options in rules.items()
         }
         least = min(exposed["one ahead"], exposed["FSDP2"])

@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxshard
-from fxshard.events import Kind, Phase
+from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.toy import Llama
 from tests.training import VOCAB, full_gradients, this_ranks_batch
+
+NOTHING_KEPT = fxshard.Debug(keep_resident=False)
 
 
 def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -64,7 +66,14 @@ def gathers_in_backward(schedule: fxshard.Schedule) -> Counter[str]:
 def test_a_recomputed_block_is_gathered_once_and_saves_memory() -> None:
     x = torch.zeros(4, 16, dtype=torch.int64)
     plans = {
-        policy: fxshard.plan(make(policy), (x, x), world_size=2, hardware="cpu", keep_resident=False, lowering="eager")
+        policy: fxshard.plan(
+            make(policy),
+            (x, x),
+            world_size=2,
+            hardware="cpu",
+            debug=fxshard.Debug(keep_resident=False),
+            lowering="eager",
+        )
         for policy in ("none", "selective", "full")
     }
     for schedule in plans.values():

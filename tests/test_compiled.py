@@ -63,7 +63,7 @@ def emptied() -> str:
     compiled = fxshard.compile(torch.nn.Linear(4, 4), zero=3, lowering="eager")
     compiled(torch.ones(2, 4))
     compiled._backend.compiled.empty()
-    with pytest.raises(fxshard.errors.StateError) as caught:
+    with pytest.raises(fxshard._torch.errors.StateError) as caught:
         compiled(torch.ones(2, 4))
     return str(caught.value)
 

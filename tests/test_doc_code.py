@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.passes.context import PassContext
 
 ROOT = Path(__file__).parent.parent

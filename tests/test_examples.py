@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 import fxshard
-from fxshard.inspect.verify import RULES
 from fxshard.passes.pipeline import BEFORE_AUTOGRAD, INSERTING, JOINT
+from fxshard.schedule.verify import RULES
 from tests.pool import Pool
 
 ROOT = Path(__file__).parent.parent

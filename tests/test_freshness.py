@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
-from fxshard.events import Kind, Phase
+from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack, batch
 

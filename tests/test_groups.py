@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard.events import Kind
+from fxshard.schedule.events import Kind
 from tests.pool import Pool
 from tests.training import EPS, full_gradients
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxshard
-from fxshard.events import Kind
-from fxshard.inspect.schedule import Schedule
+from fxshard.schedule.events import Kind
+from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.stack import batch as stack_batch

@@ -68,7 +68,7 @@ def both(kind: str, options: dict[str, Any]) -> tuple[list[float], list[float], 
     for layer in peer.get_submodule(LAYERS.get(kind, "model.layers")).children():
         fully_shard(layer)
     fully_shard(peer)
-    return mine, losses(peer, torch.optim.AdamW(peer.parameters(), lr=1e-2)), model.unused_parameters
+    return mine, losses(peer, torch.optim.AdamW(peer.parameters(), lr=1e-2)), model.report.unused_parameters
 
 
 @pytest.mark.shows("E3")

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard import _compat
-from fxshard.events import Kind, Phase
+from fxshard._torch import private
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.units import find_units
+from fxshard.schedule.events import Kind, Phase
 from tests.measuring import NewBytes
 from tests.pool import Pool
 from tests.stack import wide, wide_batch
@@ -95,21 +95,21 @@ def seen(ranks: Pool) -> list[Watched]:
 def reductions() -> list[bool]:
     """For every reduce-scatter: does its output share memory with its input?"""
     overlaps = []
-    original = _compat.reduce_scatter
+    original = private.reduce_scatter
 
     def observed(output: torch.Tensor, full: torch.Tensor, *args: object, **kwargs: object) -> object:
         begin, end = full.data_ptr(), full.data_ptr() + full.nbytes
         overlaps.append(output.data_ptr() < end and begin < output.data_ptr() + output.nbytes)
         return original(output, full, *args, **kwargs)  # type: ignore[arg-type]
 
-    _compat.reduce_scatter = observed  # type: ignore[assignment]
+    private.reduce_scatter = observed  # type: ignore[assignment]
     try:
         for zero in (1, 2, 3):
             model = fxshard.compile(wide(), zero=zero, lowering="eager")
             model(*wide_batch(0, dist.get_rank())).backward()
             model(*wide_batch(0, dist.get_rank())).backward()  # and again with gradients to add to
     finally:
-        _compat.reduce_scatter = original
+        private.reduce_scatter = original
     return overlaps
 
 

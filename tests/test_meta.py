@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxshard
-from fxshard import materialise
+from fxshard.frontend import materialise
 from tests.measuring import NewBytes
 from tests.pool import Pool
 from tests.toy import Mlp

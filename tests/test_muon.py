@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard.events import Kind, Phase
+from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
 from tests.toy import Llama
-from tests.training import deliver, full_gradients, llama, my_data_for, random_gradients
+from tests.training import deliver, full_gradients, llama, my_data_for, random_gradients, with_debug
 
 ADAMW = fxshard.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1)
 MUON = fxshard.Muon(lr=2e-2, weight_decay=0.1, adamw=ADAMW)
@@ -29,7 +29,7 @@ def short() -> nn.Module:
 
 def against_plain(choice: fxshard.Muon, make: Any = short, steps: int = 2, **options: Any) -> list[str]:
     """Step sharded and, beside it, plain, with the same full gradients; returns what differs in any bit."""
-    model = fxshard.shard(make(), optimizer=choice, **options)
+    model = fxshard.shard(make(), optimizer=choice, **with_debug(options))
     plain = make()
     plain.load_state_dict(model.full_state_dict())
     reference = choice.build(plain)

@@ -13,11 +13,11 @@ import torch
 from torch import fx, nn
 
 import fxshard
-from fxshard.config import Options
-from fxshard.events import Kind, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.insert_reshard import insert_reshard
+from fxshard.passes.options import Options
 from fxshard.passes.pass_list import Pass
+from fxshard.schedule.events import Kind, events
 from tests.pool import Pool
 from tests.training import Run, sharded_run
 

@@ -72,7 +72,7 @@ def test_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path)
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
         "import fxshard, importlib.metadata as about\n"
         "print(fxshard.__file__, fxshard.PASSES.own, about.version('fxshard'))\n"
-        "from fxshard.inspect.cli import main; main(['--help'])\n"
+        "from fxshard.cli.main import main; main(['--help'])\n"
     )
     shown = run("-P", "-c", script, cwd=tmp_path)
     assert shown.startswith(f"{target}/fxshard/__init__.py () {__version__}\n")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard.inspect.presets import LENGTH, PRESETS
-from fxshard.inspect.schedule import Schedule
+from fxshard.bench.presets import LENGTH, PRESETS
+from fxshard.schedule.schedule import Schedule
 from tests.measuring import NewBytes
 from tests.pool import Pool, RankError
 from tests.stack import wide, wide_batch
@@ -113,7 +113,7 @@ def test_all_ranks_have_one_digest(ran: Ran) -> None:
 
 
 def depth_by_rank() -> None:
-    model = fxshard.compile(llama(), lowering="eager", prefetch=1 + dist.get_rank())
+    model = fxshard.compile(llama(), lowering="eager", debug=fxshard.Debug(prefetch=1 + dist.get_rank()))
     model(*this_ranks_batch(0)).backward()
 
 
@@ -163,7 +163,7 @@ def test_a_difference_is_an_error_on_all_ranks_before_the_first_collective(ranks
 def test_verifying_is_a_small_part_of_planning() -> None:
     """And of compiling, which takes longer still."""
     started = time.process_time()
-    schedule = planned(meta_llama(), "meta", verify=False)
+    schedule = planned(meta_llama(), "meta", debug=fxshard.Debug(verify=False))
     planning = time.process_time() - started
     started = time.process_time()
     schedule.verify()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard.events import Kind
+from fxshard.schedule.events import Kind
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import Llama, batch

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard.events import Kind, Phase
+from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.toy import batch
 from tests.training import EPS, VOCAB, Run, full_gradients, llama, sharded_run, this_ranks_batch
@@ -42,7 +42,7 @@ def profiled() -> Profiled:
             model.optimizer.step()
 
     step(0)
-    before, compiled = model.schedule, model.compilations.compiled
+    before, compiled = model.schedule, model.report.compilations.compiled
     with model.profile(steps=2) as profile:
         step(1)
         step(2)
@@ -54,7 +54,7 @@ def profiled() -> Profiled:
     model.optimizer.step()
     run = Run(losses, grads, model.full_state_dict())
     reference = sharded_run(steps=5)
-    return Profiled(profile, before, model.schedule, (compiled, model.compilations.compiled), run, reference)
+    return Profiled(profile, before, model.schedule, (compiled, model.report.compilations.compiled), run, reference)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_what_is_refused(found: list[Profiled]) -> None:
     profile = found[0].profile
     with pytest.raises(fxshard.ConfigError, match="another schedule"):
         fxshard.plan(
-            llama(), batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager", keep_resident=False,
+            llama(), batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager", debug=fxshard.Debug(keep_resident=False),
             profile=profile,
         )  # fmt: skip
     for text in ("", "{}", '{"fxshard_profile": 7}', '{"fxshard_profile": 1, "seconds": [[1]], "structure": {}}'):

@@ -55,7 +55,7 @@ def interleaved(zero: int) -> tuple[list[float], list[float], dict[str, int]]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-    counts = model.compilations
+    counts = model.report.compilations
     arena = model._sharding.engine.arena.bytes
     largest = max(schedule.arena_bytes for schedule in model.emitted)
     return found[model], found[plain], {"captures": counts.captures, "arena": arena, "largest": largest}
@@ -88,7 +88,7 @@ def dynamic(lowering: str) -> tuple[list[float], list[float], list[int]]:
             o.zero_grad()
         mine.append(float(loss.detach()))
         theirs.append(float(expected.detach()))
-        captures.append(model.compilations.captures)
+        captures.append(model.report.compilations.captures)
     return mine, theirs, captures
 
 

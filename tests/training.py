@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -119,10 +119,18 @@ def random_gradients(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters() if p.requires_grad}
 
 
+def with_debug(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of ``fxshard.compile`` or ``plan`` in which switches of ``fxshard.Debug`` may stand by themselves."""
+    names = [field.name for field in fields(fxshard.Debug)]
+    switches = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return {**others, "debug": fxshard.Debug(**switches)} if switches else others
+
+
 def sharded_run(make: Make = llama, *, steps: int = 5, lr: float = 1e-3, **options: Any) -> Run:
     """Train with fxshard on this rank's part of the batches."""
     options.setdefault("lowering", "eager")
-    model = fxshard.compile(make(), optimizer=fxshard.AdamW(lr=lr, eps=EPS), **options)
+    model = fxshard.compile(make(), optimizer=fxshard.AdamW(lr=lr, eps=EPS), **with_debug(options))
     return train(model, model.optimizer, steps)
 
 

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
 
 import fxshard
-from fxshard import captured_graph
-from fxshard.config import AdamW, Muon
-from fxshard.events import META, Kind, Phase, event_of, events
-from fxshard.inspect.record import record, resident_bytes, stretches
-from fxshard.inspect.schedule import Schedule
+from fxshard.frontend.planning import partition_model
+from fxshard.frontend.sharding import plan_model
+from fxshard.optim.config import AdamW, Muon
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes import pipeline
-from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
+from fxshard.passes.context import PassContext
+from fxshard.passes.options import Options
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory
+from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.plan import cost
 from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.domain import data_parallel
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.units import find_units
+from fxshard.schedule.events import META, Kind, Phase, event_of, events
+from fxshard.schedule.params import GRADS, PARAM, ParamRef
+from fxshard.schedule.record import record, resident_bytes, stretches
+from fxshard.schedule.schedule import Schedule
 
 Graphs = dict[Phase, fx.GraphModule]
 
@@ -59,9 +62,8 @@ class Captured:
         """As ``fxshard.plan`` gives it. With ``fsdp2``, ordered by its rule: one ahead, and the last bucket kept."""
         stage = self.zero if zero is None else zero
         machine = known(hardware)
-        given = replace(self.context.options, hardware=machine, **options)
-        if fsdp2:
-            given = replace(given, prefetch=1, keep_resident=False, defer_wgrad=False)
+        debug = fxshard.Debug(prefetch=1, keep_resident=False, defer_wgrad=False) if fsdp2 else fxshard.Debug()
+        given = replace(self.context.options, hardware=machine, **{"debug": debug, **options})
         context = replace(self.context, options=given, group=f"cuda×{ranks}", ranks=ranks, hardware=machine)
         context.buckets, graphs = self._insert(context, stage, optimizer)
         run = _fsdp2 if fsdp2 else pipeline.order
@@ -72,7 +74,7 @@ class Captured:
             memory,
             ranks=ranks,
             zero=stage,
-            budget=given.memory_budget,
+            budget=given.budget,
             carry=memory.leading if optimizer is not None else 0,
         )
 
@@ -81,7 +83,7 @@ class Captured:
     ) -> tuple[tuple[BucketPlan, ...], Graphs]:
         """The part of scheduling that looks at every node, once; copies of its result are small."""
         owned = matrices(optimizer, self.model) if isinstance(optimizer, Muon) else ()
-        key = (context.ranks, zero, context.options.defer_wgrad, tuple(owned))
+        key = (context.ranks, zero, context.options.debug.defer_wgrad, tuple(owned))
         if key not in self.inserted:
             buckets = plan_buckets(
                 self.model,
@@ -147,10 +149,6 @@ def condense(graph: fx.Graph, phase: Phase) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), short)
 
 
-class _Enough(Exception):
-    """Thrown in place of scheduling: the graphs are there."""
-
-
 def capture(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -160,30 +158,14 @@ def capture(
     lowering: str = "inductor",
     hardware: str | Hardware = "h200",
 ) -> Captured:
-    """Capture a step once, by planning it up to where it would be scheduled."""
-    found: list[tuple[Graphs, PassContext]] = []
-
-    def keep(modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident: int) -> Any:
-        found.append((dict(modules), context))
-        raise _Enough
-
-    with mock.patch.object(captured_graph, "schedule", keep), _until(_Enough):
-        fxshard.plan(model, inputs, world_size=2, zero=zero, precision=precision, lowering=lowering, hardware=hardware)
-    ((graphs, context),) = found
-    return Captured(model, graphs, context, precision, zero)
-
-
-@contextmanager
-def _until(kind: type[Exception]) -> Iterator[None]:
-    """Swallow an exception, and those that Dynamo wraps around it."""
-    try:
-        yield
-    except Exception as error:
-        causes: list[BaseException | None] = [error]
-        while causes[-1] is not None and not isinstance(causes[-1], kind):
-            causes.append(causes[-1].__cause__ or getattr(causes[-1], "inner_exception", None))
-        if causes[-1] is None:
-            raise
+    """Capture a step once, as planning does."""
+    machine = known(hardware)
+    options = Options(zero=zero, precision=precision, lowering=lowering, hardware=machine, experts="torch")
+    buckets = plan_model(model, [data_parallel(2, 1, "mean", "cuda")], options)
+    plan = ShardingPlan(buckets, options, ranks=2, hardware=machine, one_graph=True, planned_experts="auto")
+    partitioned = partition_model(model, inputs, plan)
+    context = plan.context(next(iter(partitioned.graphs)))
+    return Captured(model, dict(partitioned.graphs), context, precision, zero)
 
 
 def _fsdp2(modules: Graphs, context: PassContext, resident: int) -> tuple[Graphs, Any]:

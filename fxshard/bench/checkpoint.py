@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fxshard
-from fxshard.inspect.progress import progress
-from fxshard.models import Llama, LlamaConfig
+from fxshard._torch.progress import progress
+from fxshard.bench.models import Llama, LlamaConfig
 
 SIZES = {
     "small": LlamaConfig(vocab=8192, dim=768, layers=8, heads=12, hidden=2048),

@@ -20,7 +20,7 @@ from fxshard.bench import names
 from fxshard.bench.chart import to_svg
 from fxshard.bench.figures import CHARTS
 from fxshard.bench.tables import read_tables
-from fxshard.inspect.target import UsageError
+from fxshard.bench.target import UsageError
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard import _compat
+from fxshard._torch import private
+from fxshard._torch.progress import progress
 from fxshard.bench import names
+from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.bench.train import BF16, SIZES, fsdp2
-from fxshard.garbage import no_garbage_collection
-from fxshard.inspect.progress import progress
-from fxshard.models import Llama, LlamaConfig
 
 TRACE_ALL = "fxshard-trace-all"
 LEAST = 0.05
@@ -68,30 +67,29 @@ def measure(what: Trained, device: str, contender: str) -> dict[str, Any]:
     start, cpu = time.perf_counter(), _cpu_seconds()
     if contender != "fsdp2-compile":
         _ = fxshard.compile  # imports what it takes, in the order in which it does so for everybody
-    with no_garbage_collection(contender != "fsdp2-compile"):  # as fxshard's first step does, which else imports them
-        for name in TORCHS:
-            importlib.import_module(name)
+    for name in TORCHS:
+        importlib.import_module(name)
     found["imports_s"] = time.perf_counter() - start
     if contender == "fsdp2-compile":
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         wrapped, optimizer = fsdp2(model, what.precision, compiled=True)
         _step(wrapped, optimizer, tokens)
     else:
-        once = contender != TRACE_ALL
-        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), precision=what.precision, trace_once=once)
+        debug = fxshard.Debug(fold_layers=contender != TRACE_ALL)
+        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), precision=what.precision, debug=debug)
         _step(sharded, sharded.optimizer, tokens)
     found["first_step_s"] = time.perf_counter() - start
     found["cpu_s"] = _cpu_seconds() - cpu
-    found["stages"] = _compat.compile_clocks()
+    found["stages"] = private.compile_clocks()
     if contender == "fsdp2-compile":
         dist.destroy_process_group()
         return found
     start = time.perf_counter()
     sharded.schedule.verify()
     found["verify_s"] = time.perf_counter() - start
-    found["segments"] = sharded.compilations.segments
-    found["compilations"] = sharded.compilations.compiled
-    found["layers_left_out"] = sharded.compilations.layers_left_out
+    found["segments"] = sharded.report.compilations.segments
+    found["compilations"] = sharded.report.compilations.compiled
+    found["layers_folded"] = sharded.report.compilations.layers_folded
     return found
 
 
@@ -136,7 +134,7 @@ def main() -> None:
     parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
     parser.add_argument("--dim", type=int, default=256, help="width of a small one, a multiple of 64 (default: 256)")
     parser.add_argument("--peer", choices=names.COMPILE_TIME_PEERS, help="FSDP2 with each block compiled as well")
-    parser.add_argument("--trace-all", action="store_true", help="fxshard.compile(trace_once=False) as well")
+    parser.add_argument("--trace-all", action="store_true", help="fxshard with Debug(fold_layers=False) as well")
     parser.add_argument("--stages", action="store_true", help="also where the time went, by torch's own clocks")
     parser.add_argument("--rounds", type=int, default=1, help="times that each takes its turn; medians (default: 1)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -218,14 +216,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     depth, or to the first row. The second start has the cache that the first left.
     """
     titles = (
-        ("segments", 9), ("compilations", 13), ("left out", 9), ("first step", 11), ("imports", 8), ("ratio", 6),
+        ("segments", 9), ("compilations", 13), ("folded", 9), ("first step", 11), ("imports", 8), ("ratio", 6),
         ("CPU", 6), ("second", 8), ("imports", 8), ("ratio", 6), ("CPU", 6), ("second / first", 15),
         ("less imports", 13),
     )  # fmt: skip
     lines = [f"{'layers':>6}  {'contender':<20}" + "".join(f"{title:>{width}}" for title, width in titles)]
     for row in rows:
         base = _base(row, rows)
-        counts = (("segments", 9), ("compilations", 13), ("layers_left_out", 9))
+        counts = (("segments", 9), ("compilations", 13), ("layers_folded", 9))
         line = f"{row['layers']:>6}  {row['contender']:<20}" + "".join(f"{row.get(n, '–'):>{w}}" for n, w in counts)
         starts = (("first_step_s", "imports_s", "cpu_s", 11), ("warm_s", "warm_imports_s", "warm_cpu_s", 8))
         for wall, imports, cpu, width in starts:

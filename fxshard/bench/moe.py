@@ -23,12 +23,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fxshard.backend import fxshard_backend
+from fxshard._torch.progress import progress
 from fxshard.bench import products
 from fxshard.bench.clock import DeviceClock
-from fxshard.fused.case import Case
-from fxshard.fused.choose import choose, implementation, refusal
-from fxshard.inspect.progress import progress
+from fxshard.frontend.backend import fxshard_backend
+from fxshard.kernels.case import Case
+from fxshard.kernels.choose import choose, implementation, refusal
 
 Contender = Callable[["Layer"], torch.Tensor]
 FUSED = ("torch", "triton", "te")

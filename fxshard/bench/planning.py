@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 import fxshard
+from fxshard._torch.progress import progress
 from fxshard.bench.captured import Captured, capture
-from fxshard.events import Kind, Phase
-from fxshard.inspect.presets import PRESETS
-from fxshard.inspect.progress import progress
-from fxshard.inspect.schedule import Schedule
-from fxshard.inspect.simulate import Simulation
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
+from fxshard.bench.presets import PRESETS
 from fxshard.plan.hardware import hardware as known
+from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.schedule import Schedule
+from fxshard.schedule.simulate import Simulation
 
 LAYERS = (8, 16, 32, 64, 80)
 QUICK_LAYERS = 16

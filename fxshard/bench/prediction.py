@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import fxshard
 from fxshard.bench.train import SIZES, Contender
-from fxshard.events import Kind
 from fxshard.plan.hardware import Hardware, hardware
+from fxshard.schedule.events import Kind
 
 
 def shared_device(machine: Hardware, ranks: int, link: float) -> Hardware:

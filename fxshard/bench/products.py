@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from fxshard.bench.clock import DeviceClock
-from fxshard.fused.by_torch import Call, Experts, TorchExperts
-from fxshard.fused.glu import SWIGLU
+from fxshard.kernels.by_torch import Call, Experts, TorchExperts
+from fxshard.kernels.glu import SWIGLU
 
 
 @dataclass(frozen=True)

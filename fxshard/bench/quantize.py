@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from fxshard.bench.clock import DeviceClock
-from fxshard.precision.kernels import Tile, quantize_both, runs_on
-from fxshard.precision.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
+from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
+from fxshard.kernels.quantize import Tile, quantize_both, runs_on
 
 ROUNDS, REPEATS = 10, 10
 

@@ -25,10 +25,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import fxshard
+from fxshard._torch.progress import progress
 from fxshard.bench import names
+from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.bench.trace import STEP, Traced, analyse, read, table
-from fxshard.inspect.progress import progress
-from fxshard.models import Llama, LlamaConfig
 
 SIZES = {
     "toy": (LlamaConfig(vocab=1000, dim=256, layers=8, heads=4, hidden=704), 4, 128),
@@ -235,7 +235,7 @@ class Contender:
 
     def _captured(self) -> int:
         """Memory that captured programs use and the allocator counts as free."""
-        captures = self.model.cuda_graphs if isinstance(self.model, fxshard.ShardedModule) else None
+        captures = self.model.report.cuda_graphs if isinstance(self.model, fxshard.ShardedModule) else None
         return captures.idle_bytes if captures is not None else 0
 
     def _allocated(self) -> int:

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from fxshard.errors import CheckpointError
+from fxshard._torch.errors import CheckpointError
 
 MANIFEST = "fxshard.json"
 METADATA = ".metadata"

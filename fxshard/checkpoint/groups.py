@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from fxshard._torch.errors import ConfigError, StateError
 from fxshard.checkpoint.held import parameter_names
 from fxshard.checkpoint.names import Source
-from fxshard.errors import ConfigError, StateError
-from fxshard.module import ShardedModule
+from fxshard.frontend.module import ShardedModule
 from fxshard.optim.plain_muon import check_loaded
 
 _NOT_OPTIONS = ("params", "param_names")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxshard.errors import ConfigError
-from fxshard.module import ShardedModule
+from fxshard._torch.errors import ConfigError
+from fxshard.frontend.module import ShardedModule
 from fxshard.plan.layout import Fragment
 from fxshard.runtime.bucket import Bucket
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from fxshard import _compat
+from fxshard._torch import private
+from fxshard._torch.errors import CheckpointError, ConfigError
 from fxshard.checkpoint import folder
 from fxshard.checkpoint.fit import Stored, match_model, targets
 from fxshard.checkpoint.held import MODEL, of_model
 from fxshard.checkpoint.planners import Target
 from fxshard.checkpoint.saving import check_model, wait_for_save
-from fxshard.errors import CheckpointError, ConfigError
-from fxshard.module import ShardedModule
+from fxshard.frontend.module import ShardedModule
 from fxshard.runtime.bucket import Bucket
 
 INDEX = "model.safetensors.index.json"
@@ -181,7 +181,7 @@ def _gathered(bucket: Bucket) -> tuple[torch.Tensor, ...]:
     if layout.ranks > 1:
         assert group is not None
         flat = torch.empty(layout.numel, dtype=bucket.master.dtype, device=bucket.device)
-        _compat.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
+        private.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
     return bucket.views(flat)
 
 

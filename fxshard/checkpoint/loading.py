@@ -13,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, TensorStorageMetadata
 
+from fxshard._torch.errors import CheckpointError, FxshardError
+from fxshard._torch.progress import long_work
 from fxshard.checkpoint import folder, groups
 from fxshard.checkpoint.fit import Stored, fields_in, match_model, targets
 from fxshard.checkpoint.held import OPTIMIZER, empty_like_parameter, of_model, of_optimizer, parameter_names
@@ -22,9 +24,7 @@ from fxshard.checkpoint.ranks import Ranks
 from fxshard.checkpoint.reader import RowReader
 from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_save
 from fxshard.checkpoint.surroundings import restore_random_states
-from fxshard.errors import CheckpointError, FxshardError
-from fxshard.inspect.progress import long_work
-from fxshard.module import ShardedModule
+from fxshard.frontend.module import ShardedModule
 from fxshard.optim.sharded import ShardedOptimizer
 
 

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fxshard.errors import CheckpointError
+from fxshard._torch.errors import CheckpointError
+from fxshard.frontend.sharding import Sharding
 from fxshard.runtime.channels import domain_ranks
-from fxshard.sharding import Sharding
 
 TIMEOUT = datetime.timedelta(hours=1)
 """The slowest rank may take this much longer to write than the fastest."""

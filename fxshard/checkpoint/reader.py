@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from fxshard.errors import CheckpointError
+from fxshard._torch.errors import CheckpointError
 
 
 class RowReader(FileSystemReader):

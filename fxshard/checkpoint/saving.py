@@ -17,17 +17,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from fxshard._torch.errors import CheckpointError, ConfigError, FxshardError, StateError
+from fxshard._torch.progress import long_work
 from fxshard._version import __version__
 from fxshard.checkpoint import folder, groups
 from fxshard.checkpoint.held import Held, of_model, of_optimizer
 from fxshard.checkpoint.planners import Progress, SaveRows, packed
 from fxshard.checkpoint.ranks import Ranks, ranks_of
 from fxshard.checkpoint.surroundings import random_states
-from fxshard.errors import CheckpointError, ConfigError, FxshardError, StateError
-from fxshard.inspect.progress import long_work
-from fxshard.module import ShardedModule
+from fxshard.frontend.module import ShardedModule
+from fxshard.frontend.sharding import Sharding
 from fxshard.optim.sharded import ShardedOptimizer
-from fxshard.sharding import Sharding
 
 WRITERS = 2
 """Threads of a rank that write: while one waits for the disk, the other has torch pack the next tensor."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxshard.config import AdamW
+from fxshard.optim.config import AdamW
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine

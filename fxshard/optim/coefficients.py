@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 
 Triple = tuple[float, float, float]
 

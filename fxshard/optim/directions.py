@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fxshard.config import Split
 from fxshard.optim import muon_rule as rule
+from fxshard.optim.config import Split
 from fxshard.optim.newton_schulz import orthogonalize
 from fxshard.optim.start import Momentum
 

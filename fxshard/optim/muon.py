@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fxshard.config import Muon, Split
-from fxshard.errors import StateError
+from fxshard._torch.errors import StateError
 from fxshard.optim import muon_rule as rule
+from fxshard.optim.config import Muon, Split
 from fxshard.optim.directions import moved_directions, orthogonal_pieces
 from fxshard.optim.moments import Moments
 from fxshard.optim.plain_muon import check_loaded, groups

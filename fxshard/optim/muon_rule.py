@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from fxshard import _compat
-from fxshard.config import Muon, Split
-from fxshard.errors import ConfigError
+from fxshard._torch import private
+from fxshard._torch.errors import ConfigError
 from fxshard.optim import elementwise
+from fxshard.optim.config import Muon, Split
 
 # Parts of a parameter's name that say what it is, where no module can be asked.
 _EMBEDDINGS = ("embed", "wte", "wpe")
@@ -196,7 +196,7 @@ def finite(grads: Sequence[torch.Tensor], device: torch.device | None = None) ->
     if elementwise.fits(grads):
         return elementwise.finite(grads)
     # The largest magnitude is finite exactly if all elements are; a sum of squares can overflow on its own.
-    largest = _compat.foreach_norm(list(grads), ord=math.inf)
+    largest = private.foreach_norm(list(grads), ord=math.inf)
     return torch.stack([norm.float() for norm in largest]).isfinite()
 
 
@@ -217,12 +217,12 @@ def momentum_(
     if elementwise.fits(grads, momenta):
         return elementwise.momentum_(grads, momenta, momentum, nesterov, refused)
     if refused is None:
-        _compat.foreach_lerp_(list(momenta), list(grads), 1 - momentum)
+        private.foreach_lerp_(list(momenta), list(grads), 1 - momentum)
     else:
-        _replace_unless(refused, momenta, _compat.foreach_lerp(list(momenta), list(grads), 1 - momentum))
+        _replace_unless(refused, momenta, private.foreach_lerp(list(momenta), list(grads), 1 - momentum))
     if not nesterov:
         return list(momenta)
-    return _compat.foreach_lerp(list(grads), list(momenta), momentum)
+    return private.foreach_lerp(list(grads), list(momenta), momentum)
 
 
 @torch.no_grad()
@@ -242,7 +242,7 @@ def apply_(
         return
     targets = list(params) if refused is None else [parameter.clone() for parameter in params]
     if weight_decay:
-        _compat.foreach_mul_(targets, 1 - lr * weight_decay)
+        private.foreach_mul_(targets, 1 - lr * weight_decay)
     for target, direction, factor in zip(targets, directions, factors, strict=True):
         target.add_(direction, alpha=-lr * factor)
     if refused is not None:

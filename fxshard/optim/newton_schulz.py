@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 from fxshard.optim import halves, symmetric
 from fxshard.optim.coefficients import Triple, triples
 from fxshard.optim.start import Momentum, normalized, unscaled

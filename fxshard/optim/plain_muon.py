@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard import _compat
-from fxshard.config import Muon
-from fxshard.errors import StateError
+from fxshard._torch import private
+from fxshard._torch.errors import StateError
 from fxshard.optim import muon_rule as rule
+from fxshard.optim.config import Muon
 from fxshard.optim.directions import moved_directions
 from fxshard.optim.verdict import Verdicts
 
@@ -99,7 +99,7 @@ class PlainMuon(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in params]
         for state in states:
             state["step"].add_(1 if self._verdicts.allowed is None else self._verdicts.allowed)
-        _compat.fused_adamw(
+        private.fused_adamw(
             params,
             _grads(params),
             [state["exp_avg"] for state in states],

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from fxshard import _compat
-from fxshard.errors import ConfigError
-from fxshard.helpers import first_step
+from fxshard._torch import private
+from fxshard._torch.errors import ConfigError
 from fxshard.optim.moments import Moments
 from fxshard.plan.step import Done, Instruction, Local, plan_step
 from fxshard.runtime.engine import Engine
@@ -43,7 +42,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._may_step():
             for instruction in self._program:
                 self._run(instruction)
-        first_step.taken()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -108,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, of_group in zip(self.param_groups, pieces, strict=True):
             if of_group:
                 masters, grads, firsts, seconds, steps = (list(column) for column in zip(*of_group, strict=True))
-                _compat.fused_adamw(
+                private.fused_adamw(
                     masters,
                     grads,
                     firsts,

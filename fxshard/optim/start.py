@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxshard import _compat
+from fxshard._torch import private
 from fxshard.optim import elementwise, rounding
 from fxshard.optim.muon_rule import momentum_
 
@@ -114,7 +114,7 @@ def _norms(matrices: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
     """Of every matrix, ``EPS`` at least."""
     if not matrices:
         return torch.empty(0, device=device)
-    return torch.stack(_compat.foreach_norm(list(matrices), 2.0)).clamp_(min=EPS)
+    return torch.stack(private.foreach_norm(list(matrices), 2.0)).clamp_(min=EPS)
 
 
 def _padded(batch: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ try:
         warpgroup_mma_wait,
     )
 
-    from fxshard.hopper import halves, multiply_stage, release, rounded
+    from fxshard.kernels.hopper import halves, multiply_stage, release, rounded
 
     HAS_GLUON = True
 except ImportError:  # torch for the CPU comes without Triton: ``available`` says so

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fxshard.config import Muon
-from fxshard.errors import StateError
+from fxshard._torch.errors import StateError
+from fxshard.optim.config import Muon
 
 
 def known_at_once(device: torch.device) -> bool:

@@ -12,8 +12,8 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from fxshard import _compat
-from fxshard.ops import mm_into
+from fxshard._torch import private
+from fxshard.kernels.ops import mm_into
 
 FLOPS = "fxshard_flops"
 """Key of ``node.meta``: several passes ask for the same node."""
@@ -27,13 +27,13 @@ def node_flops(node: fx.Node) -> int:
 
 
 def _count_flops(node: fx.Node) -> int:
-    target = _compat.operator_of(node)
+    target = private.operator_of(node)
     if target is None:
         return 0
     if target is mm_into:
         a, b = (_value(arg) for arg in node.args[:2])
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
-    attention = _CPU_ATTENTION.get(_compat.operator_name(target))
+    attention = _CPU_ATTENTION.get(private.operator_name(target))
     if attention is not None:
         query, key = (_value(node.args[i]) for i in attention.operands)
         batch, heads, length, width = query.shape
@@ -81,16 +81,16 @@ def _value(node: Any) -> Any:
 
 def _as_traced(value: torch.Tensor | torch.SymInt) -> Any:
     if isinstance(value, torch.SymInt):
-        return _compat.size_hint(value)
+        return private.size_hint(value)
     if all(isinstance(size, int) for size in value.shape):
         return value
-    return torch.empty([_compat.size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return torch.empty([private.size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
 
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of a tensor, or of all tensors in a list."""
     if isinstance(value, torch.Tensor):
-        return math.prod(_compat.size_hint(size) for size in value.shape) * value.dtype.itemsize
+        return math.prod(private.size_hint(size) for size in value.shape) * value.dtype.itemsize
     if isinstance(value, (tuple, list)):
         return sum(tensor_bytes(item) for item in value)
     return 0

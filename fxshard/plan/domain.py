@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS = ("mean", "sum")

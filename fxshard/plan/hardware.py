@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 
 NCCL_INTRA = 0.8
 """Share of the NVLink rate that large NCCL collectives reach. NCCL's own model caps the A100 at 235 of 300 GB/s

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxshard.errors import LayoutError
+from fxshard._torch.errors import LayoutError
 
 ALIGNMENT = 64
 """Every parameter starts at a multiple of this many elements: 128 bytes in bf16, what vector loads and TMA want."""

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 
 UnitPatterns = Sequence[str | Sequence[str]]
 

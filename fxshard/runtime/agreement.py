@@ -6,8 +6,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from fxshard import _compat
-from fxshard.errors import PeerError, RankDivergenceError
+from fxshard._torch import private
+from fxshard._torch.errors import PeerError, RankDivergenceError
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Agreement:
         self._agreed: dict[str, set[int]] = {}
         self._latest: dict[str, list[str]] = {}
         if members is not None and len(members) > 1:
-            timeout = _compat.group_timeout()
+            timeout = private.group_timeout()
             self._control = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
 
     def settled(self, topic: str) -> bool:

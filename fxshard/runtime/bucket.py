@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from fxshard import _compat
+from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
-from fxshard.precision.gathered import RestingCopies
+from fxshard.plan.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
@@ -58,7 +58,7 @@ class Bucket:
         self.gaps = layout.gaps()
         self.params: list[nn.Parameter] = []
         self.grads: list[torch.Tensor] = []
-        self._wrappers: dict[str, _compat.UnevenDTensor] = {}
+        self._wrappers: dict[str, private.UnevenDTensor] = {}
         self._handed_out: dict[str, torch.Tensor] = {}
         """What state dicts hold of the shard, kept to see what is written through them."""
         self.gathered_version = -1
@@ -113,7 +113,7 @@ class Bucket:
         if name not in self._wrappers:
             shape = torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
             sharded = self.plan.layout.ranks > 1
-            self._wrappers[name] = _compat.UnevenDTensor(local, self.mesh, shape, sharded=sharded)
+            self._wrappers[name] = private.UnevenDTensor(local, self.mesh, shape, sharded=sharded)
         return self._wrappers[name](local)
 
     def as_state(self, part: torch.Tensor, name: str, written: Callable[[], None] = _nothing) -> torch.Tensor:
@@ -186,7 +186,7 @@ class Bucket:
         """Counts the changes of the shard."""
         # A DTensor counts operations on itself, not on the rows it wraps: both counters are needed.
         # The rows count for themselves, too: they were wrapped detached.
-        own = sum(parameter._version + _compat.local_version(parameter) for parameter in self.params)
+        own = sum(parameter._version + private.local_version(parameter) for parameter in self.params)
         # Rows in state dicts are views of the shard and count with it; only their DTensors count for themselves.
         return self.master._version + own + sum(tensor._version for tensor in self._handed_out.values())
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import _compat
+from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.domain import Domain
 
@@ -68,7 +68,7 @@ def connect(domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan]
     replicas = _again(mesh.get_group(outer)) if outer is not None and domain.replicas > 1 else None
     everyone = reduce if replicas is None else None
     if replicas is not None and any(plan.trainable and plan.layout.ranks == 1 for plan in plans):
-        timeout = _compat.group_timeout(replicas)
+        timeout = private.group_timeout(replicas)
         everyone = dist.new_group(domain_ranks(mesh), timeout=timeout, use_local_synchronization=True)
     return Channels(
         domain,
@@ -99,5 +99,5 @@ def shape_of(mesh: DeviceMesh) -> tuple[int, int, int]:
 
 def _again(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of the same ranks."""
-    timeout = _compat.group_timeout(group)
+    timeout = private.group_timeout(group)
     return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, use_local_synchronization=True)

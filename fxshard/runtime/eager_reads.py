@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fxshard import _compat
-from fxshard.errors import StateError
+from fxshard._torch import private
+from fxshard._torch.errors import StateError
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
 from fxshard.runtime.freshness import watch
@@ -29,7 +29,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
-class EagerReads(_compat.OperatorObserver):
+class EagerReads(private.OperatorObserver):
     """A context in which operations on hollow parameters find them unsharded.
 
     The bucket of a parameter that is read gets memory of its own, outside the arena, because autograd keeps what it

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fxshard import _compat
-from fxshard.config import Options
-from fxshard.errors import StateError
-from fxshard.events import Event, Kind, Phase
+from fxshard._torch import private
+from fxshard._torch.errors import StateError
+from fxshard.passes.options import Options
+from fxshard.plan import gathered
+from fxshard.plan.gather_modes import Copies
+from fxshard.plan.gathered import Transfer, Views
 from fxshard.plan.memory import SlotRange
-from fxshard.precision import gathered
-from fxshard.precision.gathered import Transfer, Views
-from fxshard.precision.modes import Copies
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.cuda_tape import CudaTape
 from fxshard.runtime.frame import Frame
@@ -24,6 +23,7 @@ from fxshard.runtime.reductions import Reductions
 from fxshard.runtime.replay import Replays
 from fxshard.runtime.streams import AllOf, Token
 from fxshard.runtime.unseen import Unseen
+from fxshard.schedule.events import Event, Kind, Phase
 
 
 @dataclass
@@ -295,7 +295,7 @@ class Engine:
 
         def gather(async_op: bool) -> dist.Work | AllOf | None:
             assert group is not None
-            works = [_compat.all_gather(to, part, group, async_op=async_op) for to, part in transfer.moves]
+            works = [private.all_gather(to, part, group, async_op=async_op) for to, part in transfer.moves]
             return works[0] if len(works) == 1 else AllOf(works)
 
         waits = list(after)

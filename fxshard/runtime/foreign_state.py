@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxshard import _compat
+from fxshard._torch import private
 from fxshard.runtime.rows import Rows
 from fxshard.runtime.unreduced import bucket_of, buckets_of
 
@@ -42,7 +42,7 @@ def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
             continue
         for value in state.values():
             if isinstance(value, DTensor) and value.shape == parameter.shape:
-                local = _compat.wrapped(value)
+                local = private.wrapped(value)
                 if not isinstance(local, Rows):
                     name = bucket.name_of(parameter)
-                    _compat.rewrap(value, bucket.rows(local.detach(), name))
+                    private.rewrap(value, bucket.rows(local.detach(), name))

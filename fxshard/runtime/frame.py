@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from fxshard import _compat
-from fxshard.config import Options
-from fxshard.events import Kind, Phase
+from fxshard._torch import private
+from fxshard.passes.options import Options
 from fxshard.runtime.arena import Arena
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import Token, streams_for
 from fxshard.runtime.watchdog import Watchdog, failing
+from fxshard.schedule.events import Kind, Phase
 
 
 class Frame:
@@ -24,18 +24,18 @@ class Frame:
         self.buckets = buckets
         self.device = device
         self.options = options
-        self.arena = Arena(device, planned=options.arena)
+        self.arena = Arena(device, planned=options.debug.arena)
         self.streams = streams_for(device)
         self.phase: Phase | None = None
         self.capturing = False
         """Whether what is started now is captured: it runs later, so that nobody can watch it."""
         self._watchdog: Watchdog | None = None
         if any(bucket.channels.domain.ranks > 1 for bucket in buckets):
-            self._watchdog = Watchdog(dist.get_rank(), _compat.group_timeout())
+            self._watchdog = Watchdog(dist.get_rank(), private.group_timeout())
 
     def launched(self, token: Token) -> Token:
         """What was started, waited for at once where nothing is to run beside compute."""
-        if not self.options.overlap:
+        if not self.options.debug.overlap:
             token.wait()
         return token
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fxshard import _compat
+from fxshard._torch import private
 
 
 class Home:
@@ -20,7 +20,7 @@ class Home:
     def __init__(self, memory: torch.Tensor, closed: Callable[[], bool]) -> None:
         self._memory = memory
         self._closed = closed
-        self._borrower: _compat.StorageReference | None = None
+        self._borrower: private.StorageReference | None = None
 
     @property
     def free(self) -> bool:
@@ -36,6 +36,6 @@ class Home:
         """The memory as a tensor, or None where somebody still has it or activations lie in it."""
         if not self.free or self._closed():
             return None
-        lent = _compat.same_memory(self._memory)
-        self._borrower = _compat.StorageReference(lent)
+        lent = private.same_memory(self._memory)
+        self._borrower = private.StorageReference(lent)
         return lent

@@ -1,42 +1,75 @@
-"""A program: a scheduled, lowered graph as a flat list of instructions over registers.
+"""A program: a lowered graph as a flat list of instructions over registers, bound to an engine.
 
 Running it is a loop over callables. A value is dropped from its register by the instruction that uses it last, and is
 handed to a compiled segment in a list which that segment empties: activations die inside the segment that reads them
-last, not behind it.
+last, not after it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
 
-from fxshard import _compat
-from fxshard.events import Event, Kind, Phase, event_of
-from fxshard.inspect.progress import Done, long_work
-from fxshard.lowering import BoxedCallable, SegmentCompiler
-from fxshard.profile import Key
+from fxshard._torch import private
 from fxshard.runtime.engine import Engine
-from fxshard.runtime.host_values import changes_on_host
 from fxshard.runtime.replay import Take
+from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.profile import Key
+
+BoxedCallable = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """Call ``run`` with the values of ``inputs``; put what it returns into ``outputs``; forget ``dead``."""
+    """A compiled segment, or an event that the engine carries out: one of ``segment`` and ``event`` is given.
 
-    run: Callable[[list[Any]], Any]
+    It is called with the values of ``inputs``; what it returns goes into ``outputs``; ``dead`` is forgotten.
+    """
+
+    segment: BoxedCallable | None
+    event: Event | None
     inputs: tuple[int, ...]
     outputs: tuple[int | None, ...] | None
     dead: tuple[int, ...]
     label: str
     key: Key | None = None
     """Under what a profile records it."""
+    zeros: tuple[int, ...] = ()
+    """Of a ``GRAD`` event: parameters that nothing will write."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One phase of a step, compiled, and not tied to any memory yet."""
+
+    phase: Phase
+    instructions: tuple[Instruction, ...]
+    registers: int
+    returns: tuple[int | None, ...]
+    unused_inputs: tuple[int, ...]
+    arena_bytes: int
+    visible: int | None
+    """How many of its results are the caller's; the others are saved for backward. None: all of them."""
+    changes_on_host: bool
+    """Whether it makes values on the host while it runs, which a capture would not repeat."""
+    carries: Mapping[int, Event]
+    """The gathers that an optimizer step starts for the next forward, by bucket."""
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """An instruction with what it calls."""
+
+    run: Callable[[list[Any]], Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...] | None
+    dead: tuple[int, ...]
+    label: str
+    key: Key | None
 
 
 class Program:
@@ -44,36 +77,38 @@ class Program:
 
     def __init__(
         self,
-        graph: fx.GraphModule,
-        phase: Phase,
+        lowered: Lowered,
         engine: Engine,
-        arena_bytes: int,
-        compiler: SegmentCompiler,
         before_first_run: Callable[[], None] | None = None,
         owner: object = None,
-        carries: Mapping[int, Event] | None = None,
-        visible: int | None = None,
     ) -> None:
-        self.phase = phase
-        self.visible = visible
-        """How many of its results are the caller's; the others are saved for backward. None: all of them."""
+        self.phase = lowered.phase
+        self.visible = lowered.visible
         self.takes: dict[Hashable, Take] = {}
         """What was captured of it, by what it found when it started."""
         self.captures = 0
-        self.changes_on_host = changes_on_host(graph, engine.device)
+        self.changes_on_host = lowered.changes_on_host
+        self.unused_inputs = lowered.unused_inputs
         self.owner = owner
         self.runs = 0
         self._before_first_run = before_first_run
         self._engine = engine
-        self._arena_bytes = arena_bytes
-        self._carries = carries or {}
-        with long_work(f"compiling {phase}") as report:
-            self._compile(graph, compiler, report)
+        self._arena_bytes = lowered.arena_bytes
+        self._carries = lowered.carries
+        self._registers = lowered.registers
+        self._returns = lowered.returns
+        self._instructions = [self._bind(instruction) for instruction in lowered.instructions]
+        self._accumulating = [
+            bound
+            for instruction, own in zip(lowered.instructions, self._instructions, strict=True)
+            for bound in self._without_reducing(own, instruction.event)
+        ]
+        """The same inside ``no_sync``: gradients are kept where they would be reduced."""
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         with contextlib.ExitStack() as frame:
             if self._engine.observed:
-                frame.enter_context(_compat.no_observers())
+                frame.enter_context(private.no_observers())
             if torch.is_inference_mode_enabled():
                 # Memory that outlives this call must not be made in inference mode: training could not write to it.
                 frame.enter_context(torch.inference_mode(False))
@@ -105,7 +140,7 @@ class Program:
         args.clear()
         for i in self.unused_inputs:
             registers[i] = None
-        ranges = _compat.profiling()
+        ranges = private.profiling()
         for instruction in instructions:
             values = [registers[i] for i in instruction.inputs]
             for i in instruction.dead:
@@ -135,44 +170,7 @@ class Program:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _compile(self, module: fx.GraphModule, compiler: SegmentCompiler, report: Done) -> None:
-        graph = module.graph
-        register: dict[fx.Node, int] = {}
-        inputs = graph.find_nodes(op="placeholder")
-        for node in inputs:
-            register[node] = len(register)
-        calls = [node for node in graph.nodes if event_of(node) is not None or node.op == "call_module"]
-        unpacked = {call: _unpacking(call, register) for call in calls}
-        last_use = _last_uses(calls, graph.output_node())
-
-        self._instructions: list[Instruction] = []
-        self._accumulating: list[Instruction] = []
-        """The same inside ``no_sync``: gradients are kept where they would be reduced."""
-        passed = 0  # events that are no gathers
-        for call in calls:
-            report(len(self._instructions), len(calls))
-            event = event_of(call)
-            segment = compiler(_segment(module, call)) if event is None else None
-            run = segment if segment is not None else self._bind(call, event)  # type: ignore[arg-type]
-            args = [node for node in call.args if isinstance(node, fx.Node)]
-            instruction = Instruction(
-                run=run,
-                inputs=tuple(register[node] for node in args),
-                outputs=unpacked[call],
-                dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
-                label=f"fxshard {self.phase} {call.target if event is None else f'{event.kind} {event.bucket}'}",
-                key=self._key(event, passed),
-            )
-            self._instructions.append(instruction)
-            self._accumulating += self._without_reducing(instruction, event)
-            passed += event is not None and event.kind is not Kind.UNSHARD
-        returned = graph.output_node().args[0]
-        assert isinstance(returned, (tuple, list))
-        self._returns = tuple(register[node] if isinstance(node, fx.Node) else None for node in returned)
-        self.unused_inputs = tuple(register[node] for node in inputs if not node.users)
-        self._registers = len(register)
-
-    def _without_reducing(self, instruction: Instruction, event: Event | None) -> list[Instruction]:
+    def _without_reducing(self, instruction: _Bound, event: Event | None) -> list[_Bound]:
         """What stands for an instruction inside ``no_sync``."""
         if event is None or event.kind not in (Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH):
             return [instruction]
@@ -183,55 +181,25 @@ class Program:
         what = Kind.ACCUMULATE if event.kind is Kind.REDUCE else event.kind
         return [replace(instruction, run=lambda _: act(index), label=f"{what} {event.bucket}")]
 
-    def _key(self, event: Event | None, passed: int) -> Key | None:
-        if event is None:
-            return "compute", str(self.phase), passed
-        collective = {Kind.UNSHARD: "gather", Kind.REDUCE: "reduce"}.get(event.kind)
-        return None if collective is None else (collective, event.bucket, 0)
+    def _bind(self, instruction: Instruction) -> _Bound:
+        run = instruction.segment or self._action(instruction)
+        return _Bound(
+            run, instruction.inputs, instruction.outputs, instruction.dead, instruction.label, instruction.key
+        )
 
-    def _bind(self, call: fx.Node, event: Event) -> BoxedCallable:
-        """The engine's action for a runtime node."""
+    def _action(self, instruction: Instruction) -> BoxedCallable:
+        """What the engine does for an event."""
+        event, zeros = instruction.event, instruction.zeros
+        assert event is not None
         engine, index, slot = self._engine, event.bucket_index, event.slot
         gradients = engine.gradients
-        zeros = call.kwargs.get("zeros", ())
         actions: dict[Kind, Callable[[list[Any]], Any]] = {
             Kind.UNSHARD: lambda _: engine.unshard(index, slot, event.copies),
             Kind.WAIT: lambda _: engine.wait(index, slot, event.copies),
             Kind.RESHARD: lambda _: engine.reshard(index),
-            Kind.GRAD: lambda _: gradients.grad(index, slot, zeros),  # type: ignore[arg-type]
+            Kind.GRAD: lambda _: gradients.grad(index, slot, zeros),
             Kind.REDUCE: lambda _: gradients.reduce(index),
             Kind.ALL_REDUCE: lambda _: gradients.all_reduce(index),
             Kind.FINISH: lambda _: gradients.finish(index),
         }
         return actions[event.kind]
-
-
-def _unpacking(call: fx.Node, register: dict[fx.Node, int]) -> tuple[int | None, ...] | None:
-    """A register for each element of the call's result that something uses; None in place of the others."""
-    taken: dict[int, int] = {}
-    for user in call.users:
-        position = user.args[1] if user.target is operator.getitem else None
-        assert isinstance(position, int) and position not in taken, f"{call} must be unpacked once, into {user}"
-        taken[position] = register[user] = len(register)
-    return tuple(taken.get(i) for i in range(len(call.meta["val"]))) if taken else None
-
-
-def _last_uses(calls: list[fx.Node], output: fx.Node) -> dict[fx.Node, fx.Node]:
-    last: dict[fx.Node, fx.Node] = {}
-    for call in calls:
-        for node in call.all_input_nodes:
-            last[node] = call
-    for node in output.all_input_nodes:
-        last[node] = output
-    return last
-
-
-def segments(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The stretches of compute of a graph that was split, in order."""
-    return [_segment(module, call) for call in module.graph.find_nodes(op="call_module")]
-
-
-def _segment(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
-    segment = module.get_submodule(str(call.target))
-    assert isinstance(segment, fx.GraphModule)
-    return segment

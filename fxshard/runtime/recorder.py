@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fxshard.events import Phase
-from fxshard.profile import Key
+from fxshard.schedule.events import Phase
+from fxshard.schedule.profile import Key
 
 
 class Recorder:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fxshard import _compat
-from fxshard.errors import PeerError
-from fxshard.events import Kind
+from fxshard._torch import private
+from fxshard._torch.errors import PeerError
 from fxshard.plan.memory import SlotRange
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.streams import Token
 from fxshard.runtime.watchdog import failing
+from fxshard.schedule.events import Kind
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Reductions:
             assert group is not None and state.result is not None
             if alone:
                 return dist.all_reduce(flat, op=operation, group=group, async_op=async_op)
-            return _compat.reduce_scatter(state.result, flat, operation, group, async_op=async_op)
+            return private.reduce_scatter(state.result, flat, operation, group, async_op=async_op)
 
         with self._frame.naming(Kind.REDUCE, bucket) as watched:
             state.token = watched(

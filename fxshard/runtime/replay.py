@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard import _compat
-from fxshard.errors import CaptureError, ConfigError, FxshardError
-from fxshard.events import Phase
-from fxshard.log import LOG
+from fxshard._torch import private
+from fxshard._torch.errors import CaptureError, ConfigError, FxshardError
+from fxshard._torch.log import LOG
 from fxshard.runtime.cuda_tape import Place, Tape
 from fxshard.runtime.hollow import is_hollow
 from fxshard.runtime.transition import Transition, Watching, entry, hindrance, prepare
+from fxshard.schedule.events import Phase
 
 if TYPE_CHECKING:
-    from fxshard.config import Options
+    from fxshard.passes.options import Options
     from fxshard.runtime.engine import Engine
     from fxshard.runtime.program import Program
 
@@ -38,7 +38,7 @@ def check_capturable(options: Options, device: torch.device) -> None:
     """Refuse ``cuda_graphs`` where nothing can be captured."""
     if options.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True: the model is on {device.type!r}; only work on a CUDA device is captured")
-    if options.cuda_graphs and not options.arena:
+    if options.cuda_graphs and not options.debug.arena:
         raise ConfigError("cuda_graphs=True needs arena=True: what is captured gathers to the same addresses each time")
 
 
@@ -100,8 +100,8 @@ class Loan:
         first = next(i for i, value in enumerate(saved) if _is_on(value, device))
         self.addresses = frozenset(value.data_ptr() for value in saved if isinstance(value, torch.Tensor)) - {0}
         self._anchor: torch.Tensor | None = saved[first]
-        saved[first] = _compat.same_memory(saved[first])
-        self._storage = _compat.StorageReference(saved[first])
+        saved[first] = private.same_memory(saved[first])
+        self._storage = private.StorageReference(saved[first])
 
     def needed(self) -> bool:
         """Whether somebody may still read the activations."""

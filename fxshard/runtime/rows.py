@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard import _compat
+from fxshard._torch import private
 
 if TYPE_CHECKING:  # not to be imported before anybody writes a checkpoint
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # not to be imported before anybody writes a checkpoint
 class Rows(torch.Tensor):
     """This rank's rows of a parameter or of its state, in place; made by :func:`rows_of`."""
 
-    __torch_function__ = _compat.PLAIN_RESULTS
+    __torch_function__ = private.PLAIN_RESULTS
 
     _first: int
     _whole: torch.Size

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fxshard.events import Phase
 from fxshard.runtime.home import Home
 from fxshard.runtime.streams import Token
+from fxshard.schedule.events import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ def entry(engine: Engine) -> Hashable:
     )
     stale = tuple(bucket.stale for bucket in engine.buckets if bucket.plan.resident or bucket.copies is not None)
     grads = tuple(None if bucket.grad is None else bucket.grad.data_ptr() for bucket in engine.buckets)
-    return engine.arena.address, engine.gradients.synchronises, engine.frame.options.overlap, held, stale, grads
+    return engine.arena.address, engine.gradients.synchronises, engine.frame.options.debug.overlap, held, stale, grads
 
 
 def prepare(engine: Engine, phase: Phase) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxshard.errors import StateError
+from fxshard._torch.errors import StateError
 
 if TYPE_CHECKING:
     from fxshard.runtime.bucket import Bucket

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fxshard.errors import StateError
+from fxshard._torch.errors import StateError
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import Streams, Token
 

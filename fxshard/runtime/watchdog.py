@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fxshard.errors import PeerError
+from fxshard._torch.errors import PeerError
 from fxshard.runtime.streams import Token
 
 PATIENCE = 60.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from fxshard.fused.glu import SWIGLU, Glu, deinterleave_glu, interleave_glu
-from fxshard.fused.op import grouped_swiglu
+from fxshard.kernels.glu import SWIGLU, Glu, deinterleave_glu, interleave_glu
+from fxshard.kernels.op import grouped_swiglu
 
 
 @dataclass

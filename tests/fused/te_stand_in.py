@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxshard.fused import by_te, choose
-from fxshard.fused.by_torch import Call, Experts, TorchExperts
-from fxshard.fused.glu import SWIGLU, Glu
+from fxshard.kernels import by_te, choose
+from fxshard.kernels.by_torch import Call, Experts, TorchExperts
+from fxshard.kernels.glu import SWIGLU, Glu
 
 VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 

@@ -12,16 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fxshard
-from fxshard.fused.ahead import Up, kernels
-from fxshard.fused.by_torch import TorchExperts
-from fxshard.fused.choose import add_implementation
-from fxshard.fused.dense_op import dense_swiglu
-from fxshard.fused.glu import SWIGLU
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
+from fxshard.kernels.by_torch import TorchExperts
+from fxshard.kernels.choose import add_implementation
+from fxshard.kernels.dense_op import dense_swiglu
 from tests.fused import models
 from tests.fused.test_patterns import check_same, rewritten
 from tests.pool import Pool
@@ -338,20 +335,6 @@ def test_opcheck() -> None:
     x, gate, up, down = (torch.randn(s, requires_grad=True) for s in ((8, 6), (4, 6), (4, 6), (6, 4)))
     torch.library.opcheck(dense_swiglu, (x, gate, up, down, "torch"))
     torch.library.opcheck(dense_swiglu, (x, torch.randn(8, 6, requires_grad=True), None, down, "torch"))
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_its_kernel_is_compiled_ahead(turned: bool) -> None:
-    """A weight of ``nn.Linear`` is multiplied by from its other side."""
-
-    def step(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return dense_swiglu(x, gate, up, down, "triton")[0]
-
-    def weight(out: int, width: int) -> Tensor:
-        return torch.randn(width, out).t() if turned else torch.randn(out, width)
-
-    graph = make_fx(step, tracing_mode="fake")(torch.randn(8, 6), weight(4, 6), weight(4, 6), weight(6, 4)).graph
-    assert list(kernels(graph)) == [Up(1, not turned, SWIGLU, None)]
 
 
 # -- sharded -----------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def on_and_off() -> dict[bool, tuple[dict[str, Tensor], int]]:
     found = {}
     for defer in (True, False):
         groups = {"gate_up": mesh["ep_dp"], "down": mesh["ep_dp"]}
-        model = fxshard.compile(Layer(*where), groups=groups, lowering="eager", defer_wgrad=defer)
+        model = fxshard.compile(Layer(*where), groups=groups, lowering="eager", debug=fxshard.Debug(defer_wgrad=defer))
         model(*(value.chunk(2)[dist.get_rank()] for value in batch())).backward()
         found[defer] = full_gradients(model), while_tokens_travel(model.graphs["backward"].graph)
     return found

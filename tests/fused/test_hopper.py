@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.fused import choose, hopper_products, launch
-from fxshard.fused.by_torch import TorchExperts
-from fxshard.fused.glu import Glu
-from fxshard.fused.hopper_products import ANY, FAR, Copies
+from fxshard.kernels import choose, hopper_products, launch
+from fxshard.kernels.by_torch import TorchExperts
+from fxshard.kernels.glu import Glu
+from fxshard.kernels.hopper_products import ANY, FAR, Copies
 from tests.fused.moe import moe
 from tests.fused.reference import fused, problem, result_and_gradients
 from tests.fused.test_sharded import VOCAB, WEIGHTS, gradients
@@ -181,7 +181,9 @@ def deferred(defer: bool) -> tuple[int, set[str]]:
         mock.patch.dict(choose._REFUSALS, {"triton": lambda case: None}),
         mock.patch.multiple(hopper_products, differentiates=lambda a, b: True, gradient=gradient),
     ):
-        model = fxshard.compile(moe(vocab=VOCAB), lowering="eager", experts="triton", defer_wgrad=defer)
+        model = fxshard.compile(
+            moe(vocab=VOCAB), lowering="eager", experts="triton", debug=fxshard.Debug(defer_wgrad=defer)
+        )
         tokens = torch.arange(24).view(2, 12)
         model(tokens, tokens).backward()
     found = gradients(model.graphs["backward"].graph)

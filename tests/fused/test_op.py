@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, deinterleave_glu, interleave_glu
-from fxshard.fused.op import grouped_product, grouped_swiglu, grouped_wgrad
-from fxshard.fused.padding import pad_groups, take_rows
+from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu, deinterleave_glu, interleave_glu
+from fxshard.kernels.op import grouped_product, grouped_swiglu, grouped_wgrad
+from fxshard.kernels.padding import pad_groups, take_rows
 from tests.fused.reference import distances, expert_by_expert, fused, problem, result_and_gradients
 
 UNEVEN = [5, 0, 9, 3]

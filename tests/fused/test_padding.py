@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import fxshard
-from fxshard.fused.by_torch import TorchExperts
-from fxshard.fused.choose import add_implementation
-from fxshard.fused.glu import CLAMPED_GEGLU
-from fxshard.fused.padding import pad_groups, take_rows
+from fxshard.kernels.by_torch import TorchExperts
+from fxshard.kernels.choose import add_implementation
+from fxshard.kernels.glu import CLAMPED_GEGLU
+from fxshard.kernels.padding import pad_groups, take_rows
 from tests.fused import models
 from tests.fused.reference import Problem, distances, expert_by_expert
 from tests.fused.test_patterns import FORMS, OFFSETS, SIZES, inputs, run

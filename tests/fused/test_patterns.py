@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxshard
-from fxshard.config import Options
-from fxshard.events import Phase
-from fxshard.fused.report import ExpertsReport
+from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.context import PassContext
+from fxshard.passes.options import Options
 from fxshard.passes.pipeline import before_autograd
+from fxshard.schedule.events import Phase
 from tests.fused import models
 
 EXPERTS, DIM, INNER, TOKENS = 4, 16, 32, 20

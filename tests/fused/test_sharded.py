@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 import fxshard
-from fxshard.events import Kind, event_of, events
-from fxshard.passes.aliases import readers
+from fxshard.schedule.aliases import readers
+from fxshard.schedule.events import Kind, event_of, events
 from tests.fused.moe import EXPERTS, moe
 from tests.pool import Pool
 from tests.training import EPS, Run, plain_run, train

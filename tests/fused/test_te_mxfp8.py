@@ -16,12 +16,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxshard
-from fxshard.fused import by_te, choose
-from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp, _stack
-from fxshard.fused.case import Case
-from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu
-from fxshard.fused.op import grouped_swiglu_gradients
-from fxshard.fused.te_gates import ALLOWS
+from fxshard.kernels import by_te, choose
+from fxshard.kernels.by_te_mxfp8 import FusedGroupedMlp, _stack
+from fxshard.kernels.case import Case
+from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu
+from fxshard.kernels.op import grouped_swiglu_gradients
+from fxshard.kernels.te_gates import ALLOWS
 from tests.fused import models
 from tests.fused.reference import (
     distances,

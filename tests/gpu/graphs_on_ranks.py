@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard.models import Llama
+from fxshard.bench.models import Llama
 from tests.gpu.test_cuda_graphs import BF16, DENSE, EXPERTS, language_model, tokens
 from tests.replaying import counts, reasons
 
 
-def train(zero: int, config: fxshard.models.LlamaConfig, graphs: bool) -> list[torch.Tensor]:
+def train(zero: int, config: fxshard.bench.models.LlamaConfig, graphs: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     with torch.device("cuda"):
         plain: Llama = language_model(config)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -67,13 +67,13 @@ def test_layers_that_are_traced_once_compute_the_same(lowering: str) -> None:
         torch.manual_seed(0)
         with torch.device("cuda"):
             plain = Llama(dataclasses.replace(SMALL, layers=7))
-        model = fxshard.compile(plain, precision=BF16, lowering=lowering, trace_once=once)
+        model = fxshard.compile(plain, precision=BF16, lowering=lowering, debug=fxshard.Debug(fold_layers=once))
         loss = model(tokens(0), tokens(0))
         loss.backward()
         grads = [parameter.grad for name, parameter in model.named_parameters() if "embed" not in name]
         left.append([loss, *grads])
         graphs.append({phase: str(module.graph) for phase, module in model.graphs.items()})
-        assert model.compilations.layers_left_out == (3 if once else 0)
+        assert model.report.compilations.layers_folded == (3 if once else 0)
     assert graphs[0] == graphs[1]
     assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 from tests.gpu.waiting import no_waiting
 from tests.replaying import SCENARIOS, Pair, accumulated, both, counts, reasons, same, step
 from tests.stack import Stack

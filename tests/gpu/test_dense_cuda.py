@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 import fxshard
-from fxshard.backend import fxshard_backend
-from fxshard.fused.case import Case
-from fxshard.fused.choose import refusal
-from fxshard.fused.dense_op import dense_mlp
-from fxshard.models import MLP, Llama, LlamaConfig
+from fxshard.bench.models import MLP, Llama, LlamaConfig
+from fxshard.frontend.backend import fxshard_backend
+from fxshard.kernels.case import Case
+from fxshard.kernels.choose import refusal
+from fxshard.kernels.dense_op import dense_mlp
 from tests.replaying import counts
 
 pytestmark = pytest.mark.gpu

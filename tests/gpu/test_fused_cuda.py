@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.fused import choose as choosing
-from fxshard.fused.by_te_mxfp8 import FusedGroupedMlp
-from fxshard.fused.case import Case
-from fxshard.fused.choose import choose, refusal
-from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu, interleave_glu
+from fxshard.kernels import choose as choosing
+from fxshard.kernels.by_te_mxfp8 import FusedGroupedMlp
+from fxshard.kernels.case import Case
+from fxshard.kernels.choose import choose, refusal
+from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu, interleave_glu
 from tests.fused import models
 from tests.fused.reference import (
     Problem,

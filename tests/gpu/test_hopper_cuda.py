@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fxshard.fused import hopper_products
-from fxshard.fused.glu import CLAMPED_GEGLU, SWIGLU, Glu
+from fxshard.kernels import hopper_products
+from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu
 from tests.fused.reference import distances, fused, problem
 
 # Two sides that do not agree about a barrier wait for ever, in a call that no signal interrupts; and a device on which
@@ -122,7 +118,7 @@ def test_routing_weights_of_other_types_and_addresses(dtype: torch.dtype, shift:
 def same_as_the_kernel_for_the_activation(
     case: Case, pre: torch.Tensor, hidden: torch.Tensor, routing: torch.Tensor | None, glu: Glu
 ) -> None:
-    from fxshard.fused import activation_kernels
+    from fxshard.kernels import activation_kernels
 
     for _ in range(2):  # the first launch of a kernel goes another way than those behind it
         theirs = activation_kernels.activate(pre, None, routing, glu)
@@ -247,40 +243,3 @@ def test_all_products_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None
     p = problem([130, 0, 1, 300], hidden=576, inner=704, dtype=BF16, device="cuda")
     fused(p, implementation="triton").sum().backward()
     assert sorted(calls) == ["gradient", "gradient", "product", "product", "product", "up"]
-
-
-AHEAD = """
-import torch
-from fxshard.fused.ahead import Gradient, Product, Up, compile_kernel
-from fxshard.fused.glu import SWIGLU
-
-for kernel in (Up(2, True, SWIGLU, torch.bfloat16), Product(2, True), Product(2, False), Gradient()):
-    compile_kernel(kernel, 90)
-"""
-FIRST_LAUNCHES = """
-import torch, triton
-from tests.fused.reference import fused, problem, result_and_gradients
-
-found = {}
-
-def look(*, src, cache_hit, **_):
-    found.setdefault(src.name, []).append(cache_hit)
-
-triton.knobs.compilation.listener = look
-given = problem([100, 156], hidden=512, inner=1024, dtype=torch.bfloat16, device="cuda")
-result_and_gradients(given, fused(given, implementation="triton"))
-print(found["grouped_kernel"], found["gradient_kernel"])
-"""
-
-
-def test_kernels_compiled_ahead_are_those_that_are_launched(tmp_path: Path) -> None:
-    """One process compiles them and looks at no GPU; another one finds each of them on disk at its first launch."""
-
-    def run(script: str, **environment: str) -> str:
-        variables = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), **environment}
-        done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=55)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()[-1] if done.stdout else ""
-
-    run(AHEAD, CUDA_VISIBLE_DEVICES="")
-    assert run(FIRST_LAUNCHES) == "[True, True, True] [True]"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.optim import elementwise, halves, symmetric
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples

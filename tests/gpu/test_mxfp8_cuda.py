@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
-from fxshard.precision.kernels import Tile, quantize_both, quantize_into, quantize_one, runs_on
-from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE, Quantized, quantize
+from fxshard.bench.models import Llama, LlamaConfig
+from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, Quantized, quantize
+from fxshard.kernels.quantize import Tile, quantize_both, quantize_into, quantize_one, runs_on
 from tests.precision.test_format import VECTORS
 
 pytestmark = pytest.mark.gpu

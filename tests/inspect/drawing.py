@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from fxshard.events import STREAM, Event, Kind, Phase
-from fxshard.inspect.schedule import Schedule
-from fxshard.inspect.simulate import Simulation, Span
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.memory import SlotRange
 from fxshard.plan.placement import ZERO
 from fxshard.plan.rows import row_layout
+from fxshard.schedule.events import STREAM, Event, Kind, Phase
+from fxshard.schedule.schedule import Schedule
+from fxshard.schedule.simulate import Simulation, Span
 
 WEIGHTS = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
 

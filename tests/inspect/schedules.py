@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fxshard.events import STREAM, Event, Kind, Phase
-from fxshard.inspect.schedule import Schedule
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.domain import data_parallel
 from fxshard.plan.memory import Buffer, plan_slots
 from fxshard.plan.units import find_units
+from fxshard.schedule.events import STREAM, Event, Kind, Phase
+from fxshard.schedule.schedule import Schedule
 
 FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 

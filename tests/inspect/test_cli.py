@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard.errors import ConfigError
-from fxshard.inspect import cli
-from fxshard.inspect.files import from_json
-from fxshard.inspect.presets import PRESETS, Moe, MoeConfig
+from fxshard._torch.errors import ConfigError
+from fxshard.bench.presets import PRESETS, Moe, MoeConfig
+from fxshard.cli import main as cli
 from fxshard.plan.hardware import PRESETS as HARDWARE
+from fxshard.schedule.files import from_json
 from tests.inspect.drawing import drawn
 
 
@@ -35,9 +35,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
             raise ConfigError("memory_budget: 1 KiB is too little; the smallest feasible is 11.5 MiB")
         return drawn(layers=6, ranks=options["world_size"])
 
-    module = ModuleType("fxshard.planning")
+    module = ModuleType("fxshard.frontend.planning")
     module.plan = plan  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fxshard.planning", module)
+    monkeypatch.setitem(sys.modules, "fxshard.frontend.planning", module)
     return calls
 
 
@@ -159,7 +159,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_needs_no_torch() -> None:
     script = (
         "import sys\n"
-        "from fxshard.inspect.cli import main\n"
+        "from fxshard.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules\n"
@@ -180,7 +180,7 @@ def test_public_names_are_there_when_asked_for() -> None:
 
 
 def test_progress_counts_the_stages_of_planning() -> None:
-    from fxshard.planning import STAGES
+    from fxshard.frontend.planning import STAGES
 
     assert len(STAGES) == cli.PLANNING
     seen: list[str] = []

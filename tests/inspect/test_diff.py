@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from fxshard.events import Event, Kind
-from fxshard.inspect.diff import _longest_increasing, diff
-from fxshard.inspect.schedule import Schedule
+from fxshard.schedule.diff import _longest_increasing, diff
+from fxshard.schedule.events import Event, Kind
+from fxshard.schedule.schedule import Schedule
 from tests.inspect.drawing import drawn
 
 

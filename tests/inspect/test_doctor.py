@@ -7,15 +7,16 @@ import json
 import pytest
 import torch
 
-from fxshard import _compat
-from fxshard.inspect import cli, doctor
-from fxshard.inspect.doctor import State
+from fxshard._torch import private
+from fxshard.cli import doctor
+from fxshard.cli import main as cli
+from fxshard.cli.doctor import State
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one, also where the tests run without."""
-    monkeypatch.setattr(_compat, "cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(private, "cpp_compiler", lambda: "g++")
 
 
 def test_what_is_here(compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +29,7 @@ def test_what_is_here(compiler: None, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_will_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_compat, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(private, "cpp_compiler", lambda: None)
     assert cli.main(["doctor", "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings["C++ compiler"]["state"] == State.BAD and "install g++" in findings["C++ compiler"]["detail"]
@@ -38,7 +39,7 @@ def test_a_check_that_fails_is_a_finding(compiler: None, monkeypatch: pytest.Mon
     def broken(device: torch.device) -> str:
         raise RuntimeError("driver too old\nand more")
 
-    monkeypatch.setattr("fxshard.precision.products.path", broken)
+    monkeypatch.setattr("fxshard.kernels.mxfp8_products.path", broken)
     found = {finding.name: finding for finding in doctor.examine()}
     assert found["MXFP8 products"].state is State.BAD
     assert found["MXFP8 products"].detail == "RuntimeError: driver too old"

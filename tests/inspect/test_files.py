@@ -9,16 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxshard.errors import FxshardError
-from fxshard.events import Event, Kind, Phase
-from fxshard.inspect.files import FORMAT, ScheduleFileError, _digest, from_json, to_json
-from fxshard.inspect.schedule import Schedule
+from fxshard._torch.errors import FxshardError
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.memory import SlotRange
 from fxshard.plan.placement import Placement
 from fxshard.plan.rows import row_layout
 from fxshard.plan.whole import whole_layout
+from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.files import FORMAT, ScheduleFileError, _digest, from_json, to_json
+from fxshard.schedule.schedule import Schedule
 from tests.inspect.drawing import drawn
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fxshard.inspect.html import duration, embedded, to_html
-from fxshard.inspect.schedule import Schedule
+from fxshard.schedule.html import duration, embedded, to_html
+from fxshard.schedule.schedule import Schedule
 from tests.inspect.drawing import drawn, timed
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard.inspect import progress as shown
-from fxshard.inspect.progress import long_work, progress
+from fxshard._torch import progress as shown
+from fxshard._torch.progress import long_work, progress
 
 
 class Terminal(io.StringIO):

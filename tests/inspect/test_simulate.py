@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxshard.errors import ConfigError
-from fxshard.events import Event, Kind, Phase
-from fxshard.inspect.schedule import COMMUNICATES, Schedule
-from fxshard.inspect.simulate import Simulation, event_seconds, simulate
-from fxshard.inspect.verify import ScheduleError
+from fxshard._torch.errors import ConfigError
 from fxshard.plan.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from fxshard.plan.hardware import PRESETS, hardware
+from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.schedule import COMMUNICATES, Schedule
+from fxshard.schedule.simulate import Simulation, event_seconds, simulate
+from fxshard.schedule.verify import ScheduleError
 from tests.inspect.schedules import change, evaluation, place, zero3
 
 H200 = hardware("h200")

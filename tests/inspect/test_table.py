@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxshard.events import Kind
-from fxshard.inspect.table import WIDEST, between, flop, render
+from fxshard.schedule.events import Kind
+from fxshard.schedule.table import WIDEST, between, flop, render
 from tests.inspect.drawing import drawn
 
 

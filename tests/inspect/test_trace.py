@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fxshard.events import Kind
-from fxshard.inspect.table import render
-from fxshard.inspect.trace import title, to_chrome_trace
+from fxshard.schedule.events import Kind
+from fxshard.schedule.table import render
+from fxshard.schedule.trace import title, to_chrome_trace
 from tests.inspect.drawing import drawn, timed
 
 SCHEDULE = drawn(layers=12)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxshard.errors import FxshardError
-from fxshard.inspect.verify import RULES, ScheduleError, verify
+from fxshard._torch.errors import FxshardError
+from fxshard.schedule.verify import RULES, ScheduleError, verify
 from tests.inspect.mutations import gathers, gradients, memory, updates
 from tests.inspect.mutations.editing import Broken
 from tests.inspect.mutations.gathers import no_reshard

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.optim import muon_rule as rule
 
 TINY = LlamaConfig(vocab=64, dim=32, layers=1, heads=2, hidden=48)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 from fxshard.optim import halves
 from fxshard.optim.coefficients import COEFFICIENTS, triples
 from fxshard.optim.muon_rule import momentum_

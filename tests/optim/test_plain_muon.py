@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.models import Llama, LlamaConfig
+from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.optim.newton_schulz import orthogonalize
 from tests.optim.reference import orthogonalized
 

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard.config import Options
-from fxshard.events import Event, Kind, Phase, event_of
-from fxshard.passes.context import GRADS, PARAM, ParamRef, PassContext
+from fxshard.passes.context import PassContext
+from fxshard.passes.options import Options
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.placement import ZERO
 from fxshard.plan.rows import row_layout
+from fxshard.schedule.events import Event, Kind, Phase, event_of
+from fxshard.schedule.params import GRADS, PARAM, ParamRef
+from tests.training import with_debug
 
 aten = torch.ops.aten
 
@@ -57,7 +59,7 @@ def bucket(index: int, *shapes: tuple[int, ...], zero: int = 3, ranks: int = 2, 
 
 
 def context(*buckets: BucketPlan, phase: Phase = Phase.FORWARD, **options: Any) -> PassContext:
-    return PassContext(buckets, Options(lowering="eager", **options), phase, group="test", ranks=2)
+    return PassContext(buckets, Options(lowering="eager", **with_debug(options)), phase, group="test", ranks=2)
 
 
 def listing(module: fx.GraphModule) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxshard.passes.aliases import is_view, readers
+from fxshard.schedule.aliases import is_view, readers
 from tests.passes.graphs import Draft, aten
 
 CASES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [

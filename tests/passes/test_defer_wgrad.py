@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from fxshard.bench.captured import capture
-from fxshard.events import Kind, Phase
-from fxshard.passes.context import ParamRef
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.options import Debug
 from fxshard.plan.buckets import BucketPlan
+from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context, listing
 from tests.pool import Pool
 from tests.thorough import thorough
@@ -156,7 +157,7 @@ def test_less_is_exposed_and_the_schedule_holds(vocab: int) -> None:
     captured = capture(model, batch(0, 1, 0, 96, size=2, length=512), lowering="eager")
     exposed = {}
     for on in (False, True):
-        schedule = captured.schedule(ranks=64, hardware="h200", defer_wgrad=on)
+        schedule = captured.schedule(ranks=64, hardware="h200", debug=Debug(defer_wgrad=on))
         schedule.verify()
         exposed[on] = schedule.simulate("h200").exposed_seconds
         reduced = [event.bucket for _, event in schedule.of(Kind.REDUCE)]

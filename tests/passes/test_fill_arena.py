@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from torch import fx
 
-from fxshard.events import Kind, Phase, events
 from fxshard.passes.context import PassContext
 from fxshard.passes.fill_arena import MORE, fill_arena
 from fxshard.passes.plan_memory import lifetimes, plan_memory
 from fxshard.plan.hardware import PRESETS, Hardware
 from fxshard.plan.memory import MemoryPlan
+from fxshard.schedule.events import Kind, Phase, events
 from tests.passes.graphs import context
 from tests.passes.test_keep_resident import BUCKETS, LAYERS, step
 

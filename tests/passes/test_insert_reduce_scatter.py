@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxshard.events import Kind, Phase, events
-from fxshard.passes.context import ParamRef
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
+from fxshard.schedule.events import Kind, Phase, events
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, Pretend, aten, bucket, context, listing
 
 SQUARE = (4, 4)

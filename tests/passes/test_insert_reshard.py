@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import fx
 
-from fxshard.errors import PassError
-from fxshard.events import Kind, Phase, events
-from fxshard.passes.context import ParamRef, PassContext
+from fxshard._torch.errors import PassError
+from fxshard.passes.context import PassContext
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
+from fxshard.schedule.events import Kind, Phase, events
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, Pretend, aten, bucket, context, listing
 
 SQUARE = (4, 4)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import fx
 
-from fxshard.events import Kind, Phase, event_of, events
-from fxshard.passes.context import ParamRef
 from fxshard.passes.insert_unshard import insert_unshard
+from fxshard.schedule.events import Kind, Phase, event_of, events
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, Pretend, aten, bucket, context, listing
 
 SQUARE = (4, 4)

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxshard.events import Kind, Phase, events
-from fxshard.passes.context import ParamRef, PassContext
+from fxshard.passes.context import PassContext
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory
+from fxshard.schedule.events import Kind, Phase, events
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context
 
 SQUARE = (64, 64)

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 from torch import fx
 
-from fxshard.events import Kind, events
-from fxshard.passes.context import ParamRef, PassContext
+from fxshard.passes.context import PassContext
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.plan.hardware import hardware
+from fxshard.schedule.events import Kind, events
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context
 
 SQUARE = (64, 64)

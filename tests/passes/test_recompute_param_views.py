@@ -7,8 +7,8 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.passes.context import ParamRef
 from fxshard.passes.recompute_param_views import recompute_param_views
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context
 
 

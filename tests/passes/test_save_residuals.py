@@ -9,8 +9,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fxshard
-from fxshard import _compat
-from fxshard.models import Llama, LlamaConfig
+from fxshard._torch import private
+from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.passes.save_residuals import save_residuals
 from tests.passes.graphs import Draft, aten, context
 
@@ -62,9 +62,9 @@ def test_all_layers_have_the_same_backward() -> None:
         config = LlamaConfig(vocab=32, dim=16, layers=3, heads=2, hidden=32)
         model = fxshard.compile(Llama(config), passes=passes)
         tokens = torch.randint(0, 32, (2, 8))
-        with mock.patch.object(_compat, "inductor_compile", _interpreted):  # segments as Inductor gets them
+        with mock.patch.object(private, "inductor_compile", _interpreted):  # segments as Inductor gets them
             model(tokens, tokens).backward()
-        kinds.append(model.compilations.compiled)
+        kinds.append(model.report.compilations.compiled)
         saved.append(model.schedule.saved_bytes)
     assert kinds[0] == kinds[1] - 1
     assert saved[0] == saved[1]

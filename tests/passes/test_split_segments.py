@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from fxshard.events import Phase, event_of, events
-from fxshard.lowering import SegmentCompiler, structure
-from fxshard.passes.context import ParamRef
+from fxshard.lowering.segments import SegmentCompiler, structure
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.split_segments import split_segments
+from fxshard.schedule.events import Phase, event_of, events
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, Pretend, aten, bucket, context, listing
 
 SQUARE = (4, 4)

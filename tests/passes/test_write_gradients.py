@@ -3,11 +3,11 @@
 import torch
 from torch import fx
 
-from fxshard.events import Phase
-from fxshard.ops import mm_into
-from fxshard.passes.context import ParamRef
+from fxshard.kernels.ops import mm_into
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.write_gradients import write_gradients
+from fxshard.schedule.events import Phase
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context, listing
 
 SQUARE = (8, 8)

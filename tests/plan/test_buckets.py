@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fxshard.config import Precision
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.choice import LayoutKind
 from fxshard.plan.placement import ZERO, Placement
+from fxshard.plan.precision import Precision
 from fxshard.plan.units import find_units
 from tests.toy import Llama
 

@@ -7,13 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxshard.errors import ConfigError
-from fxshard.plan.collectives import (
-    all_gather_seconds,
-    all_reduce_seconds,
-    all_to_all_seconds,
-    reduce_scatter_seconds,
-)
+from fxshard._torch.errors import ConfigError
+from fxshard.plan.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds, reduce_scatter_seconds
 from fxshard.plan.hardware import PRESETS, Hardware, hardware
 
 TOY = Hardware(

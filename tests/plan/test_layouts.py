@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxshard.errors import LayoutError
+from fxshard._torch.errors import LayoutError
 from fxshard.plan.layout import ALIGNMENT, Layout, Slot, TensorSpec, aligned, require_all_placed
 from fxshard.plan.rows import row_layout
 from fxshard.plan.whole import whole_layout

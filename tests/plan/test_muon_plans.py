@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxshard
-from fxshard.events import Kind, Phase
-from fxshard.inspect.updates import updates
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.choice import crosses
 from fxshard.plan.domain import Domain, data_parallel
@@ -21,6 +19,8 @@ from fxshard.plan.exchange import plan_exchange
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, plan_step
 from fxshard.plan.units import find_units
+from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.updates import updates
 from tests.toy import Llama
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxshard.errors import ConfigError
+from fxshard._torch.errors import ConfigError
 from fxshard.plan.units import Unit, UnitPatterns, find_units
 from tests.toy import Block, Llama, Mlp
 

@@ -12,15 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxshard
-from fxshard.events import Kind
-from fxshard.fused import glu as formula
-from fxshard.fused.op import grouped_swiglu, grouped_swiglu_backward
+from fxshard.frontend.precision_report import report
+from fxshard.kernels import glu as formula
+from fxshard.kernels import mxfp8_grouped as grouped
+from fxshard.kernels import mxfp8_products as products
+from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, quantize
+from fxshard.kernels.mxfp8_grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups
+from fxshard.kernels.mxfp8_ops import mxfp8_quantize
+from fxshard.kernels.op import grouped_swiglu, grouped_swiglu_backward
 from fxshard.passes import open_experts
-from fxshard.precision import grouped, products
-from fxshard.precision.grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups
-from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE, quantize
-from fxshard.precision.ops import mxfp8_quantize
-from fxshard.precision.report import report
+from fxshard.schedule.events import Kind
 from tests.fused.models import Joined, Loop, Titan
 from tests.fused.reference import problem
 from tests.pool import Pool

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxshard.precision.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, dequantize, quantize
-from fxshard.precision.swizzle import swizzle, unswizzle
+from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, dequantize, quantize
+from fxshard.kernels.swizzle import swizzle, unswizzle
 from tests.precision import scalar
 
 VECTORS = Path(__file__).with_name("transformer_engine.npz")

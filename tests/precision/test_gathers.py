@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import fxshard
-from fxshard import _compat
-from fxshard.events import Kind, Phase
-from fxshard.precision.modes import Gather
+from fxshard._torch import private
+from fxshard.plan.gather_modes import Gather
+from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.precision.nets import net, this_ranks_tokens
 from tests.thorough import thorough
-from tests.training import EPS, Run, full_gradients, mean_over_ranks
+from tests.training import EPS, Run, full_gradients, mean_over_ranks, with_debug
 
 BF16 = torch.bfloat16
 AHEAD = 4
@@ -25,7 +25,7 @@ AHEAD = 4
 def compiled(zero: int, gather: str, make: Any = net, **options: Any) -> fxshard.ShardedModule:
     optimizer = options.pop("optimizer", fxshard.AdamW(lr=1e-2, eps=EPS))
     options.setdefault("precision", fxshard.MXFP8(gather=gather))
-    return fxshard.compile(make(), zero=zero, optimizer=optimizer, lowering="eager", **options)
+    return fxshard.compile(make(), zero=zero, optimizer=optimizer, lowering="eager", **with_debug(options))
 
 
 def run(zero: int, gather: str, *, steps: int = 5, disturbed: bool = False, **options: Any) -> Run:
@@ -149,19 +149,19 @@ def moved(zero: int, precision: fxshard.Precision) -> tuple[dict[str, int], dict
     model = compiled(zero, "auto", precision=precision, keep_resident=False)
     wire: Counter[str] = Counter()
     phase = ["forward"]
-    gather = _compat.all_gather
+    gather = private.all_gather
 
     def counted(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         wire[phase[0]] += output.numel() * output.itemsize
         return gather(output, *args, **kwargs)
 
-    _compat.all_gather = counted
+    private.all_gather = counted
     try:
         loss = model(*this_ranks_tokens(0))
         phase[0] = "backward"
         loss.backward()
     finally:
-        _compat.all_gather = gather
+        private.all_gather = gather
     planned: Counter[str] = Counter()
     of_linears: Counter[str] = Counter()
     for _, event in model.schedule.of(Kind.UNSHARD):

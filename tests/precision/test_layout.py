@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxshard.errors import LayoutError
+from fxshard._torch.errors import LayoutError
 from fxshard.plan.layout import Layout, Slot, TensorSpec
 from fxshard.plan.rows import row_layout
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import fx
 
-from fxshard.errors import PassError
-from fxshard.events import Kind, Phase, events
-from fxshard.fused.op import grouped_product, grouped_wgrad
-from fxshard.passes.context import ParamRef
+from fxshard._torch.errors import PassError
+from fxshard.kernels.op import grouped_product, grouped_wgrad
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.plan.buckets import BucketPlan
-from fxshard.precision.modes import Gather
+from fxshard.plan.gather_modes import Gather
+from fxshard.schedule.events import Kind, Phase, events
+from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context, listing
 
 BF16 = torch.bfloat16

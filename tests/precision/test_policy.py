@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard.errors import ConfigError, PassError, StateError
-from fxshard.precision.policy import choose_linears
-from fxshard.precision.report import report
+from fxshard._torch.errors import ConfigError, PassError, StateError
+from fxshard.frontend.precision_report import report
+from fxshard.plan.mxfp8_policy import choose_linears
 from tests.precision.nets import Net, net
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxshard
-from fxshard.precision import products
-from fxshard.precision.mxfp8 import COLUMNWISE, ROWWISE, Quantized, quantize
-from fxshard.precision.ops import mxfp8_mm
-from fxshard.precision.swizzle import unswizzle
+from fxshard.kernels import mxfp8_products as products
+from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, Quantized, quantize
+from fxshard.kernels.mxfp8_ops import mxfp8_mm
+from fxshard.kernels.swizzle import unswizzle
 from tests.precision.nets import VOCAB, Net, net
 from tests.toy import batch
 

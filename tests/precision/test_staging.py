@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fxshard
-from fxshard import _compat
-from fxshard.precision.gathered import Transfer
+from fxshard._torch import private
+from fxshard.plan.gathered import Transfer
 from fxshard.runtime.bucket import Bucket
 from tests.pool import Pool
 from tests.precision.test_gathers import compiled, run, trained
@@ -82,18 +82,18 @@ def watched(zero: int) -> tuple[Run, Run, list[str], list[str], int]:
     model = compiled(zero, "auto", prefetch=0, overlap=False)
     watch = Watch(model)
     around_staging(model, watch)
-    gather = _compat.all_gather
+    gather = private.all_gather
 
     def noted(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if output.data_ptr() in watch.staged:
             watch.order.append("gather")
         return gather(output, *args, **kwargs)
 
-    _compat.all_gather = noted
+    private.all_gather = noted
     try:
         on = trained(model, steps=2)
     finally:
-        _compat.all_gather = gather
+        private.all_gather = gather
     times = 2 * sum(bucket.plan.staged for bucket in model._sharding.buckets)
     return run(zero, "off", steps=2), on, watch.problems, watch.order, times
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.events import Event, Kind, Phase
-from fxshard.inspect.verify import Step, staging_and_gradients_take_turns
-from fxshard.precision.modes import Copies
+from fxshard.plan.gather_modes import Copies
+from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.verify import Step, staging_and_gradients_take_turns
 from tests.precision.nets import net
+from tests.training import with_debug
 
 
 @cache
 def planned(zero: int, prefetch: int = 1, optimizer: fxshard.AdamW | None = None) -> fxshard.Schedule:
     x = torch.zeros(2, 8, dtype=torch.int64)
     options = {"precision": fxshard.MXFP8(), "lowering": "eager", "prefetch": prefetch, "optimizer": optimizer}
-    return fxshard.plan(net(), (x, x), world_size=2, zero=zero, **options)  # type: ignore[arg-type]
+    return fxshard.plan(net(), (x, x), world_size=2, zero=zero, **with_debug(options))  # type: ignore[arg-type]
 
 
 def find(schedule: fxshard.Schedule, kind: Kind, phase: Phase) -> tuple[int, Event]:

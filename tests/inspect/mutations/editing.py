@@ -1,7 +1,7 @@
 """Taking a schedule apart."""
 
-from fxshard.events import Event, Kind, Phase
-from fxshard.inspect.schedule import Schedule
+from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.schedule import Schedule
 from tests.inspect.schedules import change, place, relinked
 
 FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from fxshard.events import Kind
+from fxshard.schedule.events import Kind
 from tests.inspect.mutations.editing import BACKWARD, OPTIMIZER, Broken, added, earlier, missing, moved, twice
 from tests.inspect.schedules import change, place, relinked, zero3
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from fxshard.events import Kind
-from fxshard.inspect.schedule import Schedule
-from fxshard.inspect.verify import Step
 from fxshard.plan.memory import SlotRange
+from fxshard.schedule.events import Kind
+from fxshard.schedule.schedule import Schedule
+from fxshard.schedule.verify import Step
 from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, waiting_for_nothing
 from tests.inspect.schedules import change, place, zero3
 

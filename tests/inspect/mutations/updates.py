@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from fxshard.events import Kind
-from fxshard.inspect.schedule import Schedule
+from fxshard.schedule.events import Kind
+from fxshard.schedule.schedule import Schedule
 from tests.inspect.mutations.editing import BACKWARD, OPTIMIZER, Broken, missing, moved, twice, waiting_for_nothing
 from tests.inspect.schedules import change, place, relinked, zero3
 

@@ -1,0 +1,1 @@
+"""What everything else stands on: every private torch API, errors, log and progress."""

@@ -1,0 +1,444 @@
+"""Every private torch API that fxshard uses, each with the versions that were seen to have it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxshard._torch.private.aot import Traced as Traced
+from fxshard._torch.private.aot import traced as traced
+from fxshard._torch.private.dynamo import graph_break as graph_break
+from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
+from fxshard._torch.private.inductor import compile_clocks as compile_clocks
+from fxshard._torch.private.inductor import inductor_compile as inductor_compile
+from fxshard._torch.private.inductor import inductor_decompositions as inductor_decompositions
+from fxshard._torch.private.inductor import inductor_joint_passes as inductor_joint_passes
+
+
+def min_cut_partition(
+    joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    return graph_module(forward, forward.graph), graph_module(backward, backward.graph)
+
+
+def saved_outputs(saved: Sequence[fx.Node]) -> list[Any]:
+    """What the partitioner says of forward's outputs that backward takes. torch 2.11, 2.13."""
+    from torch._functorch._aot_autograd.descriptors import (
+        SavedForBackwardsAOTOutput,
+        SavedForBackwardsNoVcCheckAOTOutput,
+    )
+
+    unchecked = [bool(node.meta.get("saved_tensor_with_no_vc_check")) for node in saved]
+    kinds = [SavedForBackwardsNoVcCheckAOTOutput if each else SavedForBackwardsAOTOutput for each in unchecked]
+    return [kind(i) for i, kind in enumerate(kinds)]
+
+
+def draws_random_numbers(graph: fx.Graph) -> bool:
+    """Whether running a graph moves a random number generator. torch 2.11, 2.13.
+
+    Operators for attention have a dropout of their own, and are marked for it even where it is 0.
+    """
+    return any(
+        operator is not None
+        and torch.Tag.nondeterministic_seeded in operator.tags
+        and _argument(node, operator, "dropout_p") != 0.0
+        for node, operator in ((node, operator_of(node)) for node in graph.nodes)
+    )
+
+
+def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:
+    """What a node passes for an operator's argument; None where it has none of that name."""
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return None
+
+
+@contextlib.contextmanager
+def lazy_graph_modules() -> Iterator[None]:
+    """Modules around graphs write their Python code when they are called, not each time their graph changes: those that
+    torch makes, too. torch 2.11, 2.13.
+
+    A quarter of what is left of planning, where no graph is ever called.
+    """
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        yield
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module for a graph on its way. It writes its code when first run or read: most never are. torch 2.11, 2.13."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
+def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The torch operator that a node calls, if it calls one. torch 2.11, 2.13."""
+    return node.target if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def operator_name(operator: torch._ops.OpOverload) -> str:
+    """Name without namespace and overload: ``embedding``. torch 2.11, 2.13."""
+    return operator._opname
+
+
+@functools.cache
+def returns_view(operator: torch._ops.OpOverload) -> bool:
+    """Whether the schema says that a result shares memory with an argument it does not write to. torch 2.11, 2.13."""
+    returns = operator._schema.returns
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+
+
+@functools.cache
+def is_mutable(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator writes to one of its arguments. torch 2.11, 2.13."""
+    return operator._schema.is_mutable
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """The arguments that an operator writes to, by its schema (by any, if no overload is named); None if the target is
+    no operator. torch 2.11, 2.13."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    elif isinstance(target, torch._ops.OpOverload):
+        overloads = [target]
+    else:
+        return None
+    arguments = [pair for overload in overloads for pair in enumerate(overload._schema.arguments)]
+    places = {(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in sorted(places)]
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective, as tensor-parallel models have them. torch 2.11, 2.13."""
+    target = operator_of(node)
+    return target is not None and target.namespace == "_c10d_functional" and operator_name(target) == "wait_tensor"
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value a symbolic size was traced with, without fixing it to that; 1 for one that depends on data.
+
+    torch 2.11, 2.13.
+    """
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return int(hint) if hint is not None else 1
+
+
+class StorageReference:
+    """A weak reference to the memory behind a tensor: it lives as long as any view of it. torch 2.11, 2.13."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._reference: Any = StorageWeakRef(tensor.untyped_storage())
+
+    def expired(self) -> bool:
+        return bool(self._reference.expired())
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return bool(self._reference.cdata == memory_of(tensor))
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same bytes with a storage of its own, which keeps the first one's alive. torch 2.11, 2.13."""
+    from torch.utils.dlpack import from_dlpack, to_dlpack
+
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # DLPack does not know every small type
+    # A capsule, and no stream: there is nothing to wait for.
+    return from_dlpack(to_dlpack(raw)).view(tensor.dtype)
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in the sizes of a value. torch 2.11, 2.13."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols as found
+
+    return set(found(value)) if isinstance(value, torch.Tensor | torch.SymInt) else set()
+
+
+def shape_environment(value: Any) -> Any:
+    """What knows the symbols in the sizes of a value; None where there are none. torch 2.11, 2.13."""
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
+def another_like(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor with sizes, strides, dtype and device of another fake one, but its own memory. torch 2.11, 2.13."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([value])
+    with mode or contextlib.nullcontext():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def memory_of(value: torch.Tensor) -> int:
+    """The same number for tensors that share memory, also for fake ones, which have none. torch 2.11, 2.13."""
+    return value.untyped_storage()._cdata
+
+
+def is_plain(value: torch.Tensor | None) -> bool:
+    """Whether a tensor, or what stands for it while tracing, is no subclass with operators of its own."""
+    from torch._subclasses import FakeTensor
+
+    return type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def grouped_mm_offsets(target: Any) -> str | None:
+    """The name of the third argument, if ``target`` is a grouped matrix product: torch's, that of transformers, ours.
+
+    ``torch._grouped_mm``: torch 2.11, 2.13. ``F.grouped_mm``, which calls it, is what Dynamo traces through.
+    """
+    if target is torch._grouped_mm or target is torch.nn.functional.grouped_mm:
+        return "offs"
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        return _GROUPED_PRODUCTS.get(packet._qualified_op_name)
+    return None
+
+
+_GROUPED_PRODUCTS = {
+    "aten::_grouped_mm": "offs",
+    "transformers::grouped_mm_fallback": "offs",
+    "fxshard::grouped_product": "offsets",
+}
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether one tensor is a view of the other, or both of a third; fake tensors too. torch 2.11, 2.13."""
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
+class OperatorObserver(TorchDispatchMode):
+    """A context that sees every operation outside compiled graphs before it runs. torch 2.11, 2.13.
+
+    ``torch.compile`` goes on compiling beneath such a mode only if it says that it ignores what is compiled.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
+        """Called ahead of an operation; what it returns is called with the operation's result."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        after = self.before(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if after is not None:
+            after(result)
+        return result
+
+
+def constants(graph: fx.GraphModule) -> int:
+    """How many tensors are part of a captured graph. AOTAutograd makes them its first inputs. torch 2.11, 2.13."""
+    named = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
+    return len(named)
+
+
+def compiled_autograd() -> bool:
+    """Whether backward graphs are traced once more when they run. torch 2.11, 2.13."""
+    from torch._dynamo import compiled_autograd as state
+
+    return bool(torch._dynamo.config.compiled_autograd or state.compiled_autograd_enabled)
+
+
+def call_unbroken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call while Dynamo traces: a graph break in there, the first thing or later, is an error. torch 2.11, 2.13."""
+    with torch._dynamo.error_on_graph_break(True):
+        return call(*args, **kwargs)
+
+
+def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
+    """How long a collective of the group (by default, of the world) may take. torch 2.11, 2.13."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+    return group._get_backend(torch.device(device)).options._timeout
+
+
+def local_version(tensor: torch.Tensor) -> int:
+    """The version of the rows that a DTensor wraps; 0 for a plain tensor. torch 2.11, 2.13."""
+    local = getattr(tensor, "_local_tensor", None)
+    return 0 if local is None else local._version
+
+
+PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
+"""A tensor subclass with this as ``__torch_function__`` gives plain tensors, at no cost. torch 2.11, 2.13."""
+
+
+def wrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The very tensor that a DTensor wraps, not a view of it. torch 2.11, 2.13."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def rewrap(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor wrap another tensor of the same shape. torch 2.11, 2.13."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def profiling() -> bool:
+    """Whether a profiler runs (``emit_nvtx`` is one): ranges cost something. torch 2.11, 2.13."""
+    return torch.autograd._profiler_enabled()
+
+
+@contextlib.contextmanager
+def no_observers() -> Iterator[None]:
+    """Run without the dispatch modes that are active. torch 2.11, 2.13."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def capture_failures() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises when it cannot capture a function as one graph. torch 2.11, 2.13."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
+
+
+def fused_adamw(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+    refused: torch.Tensor | None = None,
+) -> None:
+    """The kernel behind ``torch.optim.AdamW(fused=True)``, for CPU and CUDA. torch 2.11, 2.13.
+
+    It writes nothing if the fp32 number ``refused``, on the device of the tensors, is one.
+    """
+    torch._fused_adamw_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=lr,  # type: ignore[arg-type]
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=refused,
+    )
+
+
+def foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Each tensor moves ``weight`` of the way to its end, in one launch. torch 2.11, 2.13."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def foreach_lerp(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> list[torch.Tensor]:
+    """``foreach_lerp_`` out of place. torch 2.11, 2.13."""
+    return list(torch._foreach_lerp(tensors, ends, weight))
+
+
+def foreach_mul_(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply all tensors in one launch. torch 2.11, 2.13."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_norm(tensors: list[torch.Tensor], ord: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in few launches. torch 2.11, 2.13."""
+    return list(torch._foreach_norm(tensors, ord=ord))
+
+
+def all_gather(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``all_gather_into_tensor``, which torch 2.13 renamed to ``all_gather_single``."""
+    renamed = getattr(dist, "all_gather_single", None)
+    return (renamed or dist.all_gather_into_tensor)(output, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``reduce_scatter_tensor``, which torch 2.13 renamed to ``reduce_scatter_single``."""
+    renamed = getattr(dist, "reduce_scatter_single", None)
+    return (renamed or dist.reduce_scatter_tensor)(output, full, op=op, group=group, async_op=async_op)
+
+
+class UnevenDTensor:
+    """Makes DTensors of one global shape whose ranks may hold any number of rows. torch 2.11, 2.13.
+
+    ``DTensor.from_local`` does the same through an autograd function, ten times slower: gradients are wrapped every
+    step, so the constructor is called with the specification that ``from_local`` made once.
+    """
+
+    def __init__(self, local: torch.Tensor, mesh: dist.DeviceMesh, shape: torch.Size, *, sharded: bool) -> None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        stride = torch.empty(shape, device="meta").stride()
+        # Of two mesh dimensions the first replicates, the last shards.
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if sharded else Replicate()]
+        example = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        self._make, self._spec = DTensor, example._spec
+        self._blank = local.new_empty(0)
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        # A DTensor takes over its local tensor's storage offset, and with one other than 0 it can be neither copied nor
+        # saved. Rows lie anywhere in their shard, so it is made around an empty tensor first.
+        wrapped = self._make(self._blank, self._spec, requires_grad=False)
+        wrapped._local_tensor = local
+        return wrapped
+
+
+@contextlib.contextmanager
+def no_dispatch_modes() -> Iterator[None]:
+    """Run real tensor code while a fake-tensor mode is active around a compiler. torch 2.11, 2.13."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        yield
+
+
+@contextlib.contextmanager
+def as_a_compiler() -> Iterator[None]:
+    """Run as AOTAutograd runs a compiler, whatever the user has entered around a model. torch 2.11, 2.13."""
+    with (
+        no_observers(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+    ):
+        yield
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would use, None where it finds none. torch 2.11, 2.13."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return get_cpp_compiler()
+    except RuntimeError:  # InvalidCxxCompiler
+        return None

@@ -1,0 +1,86 @@
+"""AOTAutograd in two halves: it traces a captured graph, and later makes a callable of what the graph was compiled to.
+
+``aot_export_joint_with_descriptors`` and ``aot_compile_joint_with_descriptors``: torch 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+BoxedCallable = Callable[[list[Any]], Any]
+
+
+class Traced:
+    """A graph that AOTAutograd has traced: forward and backward in one, or forward alone where nothing is trained."""
+
+    def __init__(self, joint: Any, constants: Sequence[torch.Tensor]) -> None:
+        self._joint = joint
+        self._constants = tuple(constants)
+        self.graph: fx.GraphModule = joint.graph_module
+        self.trains = bool(joint._aot_state.needs_autograd)
+
+    @property
+    def outputs(self) -> int | None:
+        """How many outputs are forward's; gradients follow. None where there is no backward."""
+        if not self.trains:
+            return None
+        meta = self._joint._aot_state.fw_metadata
+        subclasses = self._joint._aot_graph_capture.maybe_subclass_meta
+        inner = subclasses.fw_metadata if subclasses is not None else meta
+        written = len(inner.mutated_inp_runtime_indices)
+        made = inner.num_outputs + inner.num_intermediate_bases + inner.num_outputs_rng_offset
+        return int(written + made + len(meta.tokens))
+
+    @property
+    def static_inputs(self) -> tuple[int, ...]:
+        """Positions of inputs that stay where they are between calls."""
+        return tuple(self._joint._aot_state.fw_metadata.static_input_indices or ())
+
+    def callable(
+        self,
+        graphs: Sequence[fx.GraphModule],
+        forward: BoxedCallable,
+        backward: BoxedCallable | None,
+    ) -> Callable[..., Any]:
+        """What Dynamo calls with the inputs of the captured graph. ``graphs``: forward and backward, or forward alone;
+        of them AOTAutograd looks at inputs and outputs only.
+        """
+        from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+
+        run = aot_compile_joint_with_descriptors(
+            self._joint,
+            partition_fn=lambda *_, **__: tuple(graphs),
+            fw_compiler=lambda *_: forward,
+            bw_compiler=lambda *_: backward,
+        )
+        if not self._constants:
+            return run
+        constants = self._constants
+        return lambda *args: run(*constants, *args)
+
+
+@contextlib.contextmanager
+def traced(graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Mapping[Any, Any] | None) -> Iterator[Traced]:
+    """Trace a graph that Dynamo captured. The callable must be made before the block ends.
+
+    Tensors that are part of the graph become its first inputs. The graph modules that torch makes write their Python
+    code when they are first run or read, as with Inductor.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    constants = [
+        *dict(graph.named_parameters(remove_duplicate=False)).values(),
+        *dict(graph.named_buffers(remove_duplicate=False)).values(),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_use_lazy_graph_module(True))
+        joint = aot_export_joint_with_descriptors(
+            stack, graph, tuple(inputs), decompositions=dict(decompositions or {})
+        )
+        yield Traced(joint, constants)

@@ -1,0 +1,48 @@
+"""What fxshard asks of Inductor. Each function says which versions of torch were seen to have what it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """The decompositions that Inductor's lowerings assume. torch 2.11, 2.13."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
+    """What Inductor does to a graph before it is partitioned (random numbers, attention patterns). torch 2.11, 2.13.
+
+    Not optional under the Inductor lowering: random ops that it has not rewritten have no lowering.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(detect_fake_mode(values)):  # what replaces random numbers makes fake tensors
+        return joint_graph_passes(graph)
+
+
+def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Lower one graph to a boxed callable. torch 2.11, 2.13.
+
+    Inductor appends to the tracing context of whoever calls it and insists that it starts out empty, hence a fresh one.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with tracing(TracingContext(detect_fake_mode(list(example_inputs)))):
+        return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
+
+
+def compile_clocks() -> dict[str, float]:
+    """Seconds that torch has spent in parts of compiling, by its own clocks; some lie in others. torch 2.11, 2.13."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return {name: sum(seconds) for name, seconds in compilation_time_metrics.items()}

@@ -1,0 +1,120 @@
+"""The model that a command is about: a preset's name, or ``MODULE:FACTORY``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done as asked; the message says what can."""
+
+
+def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model and example inputs that a preset's name or ``MODULE:FACTORY`` stands for."""
+    from fxshard.bench.presets import PRESETS
+
+    factory = PRESETS.get(target)
+    if factory is None:
+        if target.endswith(".py"):
+            raise UsageError(
+                f"{target} needs the name of a function in it: {target}:build, which returns (module, inputs)"
+            )
+        if ":" not in target:
+            raise UsageError(f"unknown preset {target!r}; known are {', '.join(PRESETS)}. For your own: MODULE:FACTORY")
+        factory = _factory(target)
+    options = {}
+    if layers is not None:
+        if "layers" not in inspect.signature(factory).parameters:
+            raise UsageError(f"--layers: {target} takes no argument 'layers'")
+        options["layers"] = layers
+    return _model_and_inputs(factory(**options), target)
+
+
+def _factory(target: str) -> Callable[..., Any]:
+    where, _, name = target.rpartition(":")
+    module = _module(where)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        functions = f"; its functions are {', '.join(found)}" if found else ""
+        raise UsageError(f"{where} has no function {name!r}{functions}")
+    return factory
+
+
+def _module(where: str) -> ModuleType:
+    if where.endswith(".py"):
+        path = Path(where)
+        if not path.is_file():
+            raise UsageError(f"there is no file {where}")
+        sys.path.insert(0, str(path.absolute().parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
+            raise UsageError(f"there is no module {where!r} here or installed") from None
+        raise
+
+
+def _model_and_inputs(made: Any, target: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    from torch import nn
+
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{target} returned a {type(made).__name__}; expected an nn.Module or (nn.Module, example_inputs)"
+        )
+    if not isinstance(inputs, tuple | list):
+        inputs = (inputs,)
+    if not inputs:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(model.forward).parameters.values()
+        needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+        if needed:
+            raise UsageError(
+                f"{target} returned a module whose forward takes {', '.join(needed)}: "
+                "return (module, example_inputs), tensors on the meta device will do"
+            )
+    return model, tuple(inputs)
+
+
+def shortened(error: BaseException) -> str:
+    """The traceback of an error without the frames of Python, installed packages and fxshard.
+
+    Where nothing else is left, all of it.
+    """
+    paths = sysconfig.get_paths()
+    foreign = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    foreign.append(str(Path(__file__).resolve().parent.parent))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith("<frozen")
+        and not any(Path(frame.filename).resolve().is_relative_to(path) for path in foreign)
+    ]
+    what = "".join(traceback.format_exception_only(error))
+    if not own:
+        return what if isinstance(error, SyntaxError) else "".join(traceback.format_exception(error))
+    left_out = len(frames) - len(own)
+    note = f"; {left_out} frames of Python, torch and fxshard left out" if left_out else ""
+    return f"Traceback (most recent call last{note}):\n" + "".join(traceback.format_list(own)) + what

@@ -1,0 +1,312 @@
+"""The ``fxshard`` command: ``demo``, ``inspect``, ``doctor`` and ``bench``.
+
+Nothing here imports torch before it is needed: ``fxshard --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxshard._torch.progress import Report, progress
+from fxshard.bench import command as bench
+from fxshard.bench.target import UsageError, load, shortened
+from fxshard.cli import doctor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fxshard.schedule.schedule import Schedule
+    from fxshard.schedule.simulate import Simulation
+
+EXAMPLES = """examples:
+  fxshard demo
+  fxshard doctor
+  fxshard inspect llama-70b --world-size 1024 --html schedule.html
+  fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp --svg train.svg
+
+fxshard COMMAND --help says more. FXSHARD_LOG=info and FXSHARD_DUMP=folder show what a compilation does.
+"""
+INSPECT_EXAMPLES = """examples:
+  fxshard inspect llama-70b --world-size 1024 --html schedule.html
+  fxshard inspect my_model.py:build --world-size 8 --zero 2 --hardware h100 --budget 60GiB
+  fxshard inspect llama-70b --world-size 1024 --shard-size 8
+  fxshard inspect llama-8b --world-size 64 --optimizer muon
+  fxshard inspect moe-16b --world-size 64 --json > schedule.json
+"""
+PLANNING = 4
+"""Stages that ``fxshard.plan`` reports: ``frontend.planning.STAGES``, which is not imported before it is needed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and give its exit code: 0, 1 where it failed, 2 where it was called wrongly."""
+    parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not getattr(arguments, "takes_rest", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.rest = rest
+    try:
+        code: int = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        print(f"fxshard: {error}", file=sys.stderr)
+        return 2
+    except _Failed:
+        return 1
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fxshard",
+        description="A compiler for sharded training on PyTorch.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which fxshard and torch these are")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_inspect(commands)
+    doctor.add_to(commands)
+    bench.add_to(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="plan a small model for 8 ranks and print the schedule",
+        description="Plan a Llama of six layers for eight ranks and print the schedule: a first look, in seconds.",
+    )
+    planned = {"world_size": 8, "shard_size": None, "zero": 3, "hardware": "h200", "budget": None}
+    demo.set_defaults(command=_demo, precision="bf16", optimizer=None, **planned)
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    look = commands.add_parser(
+        "inspect",
+        help="plan a model's training step for any number of ranks and show the schedule",
+        description="Plan a training step without process group, GPU or weights, and show the schedule.",
+        epilog=INSPECT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    look.add_argument(
+        "target",
+        metavar="MODEL",
+        help="llama-8b, llama-70b, moe-16b, or MODULE:FACTORY (or FILE.py:FACTORY), a function that returns "
+        "(module, example_inputs); the module may be on the meta device",
+    )
+    look.add_argument("--world-size", type=_positive, default=8, metavar="N", help="ranks (default: 8)")
+    look.add_argument(
+        "--shard-size",
+        type=_positive,
+        metavar="N",
+        help="ranks that hold different shards; the others hold replicas of them (HSDP; default: all ranks)",
+    )
+    look.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default: 3)")
+    look.add_argument(
+        "--hardware",
+        default="h200",
+        metavar="NAME",
+        help="device and network to plan for: a100, h100, h200, b200, gb200 or cpu (default: h200)",
+    )
+    look.add_argument("--budget", metavar="SIZE", help='what a rank may hold in shards and arena, as "60GiB"')
+    look.add_argument(
+        "--precision",
+        choices=("bf16", "model"),
+        default="bf16",
+        help="bf16 compute and fp32 reduction (default), or the dtypes the model has",
+    )
+    look.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        help="one of fxshard's own: the schedule then has its step and the gathers that start in it "
+        "(default, as in fxshard.compile: none of them, and an optimizer of torch.optim is taken for AdamW)",
+    )
+    look.add_argument("--layers", type=_positive, metavar="N", help="another number of layers than the model's own")
+    look.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
+    look.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    look.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the schedule as JSON; without FILE, instead of the table",
+    )
+    look.set_defaults(command=_inspect)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import torch
+
+        from fxshard._version import __version__
+
+        print(f"fxshard {__version__} (torch {torch.__version__}, Python {sys.version.split()[0]})")
+        parser.exit()
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+# -- inspect -----------------------------------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    written = [Path(out) for out in (arguments.html, arguments.trace, arguments.json) if out not in (None, "-")]
+    for path in written:  # before planning for a minute
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
+    with progress(4 + PLANNING) as report:
+        report("importing torch")
+        from fxshard.plan.hardware import hardware
+
+        machine = _or_usage_error(lambda: hardware(arguments.hardware))
+        report(f"building {arguments.target}")
+        with _telling(arguments.target):
+            model, inputs = load(arguments.target, arguments.layers)
+        report(f"planning {arguments.target} for {arguments.world_size} ranks")
+        with _telling(f"planning {arguments.target}"):
+            schedule = _plan(model, inputs, arguments, report)
+        report(f"simulating on {arguments.hardware}")
+        from fxshard.schedule.simulate import simulate
+
+        simulation = simulate(schedule, machine)
+    _show(schedule, simulation, arguments)
+    return 0
+
+
+class _Failed(Exception):
+    """The person at the terminal knows why."""
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Print why the person's own code, or planning it, failed, without our frames."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        print(f"fxshard: {what} failed:\n{shortened(error)}", end="", file=sys.stderr)
+        raise _Failed from error
+
+
+def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace, report: Report) -> Schedule:
+    import torch
+
+    from fxshard.frontend.planning import plan
+    from fxshard.optim.config import AdamW, Muon
+    from fxshard.plan.precision import Precision
+
+    optimizers: dict[str, AdamW | Muon] = {"adamw": AdamW(), "muon": Muon()}
+    precision = Precision(param=torch.bfloat16, reduce=torch.float32) if arguments.precision == "bf16" else None
+    return _or_usage_error(
+        lambda: plan(
+            model,
+            inputs,
+            world_size=arguments.world_size,
+            shard_size=arguments.shard_size,
+            hardware=arguments.hardware,
+            zero=arguments.zero,
+            memory_budget=arguments.budget,
+            optimizer=optimizers.get(arguments.optimizer),
+            precision=precision,
+            progress=lambda stage: report(f"planning: {stage}"),
+        )
+    )
+
+
+def _show(schedule: Schedule, simulation: Simulation, arguments: argparse.Namespace) -> None:
+    from fxshard.schedule.files import to_json
+    from fxshard.schedule.html import to_html
+    from fxshard.schedule.trace import to_chrome_trace
+
+    if arguments.json == "-":
+        print(to_json(schedule))
+    else:
+        _print(schedule, simulation, arguments.hardware)
+    outputs: list[tuple[str | Path | None, Callable[[], str]]] = [
+        (arguments.json if arguments.json != "-" else None, lambda: to_json(schedule)),
+        (arguments.html, lambda: to_html(schedule, simulation)),
+        (arguments.trace, lambda: to_chrome_trace(schedule, simulation)),
+    ]
+    for path, text in outputs:
+        if path is None:
+            continue
+        try:
+            Path(path).write_text(text(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _print(schedule: Schedule, simulation: Simulation, hardware: str) -> None:
+    from fxshard.schedule.html import duration
+    from fxshard.schedule.schedule import size
+    from fxshard.schedule.table import render
+
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(render(schedule, colour=colour))
+    step, exposed = simulation.step_seconds, simulation.exposed_seconds
+    share = f" ({exposed / step:.1%})" if step else ""
+    print(
+        f"simulated on {hardware}: step {duration(step)} · compute {duration(simulation.compute_seconds)} · "
+        f"communication {duration(simulation.communication_seconds)}, exposed {duration(exposed)}{share}\n"
+        f"no order of events is faster than {duration(simulation.bound_seconds)} · "
+        f"peak with activations {size(simulation.peak_bytes)}"
+    )
+
+
+def _or_usage_error(call: Callable[[], Any]) -> Any:
+    """What fxshard says about an argument is an answer to the person at the terminal, not a crash."""
+    from fxshard._torch.errors import ConfigError
+
+    try:
+        return call()
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+# -- demo --------------------------------------------------------------------------------------------------------------
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    """A Llama of six layers for eight ranks: small enough to read whole."""
+    with progress(2 + PLANNING) as report:
+        report("importing torch")
+        import torch
+
+        from fxshard.bench.models import Llama, LlamaConfig
+        from fxshard.schedule.simulate import simulate
+
+        with torch.device("meta"):
+            model = Llama(LlamaConfig(vocab=8192, dim=1024, layers=6, heads=8, hidden=2816))
+            tokens = torch.empty(4, 1024, dtype=torch.long)
+        report("planning for 8 ranks")
+        schedule = _plan(model, (tokens, tokens), arguments, report)
+        simulation = simulate(schedule, arguments.hardware)
+    print("A Llama of six layers, planned for eight H200s from shapes alone: no GPU, no process group, no weights.\n")
+    _print(schedule, simulation, arguments.hardware)
+    print("\nNext: fxshard inspect llama-70b --world-size 1024 --html schedule.html")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

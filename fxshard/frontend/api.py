@@ -1,0 +1,154 @@
+"""The entry points: ``fxshard.compile`` and ``fxshard.shard``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxshard._torch.errors import ConfigError, StateError
+from fxshard.frontend.backend import backend_of
+from fxshard.frontend.capture import capture
+from fxshard.frontend.groups import Groups
+from fxshard.frontend.materialise import Init
+from fxshard.frontend.module import ShardedModule
+from fxshard.frontend.sharding import take_apart
+from fxshard.optim.adamw import ShardedAdamW
+from fxshard.optim.config import AdamW, Muon
+from fxshard.optim.muon_rule import matrices
+from fxshard.passes.options import Debug
+from fxshard.passes.pass_list import PassList
+from fxshard.plan.choice import LayoutKind
+from fxshard.plan.domain import Reduction
+from fxshard.plan.hardware import Hardware
+from fxshard.plan.precision import Precision
+from fxshard.plan.units import UnitPatterns
+
+
+def compile(
+    model: nn.Module,
+    *,
+    zero: int = 3,
+    mesh: DeviceMesh | None = None,
+    units: UnitPatterns | None = None,
+    optimizer: AdamW | Muon | None = None,
+    precision: Precision | None = None,
+    layout: LayoutKind = "auto",
+    reduction: Reduction = "mean",
+    groups: Groups | None = None,
+    memory_budget: int | str | None = None,
+    hardware: str | Hardware | None = None,
+    experts: str = "auto",
+    init: Init | None = None,
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+    passes: PassList | None = None,
+    lowering: str = "inductor",
+    cuda_graphs: bool = False,
+    debug: Debug = Debug(),  # noqa: B008
+) -> ShardedModule:
+    """Shard a model over the data-parallel ranks and compile its training step.
+
+    Takes any ``nn.Module`` and keeps the ordinary loop. Without a process group it runs alone; under ``torchrun`` it
+    shards over all ranks, or over ``mesh``; of a mesh with two dimensions the first replicates and the second shards.
+
+    >>> model = fxshard.compile(Transformer(config), zero=3, optimizer=fxshard.AdamW(lr=3e-4))
+    >>> loss = model(x, y)
+    >>> loss.backward()
+    >>> model.optimizer.step()
+    >>> model.optimizer.zero_grad()
+    >>> print(model.schedule)
+
+    ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
+    of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
+    parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
+    ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``). ``groups``: patterns of
+    parameter names whose replicas are on a mesh of their own, ``{"*.experts.*": mesh["ep_dp"]}`` (or
+    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``init``: for a
+    model on the meta device, called with every module that owns parameters or buffers, in place of its
+    ``reset_parameters``. ``hardware``: the machine whose durations the schedule is made for (default: the one it runs
+    on). ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
+    machine, ``"torch"``, ``"triton"``, ``"te"`` or ``"te-mxfp8"`` that one, ``"off"`` leaves them as they are written.
+    ``passes``: a list derived from ``fxshard.PASSES``. ``lowering``: ``"inductor"``, or ``"eager"`` to run operator by
+    operator. ``cuda_graphs``: from their second run on, forward and backward are captured in CUDA graphs and replayed;
+    their memory stays reserved between steps. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s. ``debug``:
+    switches of :class:`fxshard.Debug`, which change no result.
+    """
+    if cuda_graphs and not fullgraph:
+        raise ConfigError(
+            "cuda_graphs=True needs the whole model in one graph: mend the breaks and leave fullgraph=True, or compile "
+            "without cuda_graphs"
+        )
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
+    sharded = shard(**given)
+    again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
+    sharded.bind(again, fullgraph=fullgraph)
+    return sharded
+
+
+def shard(
+    model: nn.Module,
+    *,
+    zero: int = 3,
+    mesh: DeviceMesh | None = None,
+    units: UnitPatterns | None = None,
+    optimizer: AdamW | Muon | None = None,
+    precision: Precision | None = None,
+    layout: LayoutKind = "auto",
+    reduction: Reduction = "mean",
+    groups: Groups | None = None,
+    memory_budget: int | str | None = None,
+    hardware: str | Hardware | None = None,
+    experts: str = "auto",
+    init: Init | None = None,
+    passes: PassList | None = None,
+    lowering: str = "inductor",
+    cuda_graphs: bool = False,
+    debug: Debug = Debug(),  # noqa: B008
+) -> ShardedModule:
+    """Shard a model without compiling it: ``torch.compile(fxshard.shard(model), backend="fxshard")`` does that.
+
+    Arguments are those of :func:`fxshard.compile`.
+
+    >>> sharded = fxshard.shard(model, zero=3, optimizer=fxshard.AdamW(lr=3e-4))
+    >>> step = torch.compile(sharded, backend="fxshard")
+    >>> step(x, y).backward()
+    >>> sharded.optimizer.step()
+    """
+    if isinstance(model, ShardedModule):
+        raise StateError("this model is compiled or sharded already; compile the plain module, once")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected an nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
+        raise ConfigError(
+            f"optimizer={optimizer!r}: expected fxshard.AdamW(...) or fxshard.Muon(...); a torch.optim optimizer is "
+            "made from model.parameters() after compile"
+        )
+    splits = matrices(optimizer, model) if isinstance(optimizer, Muon) else {}
+    choices = {
+        "zero": zero,
+        "units": units,
+        "precision": precision,
+        "layout": layout,
+        "reduction": reduction,
+        "memory_budget": memory_budget,
+        "hardware": hardware,
+        "experts": experts,
+        "passes": passes,
+        "lowering": lowering,
+        "cuda_graphs": cuda_graphs,
+        "debug": debug,
+    }
+    sharding = take_apart(
+        model, choices, mesh=mesh, groups=groups, matrices=splits, own_optimizer=optimizer is not None, init=init
+    )
+    sharded = ShardedModule(model, sharding, backend_of(sharding))
+    if isinstance(optimizer, AdamW):
+        sharded._optimizer = ShardedAdamW(sharding.engine, optimizer)
+    elif isinstance(optimizer, Muon):
+        from fxshard.optim.muon import ShardedMuon  # with kernels, which take a while to import
+
+        sharded._optimizer = ShardedMuon(sharding.engine, optimizer, splits)
+    return sharded

@@ -1,0 +1,152 @@
+"""The ``torch.compile`` backend: ``capture → partition → schedule → lower → bind``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard._torch import private
+from fxshard._torch.errors import CaptureError, ConfigError
+from fxshard.frontend.compiled import CompiledGraphs
+from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
+from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step
+from fxshard.frontend.variants import Variants
+from fxshard.lowering.programs import bind, lower
+from fxshard.passes.options import Options
+from fxshard.passes.pipeline import before_autograd
+from fxshard.passes.scheduling import schedule
+from fxshard.passes.stages import Scheduled
+from fxshard.runtime.agreement import COMMUNICATION
+from fxshard.schedule.events import Phase
+from fxshard.schedule.observe import Observer, observer
+from fxshard.schedule.params import ParamRef
+from fxshard.schedule.schedule import Schedule
+
+
+def fxshard_backend(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="fxshard")``. A model that ``fxshard.shard`` took apart runs sharded."""
+    shardings = {id(found[0]): found[0] for found in map(sharding_of, graph_inputs(graph)) if found is not None}
+    if len(shardings) > 1:
+        raise ConfigError("one graph uses parameters of two sharded models; shard them together or compile them apart")
+    if shardings:
+        (sharding,) = shardings.values()
+        if options:
+            raise ConfigError(
+                "this model was sharded with its options; give them to fxshard.shard, not to torch.compile"
+            )
+        return backend_of(sharding)(graph, example_inputs)
+    return Backend(unsharded(Options.from_dict(options), _device(example_inputs)))(graph, example_inputs)
+
+
+class Backend:
+    """Compiles every graph that Dynamo captures for one sharded model, and keeps what it emitted."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self.scheduled: dict[Phase, Scheduled] = {}
+        """What the graph of each phase was scheduled with, the latest."""
+        self.schedules: dict[str, Schedule] = {}
+        self.emitted: list[Schedule] = []
+        self.captures = 0
+        self.layers_folded = 0
+        """Layers that did not go through autograd, being like those that did."""
+        self.compiled = CompiledGraphs()
+        self.used: set[ParamRef] = set()
+        """Parameters that some graph uses."""
+        self.breaks: list[str] = []
+        """Where and why graphs ended before the model did."""
+        self.allows_breaks = False
+        self.one_graph = False
+        """Whether Dynamo captures the whole model at once, so that a graph always gets the same parameters."""
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The scheduled graphs by phase."""
+        return {phase.value: scheduled.graphs[phase] for phase, scheduled in self.scheduled.items()}
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        run = self._compile_captured(graph, example_inputs)
+        return self.compiled.add(run) if self.sharding.plans else run  # without parameters there is nothing to let go
+
+    def _compile_captured(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.captures += 1
+        broken = private.graph_break(graph)
+        if broken is not None:
+            self._note_break(broken)
+        watching = observer()
+        if watching is not None:
+            watching.say("Dynamo gave %d nodes", len(graph.graph.nodes))
+        refs = [self._ref(value) for value in graph_inputs(graph)]
+        plan = self.sharding.plan(one_graph=self.one_graph)
+        graph = before_autograd(graph, plan.context(Phase.FORWARD, watching))
+        if self.one_graph or not any(refs):
+            return self.compile(graph, refs, example_inputs, watching)
+        again = duplicate(graph)  # before AOTAutograd has worked on it
+
+        def another(args: Sequence[Any]) -> Callable[..., Any]:
+            return self.compile(duplicate(again), [self._ref(value) for value in args], args, observer())
+
+        first = self.compile(graph, refs, example_inputs, watching)
+        return Variants(first, tuple(refs), self._ref, another)
+
+    def compile(
+        self,
+        graph: fx.GraphModule,
+        refs: Sequence[ParamRef | None],
+        inputs: Sequence[Any],
+        watching: Observer | None = None,
+    ) -> Callable[..., Any]:
+        """The whole way of one captured graph."""
+        sharding = self.sharding
+        self.used.update(ref for ref in refs if ref is not None)
+        plan = sharding.plan(one_graph=self.one_graph)
+        with partitioned_step(graph, refs, inputs, plan, watching) as step:
+            scheduled = schedule(step.partitioned, plan, watching)
+            self._publish(scheduled)
+            lowered = lower(scheduled, plan, sharding.compiler, sharding.engine.device, watching)
+
+            def agree() -> None:
+                # Before the first run, not while compiling: collectives under a compiler's modes can deadlock.
+                sharding.agreement.check(COMMUNICATION, scheduled.schedule.communication())
+
+            return step.callable(scheduled, bind(lowered, sharding.engine, agree))
+
+    def _publish(self, scheduled: Scheduled) -> None:
+        """Show what was scheduled as the model's."""
+        self.schedules.update(scheduled.schedules)
+        self.emitted.append(scheduled.schedule)
+        self.scheduled.update(dict.fromkeys(scheduled.graphs, scheduled))
+        self.layers_folded += scheduled.layers_folded
+
+    def _note_break(self, broken: str) -> None:
+        if self.sharding.plans and not self.allows_breaks:
+            raise CaptureError(
+                f"the graph breaks at {broken}\n"
+                "Code between graphs would find parameters without memory: mend the break, or make the model "
+                "with fxshard.compile(..., fullgraph=False), which unshards them for it"
+            )
+        if broken not in self.breaks:
+            self.breaks.append(broken)
+
+    def _ref(self, value: object) -> ParamRef | None:
+        found = sharding_of(value)
+        return found[1] if found is not None and found[0] is self.sharding else None
+
+
+def backend_of(sharding: Sharding) -> Backend:
+    """The one backend of a sharded model, however ``torch.compile`` is reached: it has the schedule and the graphs."""
+    if not isinstance(sharding.backend, Backend):
+        sharding.backend = Backend(sharding)
+    return sharding.backend
+
+
+def _device(example_inputs: Sequence[Any]) -> torch.device:
+    for value in example_inputs:
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            return value.device
+    return torch.device("cpu")

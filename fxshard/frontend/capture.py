@@ -1,0 +1,65 @@
+"""Capturing a model with ``torch.compile``, and saying in our words why it failed."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_map_only
+
+from fxshard._torch import private
+from fxshard._torch.errors import CaptureError, FxshardError, StateError
+
+
+def capture(
+    model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True, dynamic: bool | None = None
+) -> Callable[..., Any]:
+    """``model`` under ``torch.compile`` with a backend of its own.
+
+    Dynamo counts recompilations per code object, and two models of one class share their forward's. Each capture
+    therefore calls the model through code of its own: the ninth model of a class compiles like the first.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"{type(model).__name__}_{id(backend):x}")
+    own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    return torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
+
+
+def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that keeps nothing alive: Dynamo never lets go of one, and ours has a model's shards."""
+    reference = weakref.ref(backend)
+
+    def compile_for(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        living = reference()
+        if living is None:
+            raise StateError("the model that this graph belongs to does not exist any more; compile a new one")
+        return living(graph, example_inputs)
+
+    return compile_for
+
+
+def explained(error: BaseException, model: nn.Module) -> FxshardError:
+    """Our own error inside one of Dynamo's, or Dynamo's with what to do about it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, FxshardError):
+        cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+    return cause or CaptureError(
+        f"torch.compile could not capture {type(model).__name__}.forward as one graph:\n{error}\n"
+        "Move what cannot be traced (printing, .item(), data-dependent Python) out of forward, or allow several graphs "
+        "with fxshard.compile(..., fullgraph=False)."
+    )
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of a tree in another dtype, everything else as it is."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+FAILURES = private.capture_failures()

@@ -1,0 +1,321 @@
+"""``ShardedModule``: what ``fxshard.compile`` returns, a module with the names of the one it was made from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from fxshard._torch import private
+from fxshard._torch.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
+from fxshard.frontend import state
+from fxshard.frontend.backend import Backend
+from fxshard.frontend.capture import FAILURES, cast_floats, explained
+from fxshard.frontend.mirror import mirror, refresh_buffers
+from fxshard.frontend.report import Compilations, Report
+from fxshard.frontend.sharding import Sharding
+from fxshard.runtime.agreement import COMMUNICATION
+from fxshard.runtime.eager_reads import EagerReads
+from fxshard.runtime.hollow import is_hollow
+from fxshard.runtime.norms import clip_gradients
+from fxshard.runtime.recorder import Recorder
+from fxshard.runtime.unreduced import refuse_unreduced
+from fxshard.schedule.events import Phase
+from fxshard.schedule.profile import Profile, structure
+from fxshard.schedule.schedule import Schedule
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters are sharded: same names, same forward, this rank's part of the memory.
+
+    ``parameters()`` gives sharded tensors (``DTensor`` where there is a process group) that any ``torch.optim`` class
+    and ``clip_grad_norm_`` take. ``model.layers[0].weight`` works as before.
+    """
+
+    _inner: nn.Module
+    _compiled: Callable[..., Any] | None
+    _compile: Callable[[], Callable[..., Any]]
+
+    def __init__(self, inner: nn.Module, sharding: Sharding, backend: Backend) -> None:
+        super().__init__()
+        # Not registered as a submodule: its parameters are hollow and have no place in parameters() or state_dict().
+        object.__setattr__(self, "_inner", inner)
+        object.__setattr__(self, "_compiled", None)
+        self._sharding = sharding
+        self._backend = backend
+        backend.compiled.live_as_long_as(self)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._reads: EagerReads | None = None
+        by_name = {name: parameter for _, name, parameter in state.places(sharding.buckets)}
+        by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
+        mirror(inner, self, by_identity)
+        self.training = inner.training
+
+    def bind(self, compile: Callable[[], Callable[..., Any]], *, fullgraph: bool = True) -> None:
+        """Run what ``compile`` gives from now on, and ask it again to reschedule; ``fxshard.compile`` calls this."""
+        self._backend.one_graph, self._backend.allows_breaks = fullgraph, not fullgraph
+        if not fullgraph:
+            self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places())
+        object.__setattr__(self, "_compile", compile)
+        object.__setattr__(self, "_compiled", compile())  # an nn.Module too, and no submodule of ours
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        precision = self._sharding.precision
+        if precision is not None and precision.param is not None and precision.cast_inputs:
+            args, kwargs = cast_floats((args, kwargs), precision.param)
+        if torch.compiler.is_compiling():  # torch.compile(model, backend="fxshard") traces through here
+            # Code between graphs, or ahead of the first one, would find parameters without memory.
+            return private.call_unbroken(self._inner, *args, **kwargs)
+        self._check_trainable()
+        if self._compiled is None:
+            raise StateError(
+                "this model is sharded but not compiled, and its parameters are not in memory: "
+                'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
+            )
+        try:
+            with self._reads or contextlib.nullcontext():
+                result = self._compiled(*args, **kwargs)
+        except FAILURES as error:
+            raise self._failed(explained(error, self._inner)) from error
+        except FxshardError as error:
+            raise self._failed(error) from None
+        except RuntimeError as error:
+            if "storage of size 0" in str(error):
+                raise StateError(_RETURNS_PARAMETER) from error
+            raise
+        if any(is_hollow(leaf) for leaf in tree_leaves(result)):
+            raise StateError(_RETURNS_PARAMETER)
+        return result
+
+    def _failed(self, error: FxshardError) -> FxshardError:
+        """Until the ranks have agreed on a schedule, each waits for the others there: tell them not to."""
+        told_already = isinstance(error, (PeerError, RankDivergenceError))
+        if not told_already and not self._sharding.agreement.settled(COMMUNICATION):
+            self._sharding.agreement.fail(error)
+        return error
+
+    def _check_trainable(self) -> None:
+        for bucket, name, parameter in state.places(self._sharding.buckets):
+            if parameter.requires_grad != bucket.plan.trainable:
+                raise StateError(
+                    f"{name!r} was {'trained' if bucket.plan.trainable else 'frozen'} when the model was sharded; "
+                    "set requires_grad on the plain model, before fxshard.compile"
+                )
+
+    def train(self, mode: bool = True) -> ShardedModule:
+        self._inner.train(mode)
+        return super().train(mode)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer given to ``fxshard.compile``."""
+        if self._optimizer is None:
+            raise StateError(
+                "no optimizer was given: pass optimizer=fxshard.AdamW(...), or use torch.optim with model.parameters()"
+            )
+        return self._optimizer
+
+    @contextlib.contextmanager
+    def profile(self, steps: int = 3) -> Iterator[Profile]:
+        """Record how long compute and collectives of the first ``steps`` steps inside the block take. Collective.
+
+        The steps are real ones with the same results; they are slower, because nothing overlaps while it is timed. The
+        profile is filled when the block ends, with the same figures on every rank.
+
+        >>> with model.profile(steps=3) as profile:
+        ...     for x, y in batches:
+        ...         train(model, x, y)
+        >>> model.reschedule(profile)
+        """
+        engine = self._sharding.engine
+        if engine.recorder is not None:
+            raise StateError("this model is being profiled already")
+        if steps < 1:
+            raise ConfigError(f"profile(steps={steps}): expected at least one step")
+        profile, options = Profile(), engine.frame.options
+        recorder = engine.recorder = Recorder(engine.device, steps)
+        engine.frame.options = replace(options, debug=replace(options.debug, overlap=False))
+        try:
+            yield profile
+        finally:
+            engine.recorder, engine.frame.options = None, options
+        recorder.close()
+        events = self.schedule.events
+        phases = {
+            phase: [event for event in events if event.phase is phase] for phase in (Phase.FORWARD, Phase.BACKWARD)
+        }
+        shared = self._sharding.agreement.share(recorder.samples)
+        filled = Profile.from_samples(shared, {str(phase): structure(own) for phase, own in phases.items() if own})
+        profile.seconds.update(filled.seconds)
+        profile.structure.update(filled.structure)
+
+    def reschedule(self, profile: Profile | None) -> None:
+        """Order gathers by recorded durations from the next call on, or by estimates again (None).
+
+        The next call captures the model again; what was compiled is used again. No result changes. All ranks must
+        call this with the same profile.
+        """
+        if self._compiled is None:
+            raise StateError("only a model from fxshard.compile can be rescheduled: this one is sharded, not compiled")
+        if profile is not None and not profile.seconds:
+            raise ConfigError("the profile is empty: run at least one training step inside model.profile()")
+        self._sharding.profile = profile
+        self._backend.compiled.empty()
+        object.__setattr__(self, "_compiled", self._compile())
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Schedule:
+        """The emitted communication schedule; it exists once the model has been called."""
+        schedules = self._backend.schedules
+        if not schedules:
+            raise StateError("there is no schedule yet: it is made when the model is called for the first time")
+        return schedules.get("train") or schedules["eval"]
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """All emitted schedules: ``train``, ``eval``, and ``accumulate`` for micro-batches inside ``no_sync``."""
+        return dict(self._backend.schedules)
+
+    @property
+    def emitted(self) -> tuple[Schedule, ...]:
+        """Every schedule emitted so far, in order of capture: one per graph, input shape and mode."""
+        return tuple(self._backend.emitted)
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The rewritten graphs by phase: ``print(model.graphs["forward"].graph)``, likewise backward and eval."""
+        return self._backend.graphs
+
+    @property
+    def report(self) -> Report:
+        """What was captured, compiled and read so far; ``print(model.report)``."""
+        compiler, backend = self._sharding.compiler, self._backend
+        reads = dict(self._reads.places) if self._reads is not None else {}
+        used = {self._sharding.plans[ref.bucket].params[ref.position] for ref in backend.used}
+        names = [name for _, name, _ in state.places(self._sharding.buckets)]
+        replays = self._sharding.engine.replays
+        return Report(
+            Compilations(compiler.segments, compiler.compilations, backend.captures, backend.layers_folded),
+            tuple(backend.breaks),
+            reads,
+            [name for name in names if name not in used and name not in reads],
+            replays.report() if replays is not None else None,
+        )
+
+    @property
+    def zero(self) -> int:
+        return self._sharding.zero
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        refresh_buffers(self._inner, self)
+        return super().named_buffers(*args, **kwargs)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
+        """Sharded parameters and buffers under the plain model's keys; ``torch.save`` takes them."""
+        refresh_buffers(self._inner, self)
+        found = super().state_dict(*args, keep_vars=True, **kwargs)
+        if keep_vars:
+            return found
+        place = state.place_of(self._sharding.buckets)
+        for key, value in found.items():
+            bucket, name = place.get(id(value), (None, ""))
+            found[key] = value.detach() if bucket is None else bucket.hand_out(name)
+        return found
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
+        return state.whole(self.state_dict(keep_vars=True), self._sharding.buckets)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a plain (full) or a sharded state dict. Everything is checked before anything is changed."""
+        if assign:
+            raise ConfigError(
+                "load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign"
+            )
+        own = self.state_dict(keep_vars=True)
+        missing, unexpected = state.load(own, state_dict, self._sharding.buckets, strict=strict)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def parameters_changed(self) -> None:
+        """Say that parameters were written in a way that torch does not count. To be called on every rank.
+
+        What is kept unsharded, or was gathered ahead of the next forward, is then gathered again. Operations on the
+        parameters themselves, ``load_state_dict``, ``fxshard.load`` and optimizers are seen without it; writes through
+        ``parameter.data``, by ``torch._foreach`` functions, or by a kernel of one's own are not.
+
+        >>> with torch.no_grad():
+        ...     torch._foreach_clamp_max_(list(model.parameters()), 1.0)
+        >>> model.parameters_changed()
+        """
+        for bucket in self._sharding.buckets:
+            bucket.changed()
+
+    def bytes_at_rest(self) -> dict[str, int]:
+        """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state."""
+        return state.bytes_at_rest(self._sharding.buckets, self._optimizer)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward calls in here keep full-size local gradients; the next one outside reduces them with its own.
+
+        >>> with model.no_sync():
+        ...     for x, y in micro_batches[:-1]:
+        ...         model(x, y).backward()
+        >>> model(*micro_batches[-1]).backward()
+        >>> model.optimizer.step()
+        """
+        engine = self._sharding.engine
+        before, engine.gradients.synchronises = engine.gradients.synchronises, False
+        try:
+            yield
+        finally:
+            engine.gradients.synchronises = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, those that ``no_sync`` kept included."""
+        super().zero_grad(set_to_none)
+        for bucket in self._sharding.buckets:
+            bucket.release_gradient()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective."""
+        sharding = self._sharding
+        refuse_unreduced(sharding.buckets, "clip_grad_norm_()")
+        device = sharding.buckets[0].device
+        return clip_gradients(sharding.buckets, sharding.channels, device, max_norm, norm_type)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
+        raise StateError(
+            "a sharded model cannot be moved or cast: move or cast the plain model before fxshard.compile, "
+            "or choose the compute dtype with precision=fxshard.Precision(...)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "a sharded model cannot be copied or pickled, its parameters are spread over ranks: take "
+            "full_state_dict(), or fxshard.save for a checkpoint"
+        )
+
+    def _get_name(self) -> str:
+        return f"ShardedModule[{type(self._inner).__name__}]"
+
+
+_RETURNS_PARAMETER = (
+    "the model returned one of its parameters, or a view of one, but between calls parameters are not in memory; "
+    "return a copy that is computed inside forward, for example weight.clone()"
+)

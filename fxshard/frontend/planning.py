@@ -1,0 +1,197 @@
+"""``fxshard.plan``: the schedule of a model for any number of ranks, from shapes alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_map_only
+
+from fxshard._torch import private
+from fxshard._torch.errors import ConfigError, StateError
+from fxshard.frontend.capture import FAILURES, capture, cast_floats, explained
+from fxshard.frontend.groups import planned_domains
+from fxshard.frontend.module import ShardedModule
+from fxshard.frontend.sharding import plan_model, sharding_of
+from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step
+from fxshard.optim.config import AdamW, Muon
+from fxshard.optim.muon_rule import matrices
+from fxshard.passes.options import Debug, Options
+from fxshard.passes.pass_list import PassList
+from fxshard.passes.pipeline import before_autograd
+from fxshard.passes.scheduling import schedule
+from fxshard.passes.sharding_plan import ShardingPlan
+from fxshard.passes.stages import Partitioned
+from fxshard.plan.choice import LayoutKind
+from fxshard.plan.domain import Reduction, data_parallel
+from fxshard.plan.hardware import Hardware
+from fxshard.plan.hardware import hardware as known
+from fxshard.plan.precision import Precision
+from fxshard.plan.units import UnitPatterns
+from fxshard.runtime.hollow import hollow_like
+from fxshard.schedule.events import Phase
+from fxshard.schedule.observe import Observer, observer
+from fxshard.schedule.params import ParamRef
+from fxshard.schedule.profile import Profile
+from fxshard.schedule.schedule import Schedule
+
+STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
+"""What planning does, in order. Each takes a good part of the time."""
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    *,
+    world_size: int,
+    shard_size: int | None = None,
+    hardware: str | Hardware = "h200",
+    zero: int = 3,
+    units: UnitPatterns | None = None,
+    optimizer: AdamW | Muon | None = None,
+    precision: Precision | None = None,
+    layout: LayoutKind = "auto",
+    reduction: Reduction = "mean",
+    groups: Mapping[str, int] | None = None,
+    memory_budget: int | str | None = None,
+    experts: str = "auto",
+    passes: PassList | None = None,
+    lowering: str = "inductor",
+    debug: Debug = Debug(),  # noqa: B008
+    profile: Profile | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Schedule:
+    """The schedule that ``fxshard.compile`` would emit on ``world_size`` ranks: no process group, no GPU, no weights.
+
+    The model and the inputs may be on the meta device. Nothing of them is changed. ``shard_size``: over how many ranks
+    parameters are sharded; each shard then has ``world_size / shard_size`` replicas (HSDP). Default: over all.
+    ``groups``: of parameters that match a pattern, the number of ranks that hold the same. A ``profile`` of a run
+    replaces estimated durations. ``progress`` is called with the name of each of ``STAGES`` when it begins.
+
+    >>> with torch.device("meta"):
+    ...     model = Transformer(config)
+    >>> tokens = torch.empty(1, 4096, dtype=torch.int64, device="meta")
+    >>> schedule = fxshard.plan(model, (tokens, tokens), world_size=1024, hardware="h200", memory_budget="60GiB")
+    >>> print(schedule, schedule.simulate("h200").step_seconds)
+    """
+    _check_capturable(model)
+    shards = _shards(world_size, shard_size)
+    options = Options(
+        zero=zero,
+        units=units,
+        precision=precision,
+        layout=layout,
+        reduction=reduction,
+        memory_budget=memory_budget,
+        hardware=hardware,
+        experts=experts,
+        passes=passes,
+        lowering=lowering,
+        debug=debug,
+    )
+    if experts != "off":  # the plan is for another machine; which kernel computes experts is no part of it
+        options = replace(options, experts="torch")
+    machine = known(hardware)
+    domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
+    chosen = matrices(optimizer, model) if isinstance(optimizer, Muon) else ()
+    sharding = ShardingPlan(
+        plan_model(model, [domain, *planned_domains(groups, domain)], options, chosen),
+        options,
+        group=domain.group(world_size) if domain.device else "none",
+        ranks=world_size,
+        hardware=machine,
+        profile=profile,
+        own_optimizer=optimizer is not None,
+        one_graph=True,
+        planned_experts=experts,
+    )
+    report = progress or (lambda stage: None)
+    watching = observer()
+    partitioned = partition_model(model, example_inputs, sharding, watching, report)
+    report("scheduling")
+    return schedule(partitioned, sharding, watching).schedule
+
+
+def _check_capturable(model: nn.Module) -> None:
+    if isinstance(model, ShardedModule) or any(sharding_of(parameter) for parameter in model.parameters()):
+        raise StateError(
+            "this model is compiled or sharded already, and its parameters hold no values to plan with: plan the plain "
+            "module before fxshard.compile, or another one, on the meta device if it is large"
+        )
+    if torch.get_default_device().type == "meta":
+        raise ConfigError(
+            'fxshard.plan was called below `with torch.device("meta")`, which reaches into the capture: make model and '
+            "inputs there, and plan after that block"
+        )
+
+
+def _shards(world_size: int, shard_size: int | None) -> int:
+    """Over how many ranks parameters are sharded."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
+    shards = world_size if shard_size is None else shard_size
+    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1 or world_size % shards:
+        raise ConfigError(f"shard_size={shard_size!r}: expected a number of ranks that divides world_size={world_size}")
+    return shards
+
+
+def partition_model(
+    model: nn.Module,
+    inputs: Any,
+    plan: ShardingPlan,
+    watching: Observer | None = None,
+    report: Callable[[str], None] = lambda stage: None,
+) -> Partitioned:
+    """Capture a hollow copy of a model and partition it; nothing runs."""
+    precision = plan.options.precision
+    hollow = _hollow_copy(model, precision)
+    parameters = dict(hollow.named_parameters())
+    refs = {
+        id(parameters[name]): ParamRef(bucket.index, position)
+        for bucket in plan.buckets
+        for position, name in enumerate(bucket.params)
+    }
+    found: list[Partitioned] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        own = [refs.get(id(value)) for value in graph_inputs(graph)]
+        graph = before_autograd(graph, plan.context(Phase.FORWARD, watching))
+        results = outputs_without_values(graph)
+        with partitioned_step(graph, own, example_inputs, plan, watching, report) as step:
+            found.append(step.partitioned)
+        return lambda *args: results
+
+    values = tree_map_only(torch.Tensor, _real, inputs)
+    if precision is not None and precision.param is not None and precision.cast_inputs:
+        values = cast_floats(values, precision.param)
+    args, kwargs = ((), dict(values)) if isinstance(values, Mapping) else (tuple(values), {})
+    report("capturing")
+    try:
+        with private.lazy_graph_modules():
+            capture(hollow, backend, dynamic=False)(*args, **kwargs)
+    except FAILURES as error:
+        raise explained(error, hollow) from error
+    return found[-1]
+
+
+def _hollow_copy(model: nn.Module, precision: Precision | None) -> nn.Module:
+    """A copy of the model whose parameters have shapes and dtypes but no memory, on the CPU."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        dtype = parameter.dtype
+        if precision is not None and precision.param is not None and dtype.is_floating_point:
+            dtype = precision.param
+        hollow = nn.Parameter(hollow_like(parameter, dtype, torch.device("cpu")), parameter.requires_grad)
+        memo[id(parameter)] = hollow
+    for buffer in model.buffers():
+        memo[id(buffer)] = _real(buffer)
+    return copy.deepcopy(model, memo)
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    """Inputs and buffers are small and may be looked at while tracing: zeros where there is nothing on meta."""
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value.detach().cpu()

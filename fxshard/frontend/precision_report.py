@@ -1,0 +1,75 @@
+"""What runs in MXFP8, how it travels, and how products are computed: for people to read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fxshard._torch.errors import StateError
+from fxshard.kernels.mxfp8_products import grouped_path, path
+from fxshard.plan.gather_modes import Gather
+from fxshard.plan.mxfp8_policy import MXFP8, choose_linears
+
+
+@dataclass(frozen=True)
+class Report:
+    """``print`` it."""
+
+    path: str
+    """How products are computed on this machine."""
+    grouped: str
+    """How those of experts are; empty if no stack of weights is chosen."""
+    quantizer: str
+    weights: tuple[str, ...]
+    gathers: dict[str, int]
+    """How many weights travel in which way."""
+    left_out: dict[str, str]
+    """Linears and experts in bf16, with the reason."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"MXFP8: {len(self.weights)} weights, {len(self.left_out)} linears left in bf16",
+            f"  products   {self.path}",
+            *([f"  experts    {self.grouped}"] if self.grouped else []),
+            f"  quantizer  {self.quantizer}",
+        ]
+        lines += [f"  gather     {how}: {count} weights" for how, count in self.gathers.items()]
+        lines += [f"  in bf16    {name}: {why}" for name, why in self.left_out.items()]
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """What a model that was compiled with ``fxshard.MXFP8`` does.
+
+    >>> print(report(model))
+    """
+    from fxshard.frontend.module import ShardedModule
+    from fxshard.kernels.quantize import runs_on
+
+    if not isinstance(model, ShardedModule) or not isinstance(model._sharding.precision, MXFP8):
+        raise StateError("this model was not compiled with precision=fxshard.MXFP8(...): nothing in it is quantized")
+    sharding = model._sharding
+    device = sharding.buckets[0].device if sharding.buckets else torch.device("cpu")
+    plans = [plan for plan in sharding.plans if plan.quantized]
+    stacks = any(len(slot.spec.shape) == 3 for plan in plans for slot in plan.layout.slots)
+    return Report(
+        path=path(device),
+        grouped=grouped_path(device) if stacks else "",
+        quantizer="Triton, both copies in one pass" if runs_on(device) else "torch",
+        weights=tuple(name for plan in plans for name in plan.params),
+        gathers=dict(Counter(_how(plan.gather, plan.layout.ranks) for plan in plans for _ in plan.params)),
+        left_out=choose_linears(model._inner, sharding.precision).left_out,
+    )
+
+
+def _how(gather: Gather, ranks: int) -> str:
+    if gather is Gather.STAGED and ranks == 1:
+        return "nothing travels, this rank quantizes its own"
+    return {
+        Gather.OFF: "off: bf16 travels and is quantized where it is used",
+        Gather.STAGED: "staged: bf16 travels and is quantized once on every rank",
+        Gather.DIRECT: "direct: quantized copies travel, rowwise in forward and columnwise in backward",
+    }[gather]

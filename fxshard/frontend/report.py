@@ -1,0 +1,54 @@
+"""``model.report``: what was captured, compiled and read, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxshard.runtime.replay import Captures
+
+
+@dataclass(frozen=True)
+class Compilations:
+    """How much was compiled."""
+
+    segments: int
+    """Stretches of compute between events."""
+    compiled: int
+    """Distinct ones among them, which were compiled."""
+    captures: int
+    """Graphs that Dynamo captured; grows when another input shape or mode is met."""
+    layers_folded: int = 0
+    """Layers that were not traced through autograd, because they are like those that were."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a compiled model.
+
+    >>> print(model.report)
+    """
+
+    compilations: Compilations
+    graph_breaks: tuple[str, ...]
+    """Where and why graphs ended before ``forward`` did; only with ``fullgraph=False``."""
+    eager_reads: dict[str, str]
+    """Parameters that code between graphs read, and the file and line that did; only with ``fullgraph=False``."""
+    unused_parameters: list[str]
+    """Parameters that no graph uses and no code between graphs read so far: they get zero or no gradients."""
+    cuda_graphs: Captures | None
+    """How often programs were captured, replayed, or ran through and why; None without ``cuda_graphs=True``."""
+
+    def __str__(self) -> str:
+        made = self.compilations
+        lines = [
+            f"{made.captures} graphs captured, {made.segments} segments, {made.compiled} of them compiled, "
+            f"{made.layers_folded} layers not traced because they repeat others"
+        ]
+        lines += [f"graph break: {broken}" for broken in self.graph_breaks]
+        lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]
+        lines += [f"not used: {name}" for name in self.unused_parameters]
+        if self.cuda_graphs is not None:
+            captures = self.cuda_graphs
+            lines.append(f"CUDA graphs: {captures.captured} captured, {captures.replayed} replayed")
+            lines += [f"ran through {times} times: {why}" for why, times in captures.run_through.items()]
+        return "\n".join(lines)

@@ -1,0 +1,350 @@
+"""A model whose parameters have been taken apart: what planning decided and what this rank holds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fxshard._torch.errors import ConfigError, FxshardError, StateError
+from fxshard._torch.log import LOG
+from fxshard.frontend.groups import Groups, check_patterns, domain_by_name, meshes_of
+from fxshard.frontend.materialise import Init, check_initialisable, is_meta, materialise
+from fxshard.lowering.segments import SegmentCompiler
+from fxshard.passes.options import Options
+from fxshard.passes.sharding_plan import ShardingPlan
+from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.domain import Domain, Reduction, data_parallel
+from fxshard.plan.hardware import Hardware, hardware
+from fxshard.plan.precision import Precision
+from fxshard.plan.units import find_units
+from fxshard.runtime.agreement import PARAMETERS, Agreement
+from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.channels import Channels, connect, domain_ranks, shape_of
+from fxshard.runtime.engine import Engine
+from fxshard.runtime.hollow import hollow_like
+from fxshard.runtime.replay import check_capturable
+from fxshard.schedule.params import ParamRef
+from fxshard.schedule.profile import Profile
+
+_SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Hollow parameter → (its sharding, its place). This is how the backend recognises a parameter among graph inputs."""
+
+
+@dataclass(eq=False)
+class Sharding:
+    """Everything that belongs to one sharded model on this rank."""
+
+    plans: tuple[BucketPlan, ...]
+    buckets: list[Bucket]
+    engine: Engine
+    agreement: Agreement
+    compiler: SegmentCompiler
+    options: Options
+    mesh: DeviceMesh | None = None
+    group_name: str = "none"
+    hollow: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    channels: Channels = field(default_factory=lambda: Channels(Domain()))
+    """The process groups of the model's own ranks."""
+    ranks: int = 1
+    own_optimizer: bool = False
+    """Whether one of fxshard's optimizers updates the model, which is known before the first program is scheduled."""
+    hardware: Hardware | None = None
+    profile: Profile | None = None
+    """Recorded durations that replace estimates."""
+    backend: object | None = None
+    """The one backend that compiles this model, however ``torch.compile`` is reached."""
+
+    @property
+    def precision(self) -> Precision | None:
+        return self.options.precision
+
+    @property
+    def zero(self) -> int:
+        return self.options.zero
+
+    def plan(self, *, one_graph: bool) -> ShardingPlan:
+        """What scheduling a graph of this model depends on."""
+        return ShardingPlan(
+            self.plans,
+            self.options,
+            self.group_name,
+            self.ranks,
+            self.hardware,
+            self.profile,
+            self.own_optimizer,
+            one_graph,
+        )
+
+    def hollow_places(self) -> dict[tuple[int, int], nn.Parameter]:
+        """The hollow parameters by (bucket, position)."""
+        return {(plan.index, i): self.hollow[name] for plan in self.plans for i, name in enumerate(plan.params)}
+
+
+def sharding_of(value: object) -> tuple[Sharding, ParamRef] | None:
+    """The sharding that a graph input belongs to, if it is a sharded parameter."""
+    sharding, ref = _SHARDED.get(value, (None, None)) if isinstance(value, torch.Tensor) else (None, None)
+    alive = sharding() if sharding is not None else None
+    return (alive, ref) if alive is not None and ref is not None else None
+
+
+def register(hollow: nn.Parameter, sharding: Sharding, ref: ParamRef) -> None:
+    """From now on a graph input that is ``hollow`` stands for this place in this sharding, as long as that lives."""
+    _SHARDED[hollow] = (weakref.ref(sharding), ref)
+
+
+def unsharded(options: Options, device: torch.device) -> Sharding:
+    """The sharding of a model that is not sharded: nothing to gather, everything still lowered the same way."""
+    check_capturable(options, device)
+    options = replace(options, zero=0, precision=None)
+    return Sharding((), [], Engine([], device, options), Agreement(None), SegmentCompiler(options.lowering), options)
+
+
+def take_apart(
+    model: nn.Module,
+    choices: Mapping[str, Any],
+    *,
+    mesh: DeviceMesh | None = None,
+    groups: Groups | None = None,
+    matrices: Collection[str] = (),
+    own_optimizer: bool = False,
+    init: Init | None = None,
+) -> Sharding:
+    """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets.
+
+    ``choices`` become :class:`Options` here, so that all ranks are told what is wrong with those of one.
+    """
+    mesh = _resolve_mesh(model, mesh)
+    agreement = Agreement(domain_ranks(mesh))
+    try:
+        options = Options(**choices)
+        device = _check(model, mesh=mesh)
+        check_capturable(options, device)
+        check_initialisable(model, init)
+        domain = _domain(mesh, options.reduction)
+        others = meshes_of(groups, mesh, domain)
+        domain_of = domain_by_name([other for other, _ in others.values()], domain)
+        estimated_for = machine(options, device)
+        plans = plan_model(model, [domain, *(other for other, _ in others.values())], options, matrices)
+    except FxshardError as error:
+        agreement.fail(error)
+    agreement.check(PARAMETERS, [_line(plan) for plan in plans])
+
+    channels = {
+        chosen: connect(chosen, where, [plan for plan in plans if plan.domain == chosen])
+        for chosen, where in [(domain, mesh), *others.values()]
+    }
+    buckets, hollow = _fill(model, plans, channels, device, init)
+    for name, buffer in model.named_buffers():
+        channels[domain_of(name)].broadcast(buffer)
+    sharding = Sharding(
+        plans,
+        buckets,
+        Engine(buckets, device, options),
+        agreement,
+        SegmentCompiler(options.lowering),
+        options,
+        mesh,
+        group_name=domain.group(domain.ranks) if domain.device else "none",
+        hollow=hollow,
+        channels=channels[domain],
+        ranks=domain.ranks,
+        own_optimizer=own_optimizer,
+        hardware=estimated_for,
+    )
+    for (bucket, position), parameter in sharding.hollow_places().items():
+        register(parameter, sharding, ParamRef(bucket, position))
+    return sharding
+
+
+def plan_model(
+    model: nn.Module, domains: Sequence[Domain], options: Options, matrices: Collection[str] = ()
+) -> tuple[BucketPlan, ...]:
+    """The buckets of a model. ``domains``: its own ranks, then those of parameters that live on others.
+
+    ``matrices``: the parameters that Muon updates.
+    """
+    own, *others = domains
+    domain_of = domain_by_name(others, own)
+    check_patterns(others, [name for name, _ in model.named_parameters()], domain_of)
+    return plan_buckets(
+        model,
+        find_units(model, options.units),
+        zero=options.zero,
+        ranks=own.shards,
+        precision=options.precision,
+        layout=options.layout,
+        domain_of=domain_of,
+        matrices=matrices,
+    )
+
+
+def _fill(
+    model: nn.Module,
+    plans: tuple[BucketPlan, ...],
+    channels: Mapping[Domain, Channels],
+    device: torch.device,
+    init: Init | None,
+) -> tuple[list[Bucket], dict[str, nn.Parameter]]:
+    """Move the model's parameters into buckets; returns these and what is left of the parameters."""
+    if is_meta(model):
+        buckets = [Bucket(plan, channels[plan.domain], device) for plan in plans]
+        return buckets, _make_real(model, buckets, device, init)
+    originals = dict(model.named_parameters())
+    buckets = []
+    for plan in plans:
+        bucket = Bucket(plan, channels[plan.domain], device)
+        _move_in(bucket, originals)
+        buckets.append(bucket)
+    return buckets, originals
+
+
+def _domain(mesh: DeviceMesh | None, reduction: Reduction) -> Domain:
+    """The model's own ranks: of two mesh dimensions the first replicates and the second shards."""
+    if mesh is None:
+        return data_parallel(1, 1, reduction, "")
+    shards, replicas, stride = shape_of(mesh)
+    return data_parallel(shards, replicas, reduction, mesh.device_type, stride)
+
+
+def machine(options: Options, device: torch.device) -> Hardware:
+    """The machine that durations are estimated for: the one asked for, or the one the model is on."""
+    if options.hardware is not None:
+        return hardware(options.hardware)
+    if device.type != "cuda":
+        return hardware("cpu")
+    name = torch.cuda.get_device_name(device)
+    known = next((each for each in KNOWN_GPUS if each in name.lower()), None)
+    if known is None:
+        LOG.warning(
+            "%s is none of the GPUs that fxshard has figures of (%s): durations are estimated for an H100. Results are "
+            "right, schedules may be slower than they could be; hardware= takes a name or a Hardware with your figures",
+            name,
+            ", ".join(KNOWN_GPUS),
+        )
+    return hardware(known or "h100")
+
+
+KNOWN_GPUS = ("gb200", "b200", "h200", "h100", "a100")
+
+
+def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter]) -> None:
+    """Take the bucket's parameters over from the model, one at a time, freeing each behind us.
+
+    The values of the first rank that holds them win: replicas must start equal, and ranks that were seeded differently
+    would otherwise train a model that is a patchwork of theirs.
+    """
+    bucket.make_params(originals)
+    for name in bucket.plan.params:
+        _take_over(bucket, name, originals[name])
+    _settle(bucket)
+
+
+def _make_real(
+    model: nn.Module,
+    buckets: list[Bucket],
+    device: torch.device,
+    init: Init | None,
+) -> dict[str, nn.Parameter]:
+    """Materialise a model on the meta device into buckets, module by module; returns its hollow parameters."""
+    home = {name: bucket for bucket in buckets for name in bucket.plan.params}
+    originals = dict(model.named_parameters())
+    for bucket in buckets:
+        bucket.make_params(originals)
+    try:
+        return materialise(model, device, init, lambda name, value: _take_over(home[name], name, value))
+    finally:
+        for bucket in buckets:
+            _settle(bucket)
+
+
+def _take_over(bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
+    value = parameter.detach().contiguous()
+    bucket.channels.broadcast(value)
+    bucket.load({name: value})
+    parameter.data = hollow_like(parameter, bucket.plan.param_dtype)
+
+
+def _settle(bucket: Bucket) -> None:
+    """Where nothing is ever gathered, the unsharded parameters follow the shard once."""
+    if bucket.full is not None and bucket.plan.layout.ranks == 1:
+        with torch.no_grad():
+            own = bucket.own_slice(bucket.full)
+            if own.data_ptr() != bucket.master.data_ptr():
+                own.copy_(bucket.master)
+
+
+def _resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    if mesh is not None:
+        return mesh
+    first = next(model.parameters(), None)
+    kind = "cuda" if first is not None and first.device.type == "cuda" else "cpu"
+    if first is not None and first.is_meta:
+        kind = _default_kind()
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+            return None
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _default_kind() -> str:
+    """Where a model on the meta device is made real if no mesh says it."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _check(model: nn.Module, *, mesh: DeviceMesh | None) -> torch.device:
+    """Refuse what cannot work, before anything is changed. Returns the device of the model."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    for name, parameter in parameters.items():
+        if sharding_of(parameter) is not None:
+            raise StateError(f"{type(model).__name__} is sharded already ({name!r} is hollow); compile a model once")
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"{name!r} is a DTensor with placements {parameter.placements}: fxshard shards plain parameters only; "
+                "keep the local part as the parameter and communicate with torch.distributed._functional_collectives"
+            )
+        if parameter.grad is not None:
+            raise StateError(f"{name!r} has a gradient in flight; call zero_grad() before sharding the model")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        where = {str(device): next(n for n, p in parameters.items() if p.device == device) for device in devices}
+        raise ConfigError(f"parameters are on {len(devices)} devices ({where}); move the model to one device first")
+    (device,) = devices
+    if device.type == "meta":
+        kind = mesh.device_type if mesh is not None else _default_kind()
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    if mesh is not None and mesh.ndim > 2:
+        raise ConfigError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the data-parallel part of it: one dimension "
+            'that shards, or two, of which the first replicates (mesh["dp"], mesh["replicate", "shard"])'
+        )
+    if mesh is not None and mesh.size() > dist.get_world_size():
+        raise ConfigError(f"mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}")
+    if mesh is not None and mesh.device_type != device.type:
+        raise ConfigError(f"the mesh is for {mesh.device_type!r} but the model is on {device.type!r}")
+    return device
+
+
+def _line(plan: BucketPlan) -> str:
+    """A bucket as one line that ranks can compare."""
+    slots = hashlib.sha256(str([(slot.spec, slot.offset) for slot in plan.layout.slots]).encode()).hexdigest()[:12]
+    return (
+        f"bucket {plan.index} {plan.name!r}: {len(plan.params)} parameters, "
+        f"{plan.layout.ranks} × {plan.layout.shard_numel} elements, "
+        f"{plan.param_dtype}/{plan.master_dtype}/{plan.reduce_dtype}, {plan.placement}, {plan.domain}, "
+        f"{plan.gather}, layout {slots}"
+    )

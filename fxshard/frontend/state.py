@@ -1,0 +1,82 @@
+"""State dicts of a sharded model: whole ones put together from all ranks, and loading of whole and sharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch import private
+from fxshard._torch.errors import ConfigError
+from fxshard.runtime.bucket import Bucket, total_bytes
+
+
+def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:
+    """Every parameter with its bucket and its name there."""
+    for bucket in buckets:
+        for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
+            yield bucket, name, parameter
+
+
+def place_of(buckets: Sequence[Bucket]) -> dict[int, tuple[Bucket, str]]:
+    """The bucket of every parameter, and its name there, by the parameter's id."""
+    return {id(parameter): (bucket, name) for bucket, name, parameter in places(buckets)}
+
+
+def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
+    """A state dict of parameters and buffers as whole tensors, on the CPU of every rank. A collective call."""
+    full: dict[int, torch.Tensor] = {}
+    for bucket in buckets:
+        flat = bucket.master
+        if bucket.plan.layout.ranks > 1:
+            group = bucket.channels.gather
+            assert group is not None
+            flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.master.dtype, device=bucket.device)
+            private.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
+        for parameter, view in zip(bucket.params, bucket.views(flat), strict=True):
+            full[id(parameter)] = view.detach().cpu().clone()
+    return {key: full[id(value)] if id(value) in full else value.detach().cpu().clone() for key, value in state.items()}
+
+
+def load(
+    own: Mapping[str, torch.Tensor], given: Mapping[str, Any], buckets: Sequence[Bucket], *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Load whole or sharded tensors into a model's own, all of them or none; returns missing and unexpected keys."""
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    problems = [f"missing keys: {missing}"] if missing and strict else []
+    problems += [f"unexpected keys: {unexpected}"] if unexpected and strict else []
+    shared = [key for key in own if key in given]
+    problems += [
+        f"{key} has shape {tuple(given[key].shape)}, the model has {tuple(own[key].shape)}"
+        for key in shared
+        if given[key].shape != own[key].shape
+    ]
+    if problems:
+        raise ConfigError("the state dict does not fit the model, nothing was loaded:\n  " + "\n  ".join(problems))
+    place = place_of(buckets)
+    with torch.no_grad():
+        for key in shared:
+            target, value = own[key], given[key]
+            found = place.get(id(target))
+            if found is None or isinstance(value, DTensor):
+                target.copy_(value)
+            else:
+                found[0].load({found[1]: value})
+    return missing, unexpected
+
+
+def bytes_at_rest(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state."""
+    sizes = total_bytes(buckets)
+    storages: dict[int, int] = {}
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                local = value.to_local() if isinstance(value, DTensor) else value
+                storage = local.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    sizes["state"] += sum(storages.values())
+    return sizes

@@ -1,0 +1,128 @@
+"""A captured graph through AOTAutograd, which is entered once: traced, partitioned, and later made callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard._torch import private
+from fxshard._torch.log import LOG
+from fxshard.passes.fold_layers import Folded, fold_layers
+from fxshard.passes.partition import partition
+from fxshard.passes.sharding_plan import ShardingPlan
+from fxshard.passes.stages import Captured, Partitioned, Scheduled
+from fxshard.runtime.program import Program
+from fxshard.schedule.events import Phase
+from fxshard.schedule.observe import Observer
+from fxshard.schedule.params import ParamRef
+
+Report = Callable[[str], None]
+"""Called when a stage begins."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A captured graph, partitioned, and what is needed to make it callable."""
+
+    partitioned: Partitioned
+    traced: private.Traced
+    folded: Folded | None
+
+    def callable(self, scheduled: Scheduled, programs: dict[Phase, Program]) -> Callable[..., Any]:
+        """What Dynamo calls with the inputs of the graph that it captured."""
+        graphs = list(scheduled.graphs.values())
+        forward = programs.get(Phase.FORWARD) or programs[Phase.EVAL]
+        backward = programs.get(Phase.BACKWARD)
+        run = self.traced.callable(graphs, forward.boxed(), backward.boxed() if backward is not None else None)
+        if self.folded is None:
+            return run
+        kept = self.folded.kept
+        return lambda *args: run(*[args[i] for i in kept])
+
+
+@contextmanager
+def partitioned_step(
+    graph: fx.GraphModule,
+    refs: Sequence[ParamRef | None],
+    inputs: Sequence[Any],
+    plan: ShardingPlan,
+    observer: Observer | None = None,
+    report: Report = lambda stage: None,
+) -> Iterator[Step]:
+    """Forward and backward of a captured graph. The callable must be made before the block ends.
+
+    Layers that repeat are traced once where that is certain to give the same; otherwise all of them are.
+    """
+    folded = _fold(graph, refs, plan)
+    if folded is not None:
+        with _captured(folded.graph, refs, [inputs[i] for i in folded.kept], plan, folded, report) as (
+            captured,
+            traced,
+        ):
+            report("partitioning")
+            partitioned = partition(captured, plan, observer)
+            if partitioned is not None:
+                yield Step(partitioned, traced, folded)
+                return
+        LOG.debug("the joint graph does not repeat as the captured one does: every layer is traced")
+    with _captured(graph, refs, inputs, plan, None, report) as (captured, traced):
+        report("partitioning")
+        partitioned = partition(captured, plan, observer)
+        assert partitioned is not None
+        yield Step(partitioned, traced, None)
+
+
+def _fold(graph: fx.GraphModule, refs: Sequence[ParamRef | None], plan: ShardingPlan) -> Folded | None:
+    options = plan.options
+    joint = options.passes.joint if options.passes is not None else ()
+    if not options.debug.fold_layers or any(place.own for place in joint):
+        return None
+    return fold_layers(graph, [plan.kind(ref) if ref is not None else None for ref in refs])
+
+
+@contextmanager
+def _captured(
+    graph: fx.GraphModule,
+    refs: Sequence[ParamRef | None],
+    inputs: Sequence[Any],
+    plan: ShardingPlan,
+    folded: Folded | None,
+    report: Report,
+) -> Iterator[tuple[Captured, private.Traced]]:
+    report("differentiating")
+    constants = [None] * private.constants(graph)
+    decompositions = private.inductor_decompositions() if plan.options.lowering == "inductor" else None
+    with private.traced(graph, inputs, decompositions) as traced:
+        yield Captured(traced.graph, (*constants, *refs), traced.outputs, traced.static_inputs, folded), traced
+
+
+def graph_inputs(graph: fx.GraphModule) -> list[Any]:
+    """What a captured graph was called with."""
+    return [private.graph_input_example(node) for node in graph.graph.find_nodes(op="placeholder")]
+
+
+def duplicate(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph with the same values."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(module.graph, env)
+    end = module.graph.output_node()
+    graph.output(fx.map_arg(end.args[0], env.__getitem__), end.type).meta.update(end.meta)
+    return private.graph_module(module, graph)
+
+
+def outputs_without_values(graph: fx.GraphModule) -> tuple[Any, ...]:
+    """What a captured graph returns, as tensors on the meta device: for a graph that is planned and never run."""
+
+    def on_meta(node: fx.Node) -> Any:
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    return tuple(fx.map_arg(graph.graph.output_node().args[0], on_meta))  # type: ignore[arg-type]

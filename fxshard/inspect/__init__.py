@@ -1,1 +1,0 @@
-"""Looking at a schedule: tables, files, command line."""

@@ -1,0 +1,149 @@
+"""Which implementation runs experts on this machine, and why another one cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from fxshard._torch.errors import ConfigError
+from fxshard.kernels.by_torch import TorchExperts
+from fxshard.kernels.case import Case
+
+
+def choices() -> tuple[str, ...]:
+    """Values of the option ``experts``: the fastest that runs here, one by name, or the model as it is written."""
+    return ("auto", *_MAKE, "off")
+
+
+def add_implementation(
+    name: str, make: Callable[[], TorchExperts], refuses: Callable[[Case], str | None] = lambda case: None
+) -> None:
+    """An implementation of one's own, to be asked for by ``experts=name``.
+
+    ``make`` gives a :class:`TorchExperts` that replaces some of its steps and says which ``alignment`` it wants, and
+    whether it ``takes_dense`` MLPs, too;
+    ``refuses`` says why it cannot run something, or None.
+
+    >>> add_implementation("mine", MyExperts)
+    >>> model = fxshard.compile(model, experts="mine")
+    """
+    if name in choices():
+        raise ConfigError(f"experts={name!r} is taken: {', '.join(map(repr, choices()))} are there already")
+    _MAKE[name], _REFUSALS[name] = make, refuses
+
+
+def is_own(requested: str) -> bool:
+    """Whether a value of the option ``experts`` asks for an implementation of the user's own."""
+    return requested in _MAKE and requested not in _OF_FXSHARD
+
+
+@cache
+def implementation(name: str) -> TorchExperts:
+    """The implementation of that name. Whether it can run is asked of ``refusal``."""
+    return _MAKE[name]()
+
+
+def refusal(name: str, case: Case) -> str | None:
+    """The first gate that keeps an implementation from running this, or None."""
+    return _REFUSALS[name](case)
+
+
+def choose(requested: str, case: Case) -> str:
+    """The implementation to use. One that was asked for and cannot run is an error that names the gate."""
+    if requested == "auto":
+        return next(name for name in _FASTEST_FIRST if refusal(name, case) is None)
+    reason = refusal(requested, case)
+    if reason is not None:
+        raise ConfigError(f'experts="{requested}" cannot run these experts: {reason}; use experts="auto"')
+    return requested
+
+
+def choose_dense(requested: str, case: Case) -> tuple[str, str | None]:
+    """The implementation for a dense MLP, as a single expert, and why it is better left to the compiler, or None.
+
+    Other than for experts, nothing has been asked for that must be done. The number of rows, of which few do not pay,
+    is not asked for: ranks with more and with less would have other schedules.
+    """
+    name = choose("auto", case) if requested == "auto" else requested
+    reason = refusal(name, case)
+    if reason is None and not implementation(name).takes_dense:
+        reason = "there is nothing to group, and the compiler fuses its activation"
+    return name, reason
+
+
+def _triton() -> TorchExperts:
+    from fxshard.kernels.by_triton import TritonExperts
+
+    return TritonExperts()
+
+
+def _te() -> TorchExperts:
+    from fxshard.kernels.by_te import TransformerEngineExperts
+
+    return TransformerEngineExperts()
+
+
+def _te_mxfp8() -> TorchExperts:
+    from fxshard.kernels.by_te_mxfp8 import FusedGroupedMlp, mxfp8_recipe
+
+    return FusedGroupedMlp(mxfp8_recipe())
+
+
+def _triton_refusal(case: Case) -> str | None:
+    from fxshard.kernels import hopper_products
+
+    planned = case.planned_for
+    reason = hopper_products.capability_refusal(*planned) if planned else hopper_products.refusal(case.device)
+    if reason is not None:
+        return reason
+    if case.dtype != torch.bfloat16:
+        return f"its kernels compute in bfloat16, they are {case.dtype}"
+    if case.biased:
+        return "its kernels add no bias"
+    if case.glu.interleave:
+        return f"its kernels take gate and up as halves, they alternate every {case.glu.interleave}"
+    depth, least = hopper_products.DEPTH, hopper_products.SHALLOWEST
+    if case.hidden % depth or case.hidden < least or case.inner % 8:
+        wanted = f"a multiple of {depth} and at least {least}, and inner size {case.inner} a multiple of 8"
+        return f"hidden size {case.hidden} must be {wanted}"
+    return None
+
+
+def _te_refusal(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return f"they are on {case.device.type}, Transformer Engine needs a CUDA device"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"Transformer Engine's grouped GEMM takes 16-bit types, they are {case.dtype}"
+    if case.hidden % 8 or case.inner % 8:
+        return f"hidden size {case.hidden} and inner size {case.inner} must be multiples of 8"
+    if case.glu.interleave % 32:
+        return f"Transformer Engine alternates gate and up every 32 columns, they do every {case.glu.interleave}"
+    from fxshard.kernels.by_te import engine_refusal
+
+    return engine_refusal()
+
+
+def _te_mxfp8_refusal(case: Case) -> str | None:
+    from fxshard.kernels.te_gates import fused_mlp_refusal
+
+    return fused_mlp_refusal(case)
+
+
+_MAKE: dict[str, Callable[[], TorchExperts]] = {
+    "torch": TorchExperts,
+    "triton": _triton,
+    "te": _te,
+    "te-mxfp8": _te_mxfp8,
+}
+_OF_FXSHARD = frozenset(_MAKE)
+_REFUSALS: dict[str, Callable[[Case], str | None]] = {
+    "torch": lambda case: None,
+    "triton": _triton_refusal,
+    "te": _te_refusal,
+    "te-mxfp8": _te_mxfp8_refusal,
+}
+_FASTEST_FIRST = ("triton", "torch")
+"""By the time of a step (docs/benchmarks.md); te was slower everywhere, te-mxfp8 rounds more and was never measured.
+The last one runs everywhere."""

@@ -1,0 +1,141 @@
+"""``fxshard.AdamW`` and ``fxshard.Muon``: what a user chooses of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fxshard._torch.errors import ConfigError
+from fxshard.optim import coefficients as coefficient_sets
+
+if TYPE_CHECKING:
+    from fxshard.optim.plain_muon import PlainMuon
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW over the flat shards: one fused pass per bucket, equal to ``torch.optim.AdamW``.
+
+    ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch.
+
+    >>> fxshard.AdamW(lr=3e-4, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    decay: Callable[[str, tuple[int, ...]], bool] | None = None
+
+    def __post_init__(self) -> None:
+        checks: dict[str, bool] = {
+            "lr": self.lr >= 0,
+            "betas": all(0 <= beta < 1 for beta in self.betas),
+            "eps": self.eps >= 0,
+            "weight_decay": self.weight_decay >= 0,
+        }
+        for field, fine in checks.items():
+            if not fine:
+                raise ConfigError(f"AdamW({field}={getattr(self, field)!r}) is out of range")
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows of a fused weight fall into matrices that are orthogonalised apart.
+
+    ``parts``: a number of equal parts, or the rows of each part. ``groups``: the parts repeat this often along the
+    rows, as in ``[q k v | q k v | ...]``; the pieces of a part are one matrix. ``head_rows``: cut each part further
+    into matrices of this many rows (one number, or one for each part): a head, or a group of heads.
+
+    >>> Split(3)                                    # q, k, v of equal size below each other
+    >>> Split((2048, 512, 512), head_rows=128)      # grouped-query attention, every head by itself
+    >>> Split((256, 64, 64), groups=8)              # eight groups of four queries, a key and a value
+    """
+
+    parts: int | tuple[int, ...]
+    groups: int = 1
+    head_rows: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("parts", "head_rows"):
+            if isinstance(value := getattr(self, field), list):
+                object.__setattr__(self, field, tuple(value))
+        counts: list[Any] = [self.groups]
+        for value in (self.parts, self.head_rows):
+            counts += value if isinstance(value, tuple) else [] if value is None else [value]
+        if self.parts == () or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts):
+            raise ConfigError(f"{self}: expected whole numbers above 0 (numbers of parts and groups, or of rows)")
+
+
+SCALES = ("rms", "spectral", "ratio", None)
+FORMS = ("auto", "plain", "symmetric", "gram")
+NAN = ("raise", "skip")
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon for the matrices of hidden layers, AdamW for everything else, in one optimizer.
+
+    ``lr`` and ``weight_decay`` are Muon's; ``adamw`` has its own. ``scale`` multiplies the update of a matrix by
+    "rms": 0.2·√max(out, in), which gives it the size of an AdamW update; "spectral": √max(1, out/in); "ratio":
+    √(out/in); or nothing. Weight decay is decoupled and uses ``lr`` without that factor. ``coefficients`` names a set
+    of ``fxshard.optim.coefficients``. ``use(name, shape)`` says which parameters are Muon's; by default all matrices
+    that are no embeddings or output heads. ``split`` maps name patterns to how fused weights are cut before
+    orthogonalisation (a ``Split``, or its ``parts``). ``form`` chooses how Newton–Schulz is computed. ``nan``: what to
+    do when a gradient is not finite: "raise" a ``StateError``, or "skip" the step with a warning. Nothing is changed
+    either way. On a GPU the host does not wait to know: it raises or warns when the next step begins, or when the
+    optimizer's state is read.
+
+    >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
+    """
+
+    lr: float = 2e-2
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.0
+    steps: int = 5
+    coefficients: str = "quintic"
+    scale: str | None = "spectral"
+    adamw: AdamW = AdamW()
+    use: Callable[[str, tuple[int, ...]], bool] | None = None
+    split: Mapping[str, Split | int | tuple[int, ...]] | None = None
+    form: str = "auto"
+    nan: str = "raise"
+
+    def __post_init__(self) -> None:
+        coefficient_sets.check(self.coefficients, self.steps)
+        checks: dict[str, bool] = {
+            "lr": self.lr >= 0,
+            "momentum": 0 <= self.momentum < 1,
+            "weight_decay": self.weight_decay >= 0,
+        }
+        for field, fine in checks.items():
+            if not fine:
+                raise ConfigError(f"Muon({field}={getattr(self, field)!r}) is out of range")
+        for field, known in (("scale", SCALES), ("form", FORMS), ("nan", NAN)):
+            if getattr(self, field) not in known:
+                raise ConfigError(
+                    f"Muon({field}={getattr(self, field)!r}): expected one of {', '.join(map(repr, known))}"
+                )
+        if not isinstance(self.adamw, AdamW):
+            raise ConfigError(f"Muon(adamw={self.adamw!r}): expected fxshard.AdamW(...)")
+        if self.use is not None and not callable(self.use):
+            raise ConfigError(f"Muon(use={self.use!r}): expected a function of name and shape")
+        if self.split is not None:
+            if not isinstance(self.split, Mapping):
+                raise ConfigError(f"Muon(split={self.split!r}): expected a mapping from name patterns to splits")
+            cuts = {name: cut if isinstance(cut, Split) else Split(cut) for name, cut in self.split.items()}
+            object.__setattr__(self, "split", cuts)
+
+    def build(self, model: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> PlainMuon:
+        """The optimizer over a plain model's parameters, or over (name, parameter) pairs, in one process.
+
+        >>> optimizer = fxshard.Muon(lr=2e-2).build(model)
+        """
+        from fxshard.optim.plain_muon import PlainMuon
+
+        return PlainMuon(model, self)

@@ -1,1 +1,0 @@
-"""Layers that repeat: found in a captured graph, traced once, and put back."""

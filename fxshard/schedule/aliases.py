@@ -1,0 +1,41 @@
+"""Which nodes of a graph share memory with which others."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from fxshard._torch import private
+
+# Their schemas promise a fresh tensor, their kernels return a view.
+_HIDDEN_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+    torch.ops.aten.unsafe_chunk.default,
+}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value shares memory with its first argument."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    target = private.operator_of(node)
+    return target is not None and (target in _HIDDEN_VIEWS or private.returns_view(target))
+
+
+def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Every node that reads the memory of ``nodes``, directly or through any chain of views."""
+    found: dict[fx.Node, None] = {}
+    stack = list(nodes)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found[user] = None
+                if is_view(user):
+                    stack.append(user)
+    return list(found)

@@ -1,0 +1,187 @@
+"""The vocabulary of a schedule: runtime ops as they stand in a graph, and the record each of them carries.
+
+The functions here are what a graph calls *before* it is bound to a runtime. They have names and signatures, so that
+``print(graph)`` reads well, but no behaviour: planning never executes. ``runtime/program.py`` binds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.gather_modes import Copies
+from fxshard.plan.memory import SlotRange
+
+META = "fxshard"
+"""Key of ``node.meta`` under which a runtime node carries its :class:`Event`."""
+
+
+class Kind(StrEnum):
+    """What an event does. ``COMPUTE``, ``UPDATE``, ``EXCHANGE`` and ``ACCUMULATE`` are no runtime nodes of a graph.
+
+    ``ACCUMULATE`` is what a program does in place of ``REDUCE`` inside ``no_sync``.
+    """
+
+    COMPUTE = "compute"
+    UPDATE = "update"
+    EXCHANGE = "exchange"
+    UNSHARD = "unshard"
+    WAIT = "wait"
+    RESHARD = "reshard"
+    GRAD = "grad"
+    REDUCE = "reduce"
+    ALL_REDUCE = "all_reduce"
+    ACCUMULATE = "accumulate"
+    FINISH = "finish"
+
+
+class Phase(StrEnum):
+    """Which program of a step an event belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of a schedule: what it does, for whom, where, and the reason it stands where it stands.
+
+    A runtime event belongs to one bucket. A ``COMPUTE`` event is the stretch of nodes between two runtime events: it
+    has no bucket, but says which buckets' parameters it ``reads``, which gradient buckets it ``writes``, and what it
+    costs. An ``UPDATE`` is the optimizer's work on one bucket. An ``EXCHANGE`` is an all-to-all of matrices of the
+    buckets in ``reads``, to the ranks that orthogonalize them, or back to update the buckets in ``writes``.
+    """
+
+    kind: Kind
+    phase: Phase
+    bucket: str
+    bucket_index: int
+    params: tuple[str, ...]
+    bytes: int
+    dtype: torch.dtype
+    group: str
+    stream: str
+    why: str
+    slot: SlotRange | None = None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    flops: int = 0
+    traffic: int = 0
+    """Bytes that a compute or update event reads from and writes to device memory."""
+    held: int = 0
+    """Bytes of activations alive behind a compute event."""
+    waits_for: tuple[int, ...] = ()
+    """Positions of the events that must be over before this one may start."""
+    copies: Copies = Copies.NONE
+    """Which quantized copies a gather brings or a wait gives, where parameters rest quantized."""
+
+    def with_slot(self, slot: SlotRange) -> Event:
+        return replace(self, slot=slot)
+
+
+def _unbound(op: str) -> NoReturn:
+    raise RuntimeError(f"{op} is a schedule entry: bind the graph to a runtime (fxshard.runtime.program) to run it")
+
+
+def unshard(bucket: str) -> None:
+    """Start gathering the bucket."""
+    _unbound("unshard")
+
+
+def wait(bucket: str) -> tuple[torch.Tensor, ...]:
+    """Until the gather is done; gives the unsharded parameters as views of the gathered buffer."""
+    _unbound("wait")
+
+
+def reshard(bucket: str) -> None:
+    """Release the gathered buffer: nothing after this reads it."""
+    _unbound("reshard")
+
+
+def grad(bucket: str, zeros: tuple[int, ...] = ()) -> tuple[torch.Tensor, ...]:
+    """Take a gradient bucket; gives one view per parameter to write to. ``zeros``: parameters nothing will write."""
+    _unbound("grad")
+
+
+def reduce(bucket: str) -> None:
+    """Start reducing the gradient bucket: every write to it stands before this."""
+    _unbound("reduce")
+
+
+def all_reduce(bucket: str) -> None:
+    """Start adding up the reduced shard over its replicas (HSDP), once the reduction is over."""
+    _unbound("all_reduce")
+
+
+def finish(bucket: str) -> None:
+    """The reduction is over: the sharded gradient is there and the full gradient bucket is free again."""
+    _unbound("finish")
+
+
+OPS: dict[Kind, Callable[..., Any]] = {
+    Kind.UNSHARD: unshard,
+    Kind.WAIT: wait,
+    Kind.RESHARD: reshard,
+    Kind.GRAD: grad,
+    Kind.REDUCE: reduce,
+    Kind.ALL_REDUCE: all_reduce,
+    Kind.FINISH: finish,
+}
+
+STREAM: dict[Kind, str] = {
+    Kind.UNSHARD: "gather",
+    Kind.WAIT: "compute",
+    Kind.RESHARD: "compute",
+    Kind.GRAD: "compute",
+    Kind.REDUCE: "reduce",
+    Kind.ALL_REDUCE: "replicas",
+    Kind.FINISH: "compute",
+}
+
+
+def insert(
+    graph: fx.Graph, kind: Kind, bucket: BucketPlan, *, phase: Phase, group: str, why: str, **args: Any
+) -> fx.Node:
+    """Insert a runtime node at the graph's insertion point and stamp it.
+
+    ``group``: the process group of buckets that do not say which theirs is.
+    """
+    on_grads = kind in (Kind.GRAD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH)
+    over_replicas = kind is Kind.ALL_REDUCE
+    dtype = bucket.reduce_dtype if on_grads else bucket.param_dtype
+    size = bucket.grad_bytes if on_grads else bucket.gathered_bytes
+    node = graph.call_function(OPS[kind], (bucket.name,), args)
+    node.meta[META] = Event(
+        kind=kind,
+        phase=phase,
+        bucket=bucket.name,
+        bucket_index=bucket.index,
+        params=bucket.params,
+        bytes=size // bucket.layout.ranks if over_replicas else size,
+        dtype=dtype,
+        group=bucket.group(group, replicas=over_replicas),
+        stream=STREAM[kind],
+        why=why,
+    )
+    return node
+
+
+def event_of(node: fx.Node) -> Event | None:
+    """The record of a runtime node; None for a node that computes."""
+    return node.meta.get(META)
+
+
+def events(graph: fx.Graph) -> Iterator[tuple[fx.Node, Event]]:
+    """Runtime nodes of a graph with their records, in program order."""
+    for node in graph.nodes:
+        event = event_of(node)
+        if event is not None:
+            yield node, event

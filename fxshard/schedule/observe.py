@@ -1,0 +1,130 @@
+"""Watching a compilation: what each pass did, in the log; every graph before and after it, in a folder.
+
+``FXSHARD_LOG=info`` turns on the first, ``FXSHARD_DUMP=folder`` the second. Neither: there is no observer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxshard._torch.errors import ConfigError
+from fxshard._torch.log import LOG, rank
+from fxshard.schedule.events import events
+from fxshard.schedule.graph_text import graph_lines, graph_text
+
+if TYPE_CHECKING:
+    from fxshard.schedule.schedule import Schedule
+
+VARIABLE = "FXSHARD_DUMP"
+
+_captures = itertools.count(1)
+
+
+def observed() -> bool:
+    """Whether somebody asked to watch what happens to captured graphs."""
+    return bool(os.environ.get(VARIABLE)) or LOG.isEnabledFor(logging.INFO)
+
+
+def observer() -> Observer | None:
+    """Who watches the next captured graph, if somebody asked for it."""
+    asked = os.environ.get(VARIABLE)
+    if not observed():
+        return None
+    number = next(_captures)
+    if not asked:
+        return Observer(number)
+    folder = Path(asked, f"rank-{rank()}", f"capture-{number}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{VARIABLE}={asked}: cannot make {folder}: {error.strerror}") from None
+    return Observer(number, folder)
+
+
+@dataclass
+class Observer:
+    """Follows one captured graph. ``folder`` gets the graphs; None: they are not written."""
+
+    number: int
+    folder: Path | None = None
+    _written: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def say(self, message: str, *values: object) -> None:
+        LOG.info(f"capture {self.number}: {message}", *values)
+
+    def begin(self, where: str, name: str, module: fx.GraphModule) -> Watch:
+        """A pass is about to work on a graph."""
+        stem = f"{next(self._written):02}-{where}-{re.sub(r'[^a-z0-9_]+', '-', name.lower()).strip('-')}"
+        self._write(f"{stem}.before.txt", module)
+        return Watch(self, where, name, stem, Shape.of(module), time.perf_counter())
+
+    def end(self, watch: Watch, module: fx.GraphModule, seconds: float) -> None:
+        """It is done."""
+        self.say("%s: %s: %.1f ms, %s", watch.where, watch.name, seconds * 1e3, watch.shape.became(Shape.of(module)))
+        self._write(f"{watch.stem}.after.txt", module)
+
+    def schedule(self, schedule: Schedule, name: str) -> None:
+        """A schedule is emitted, and not verified yet: a wrong one is what one wants to look at."""
+        self.say("%s schedule: %d events, arena %d bytes", name, len(schedule.events), schedule.arena_bytes)
+        if self.folder is not None:
+            from fxshard.schedule.files import to_json
+            from fxshard.schedule.table import render
+
+            (self.folder / f"{name}.schedule.json").write_text(to_json(schedule), encoding="utf-8")
+            (self.folder / f"{name}.schedule.txt").write_text(render(schedule), encoding="utf-8")
+
+    def _write(self, name: str, module: fx.GraphModule) -> None:
+        if self.folder is not None:
+            (self.folder / name).write_text(graph_text(module), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a graph the log tells: its nodes in order, how each reads, and how many runtime nodes of each kind."""
+
+    nodes: tuple[str, ...]
+    lines: tuple[str, ...]
+    kinds: Counter[str]
+
+    @classmethod
+    def of(cls, module: fx.GraphModule) -> Shape:
+        kinds = Counter(str(event.kind) for _, event in events(module.graph))
+        return cls(tuple(node.name for node in module.graph.nodes), tuple(graph_lines(module)), kinds)
+
+    def became(self, after: Shape) -> str:
+        """``30 → 38 nodes, +4 unshard, +4 wait``"""
+        if self.nodes == after.nodes:
+            noted = sum(one != other for one, other in zip(self.lines, after.lines, strict=True))
+            return f"{len(self.nodes)} nodes as before" + (f", something noted on {noted}" if noted else "")
+        if len(self.nodes) == len(after.nodes) and self.kinds == after.kinds:
+            moved = set(self.nodes) == set(after.nodes)
+            return f"{len(self.nodes)} nodes, {'in another order' if moved else 'some replaced'}"
+        changed = [kind for kind in self.kinds | after.kinds if after.kinds[kind] != self.kinds[kind]]
+        parts = [f"{after.kinds[kind] - self.kinds[kind]:+} {kind}" for kind in changed]
+        return ", ".join([f"{len(self.nodes)} → {len(after.nodes)} nodes", *parts])
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A pass at work."""
+
+    observer: Observer
+    where: str
+    name: str
+    stem: str
+    shape: Shape
+    started: float
+
+    def done(self, module: fx.GraphModule, seconds: float | None = None) -> None:
+        """``seconds``: what it took, where that is not the time since it began."""
+        self.observer.end(self, module, time.perf_counter() - self.started if seconds is None else seconds)

@@ -1,0 +1,257 @@
+"""From scheduled graphs to the events of a :class:`Schedule`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, takewhile
+
+import torch
+from torch import fx
+
+from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
+from fxshard.kernels.ops import mm_into
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.cost import node_flops, node_traffic, tensor_bytes
+from fxshard.plan.memory import MemoryPlan
+from fxshard.schedule.aliases import is_view, readers
+from fxshard.schedule.constants import is_constant
+from fxshard.schedule.events import META, Event, Kind, Phase, event_of
+from fxshard.schedule.params import PARAM
+from fxshard.schedule.schedule import Schedule
+from fxshard.schedule.updates import update, updates
+
+STEP_COUNT = 4
+"""Bytes of AdamW's step count, which every parameter has on every rank."""
+
+
+def record(
+    graphs: Mapping[Phase, fx.GraphModule],
+    buckets: Sequence[BucketPlan],
+    memory: MemoryPlan,
+    *,
+    ranks: int,
+    zero: int,
+    budget: int | None = None,
+    carry: int = 0,
+) -> Schedule:
+    """The schedule of a step (or an evaluation) from its graphs, with the stretches of compute between the events.
+
+    With an optimizer of ``fxshard``'s own, up to ``carry`` gathers that a forward starts with stand in the optimizer
+    phase of the step before. Any other optimizer is taken for AdamW, and its step ends before anything is gathered.
+    """
+    found: list[Event] = []
+    for phase, module in graphs.items():
+        found += _events_of(module.graph, phase)
+    if Phase.BACKWARD in graphs:
+        reduced = {event.bucket_index: event for event in found if event.kind is Kind.REDUCE}
+        if carry:
+            carried = _carried(found, buckets, reduced, carry)
+            found = [event for event in found if event is not carried.get(event.bucket_index)]
+            found += updates(reduced, buckets, carried, _group(found))
+        else:
+            found += [update(event, buckets[index]) for index, event in reduced.items()]
+    resident = resident_bytes(buckets)
+    events = tuple(with_dependencies(found, buckets))
+    return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
+
+
+def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
+    """What a rank holds all the time: shards, gradients, optimizer state with a step count per parameter."""
+    counts = sum(STEP_COUNT * len(bucket.params) for bucket in buckets if bucket.trainable)
+    return counts + sum(rest.param + rest.grad + rest.state for rest in (bucket.at_rest() for bucket in buckets))
+
+
+def _events_of(graph: fx.Graph, phase: Phase) -> list[Event]:
+    parts = stretches(graph, phase)
+    return [part if isinstance(part, Event) else part.meta[META] for part in parts]
+
+
+def stretches(graph: fx.Graph, phase: Phase) -> Iterator[fx.Node | Event]:
+    """Runtime nodes, and what is computed between them as one event each, in order."""
+    stretch: list[fx.Node] = []
+    live = _activation_bytes(graph)
+    for node in graph.nodes:
+        if event_of(node) is not None:
+            if stretch:
+                yield _compute(stretch, phase, live[stretch[-1]])
+                stretch = []
+            yield node
+        elif node.op == "call_function" and not _unpacks(node):
+            stretch.append(node)
+    if stretch:
+        yield _compute(stretch, phase, live[stretch[-1]])
+
+
+_WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into)
+"""What writes gradients into their bucket."""
+
+
+def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
+    reads: set[int] = set()
+    writes: set[int] = set()
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            source = _bucket_behind(arg)
+            if source is not None:
+                written = node.target in _WRITES and source.kind is Kind.GRAD
+                (writes if written else reads).add(source.bucket_index)
+    return Event(
+        kind=Kind.COMPUTE,
+        phase=phase,
+        bucket="",
+        bucket_index=-1,
+        params=(),
+        bytes=0,
+        dtype=_dtype(nodes),
+        group="",
+        stream="compute",
+        why=f"{nodes[0].name} … {nodes[-1].name}" if len(nodes) > 1 else nodes[0].name,
+        reads=tuple(sorted(reads)),
+        writes=tuple(sorted(writes)),
+        flops=sum(node_flops(node) for node in nodes),
+        traffic=sum(node_traffic(node) for node in nodes),
+        held=held,
+    )
+
+
+def _dtype(nodes: list[fx.Node]) -> torch.dtype:
+    """What a stretch mostly computes in: the dtype of its first matrix product, else of its first result."""
+    values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    products = [
+        node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and node_flops(node)
+    ]
+    return (products or values or [torch.empty(0)])[0].dtype
+
+
+def _bucket_behind(node: fx.Node) -> Event | None:
+    """The wait or grad event whose memory a node is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    if _unpacks(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return event_of(source)
+    return None
+
+
+def _unpacks(node: fx.Node) -> bool:
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and event_of(source) is not None
+
+
+def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Bytes of values computed and still needed, behind each node. Parameters and gradients live in buckets."""
+    root: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        root[node] = root[node.all_input_nodes[0]] if is_view(node) else node
+        for arg in node.all_input_nodes:
+            last[root[arg]] = node  # reading a view keeps what it is a view of
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last.items():
+        dies.setdefault(user, []).append(node)
+
+    alive, after = 0, {}
+    for node in graph.nodes:
+        if node in last:  # what nobody reads is gone at once
+            alive += _owned_bytes(node)
+        alive -= sum(_owned_bytes(dead) for dead in dies.get(node, ()) if node.op != "output")
+        after[node] = alive
+    return after
+
+
+def _owned_bytes(node: fx.Node) -> int:
+    """Bytes that a node's value adds to what is held."""
+    in_bucket = _unpacks(node) or event_of(node) is not None or node.meta.get(PARAM) is not None
+    value = node.meta.get("val")
+    if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
+        return 0
+    if is_constant(node) and all(reader.op != "output" for reader in readers([node])):  # made again where it is used
+        return 0
+    return tensor_bytes(value)
+
+
+def _carried(
+    events: list[Event], buckets: Sequence[BucketPlan], reduced: Mapping[int, Event], most: int
+) -> dict[int, Event]:
+    """The gathers at the head of forward, of buckets that the step before updates. What is resident has its place."""
+    head = islice(takewhile(lambda event: event.kind is Kind.UNSHARD, events), most)
+    return {
+        event.bucket_index: event
+        for event in head
+        if event.bucket_index in reduced and not buckets[event.bucket_index].resident
+    }
+
+
+def _group(events: list[Event]) -> str:
+    """The model's own process group, as a graph's collectives name it."""
+    return next((event.group for event in events if event.kind in (Kind.UNSHARD, Kind.REDUCE)), "none")
+
+
+def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
+    """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
+    latest: dict[tuple[Kind, int], int] = {}
+    last_write: dict[int, int] = {}
+    last_read: dict[int, int] = {}
+    last_reduces: dict[int, Kind] = {}  # the last of each stream, which is in order
+    travelling: dict[tuple[str, ...], int] = {}  # {matrices: the last event of their exchange}
+    returned: dict[int, int] = {}
+    places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
+    ahead = {  # what the step before gathered
+        e.bucket_index: i for i, e in enumerate(events) if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER
+    }
+    linked: list[Event] = []
+    for i, event in enumerate(events):
+        index, needs = event.bucket_index, set()
+        if event.kind is Kind.WAIT:
+            needs.add(latest.get((Kind.UNSHARD, index)))
+        elif event.kind is Kind.COMPUTE:
+            needs |= {latest.get((Kind.WAIT, bucket)) for bucket in event.reads}
+            needs |= {latest.get((Kind.GRAD, bucket)) for bucket in event.writes}
+            last_write.update(dict.fromkeys(event.writes, i))
+            last_read.update(dict.fromkeys(event.reads, i))
+        elif event.kind is Kind.RESHARD:
+            needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
+        elif event.kind in (Kind.REDUCE, Kind.ACCUMULATE):
+            needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
+        elif event.kind in (Kind.ALL_REDUCE, Kind.FINISH):
+            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ACCUMULATE, index))}
+        elif event.kind is Kind.UPDATE:  # backward ends when all its reductions have
+            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ALL_REDUCE, index)), returned.get(index)}
+            needs |= last_reduces.keys()
+        elif event.kind is Kind.EXCHANGE:
+            needs |= last_reduces.keys()
+            returned.update(dict.fromkeys(event.writes, i))
+        if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER:
+            needs.add(latest.get((Kind.UPDATE, index)))
+        if event.phase is Phase.OPTIMIZER and event.kind in (Kind.COMPUTE, Kind.EXCHANGE):
+            needs.add(travelling.get(event.params))
+            travelling[event.params] = i
+        if event.kind in (Kind.REDUCE, Kind.ALL_REDUCE):
+            last_reduces = {at: kind for at, kind in last_reduces.items() if kind is not event.kind} | {i: event.kind}
+        if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
+            needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
+        if event.kind is Kind.WAIT:
+            # What was staged is quantized by then, as a part of the gather; a bucket that stays has no slot after.
+            opened = latest.get((Kind.UNSHARD, index))
+            if opened is not None and events[opened].slot is not None and buckets[index].staged_in_arena:
+                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
+                places.append((opened, events[opened]))
+        if event.kind in (Kind.RESHARD, Kind.FINISH):
+            opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
+            if opened is None:
+                opened = ahead.get(index)
+            if opened is not None and events[opened].slot is not None:
+                freed = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
+                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
+                places.append((freed, events[opened]))
+        latest[event.kind, index] = i
+        linked.append(replace(event, waits_for=tuple(sorted(need for need in needs if need is not None))))
+    return linked
+
+
+def _overlap(a: Event, b: Event) -> bool:
+    assert a.slot is not None and b.slot is not None
+    return a.slot.offset < b.slot.end and b.slot.offset < a.slot.end

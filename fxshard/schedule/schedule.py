@@ -1,0 +1,169 @@
+"""The emitted schedule: every event of a step, in order, as data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxshard.plan.buckets import BucketPlan
+from fxshard.schedule.events import Event, Kind, Phase
+
+if TYPE_CHECKING:
+    from fxshard.plan.hardware import Hardware
+    from fxshard.schedule.diff import ScheduleDiff
+    from fxshard.schedule.simulate import Simulation
+
+COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE)
+
+MOST_NAMES = 3
+"""Buckets that a title names one by one."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the ranks do in one step: forward, backward and optimizer, or one evaluation.
+
+    ``events`` are in program order. The arena is one allocation of ``arena_bytes``; events that take memory in it say
+    where (``Event.slot``). ``resident_bytes`` is what a rank holds all the time: shards, gradients, optimizer state.
+
+    >>> print(model.schedule)
+    """
+
+    events: tuple[Event, ...]
+    buckets: tuple[BucketPlan, ...]
+    arena_bytes: int
+    resident_bytes: int
+    ranks: int
+    zero: int
+    budget: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def of(self, *kinds: Kind, phase: Phase | None = None) -> Iterator[tuple[int, Event]]:
+        """(position, event) of the events of some kinds."""
+        for i, event in enumerate(self.events):
+            if event.kind in kinds and (phase is None or event.phase == phase):
+                yield i, event
+
+    def touched(self, event: Event) -> str:
+        """The buckets that an event without one works on, in the order of the model; of many, first and last."""
+        names = [self.buckets[index].name for index in sorted({*event.reads, *event.writes}, reverse=True)]
+        return ", ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
+
+    @property
+    def comm_bytes(self) -> int:
+        """Bytes that one rank's collectives move per step, counted as the size of what they make or start from."""
+        return sum(event.bytes for _, event in self.of(*COMMUNICATES))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that one rank holds in shards and arena. Activations are not part of it."""
+        return self.resident_bytes + self.arena_bytes
+
+    @property
+    def replicated(self) -> str:
+        """How a title says that shards have replicas (HSDP); empty where they have none."""
+        domain = next((bucket.domain for bucket in self.buckets if not bucket.domain.name), None)
+        if domain is None or domain.replicas == 1:
+            return ""
+        return f" ({domain.replicas} replicas of {domain.shards} shards)"
+
+    @property
+    def activation_bytes(self) -> int:
+        """The most that activations take at the end of a stretch of compute, the batch and what is saved included."""
+        return max((event.held for _, event in self.of(Kind.COMPUTE)), default=0)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of activations that forward leaves for backward; activation checkpointing makes them fewer."""
+        forward = [event for _, event in self.of(Kind.COMPUTE, phase=Phase.FORWARD)]
+        return forward[-1].held if forward else 0
+
+    def communication(self) -> list[str]:
+        """The collectives, one line each, those of each kind in launch order: what ranks have in common.
+
+        Each kind runs in process groups of its own, so how they interleave may differ from rank to rank.
+        """
+        return [
+            f"{event.phase} {event.kind} {event.bucket} {event.bytes} {event.dtype} in {event.group}"
+            for kind in COMMUNICATES
+            for _, event in self.of(kind)
+        ]
+
+    @property
+    def digest(self) -> str:
+        """Equal on all ranks, or the ranks refuse to start."""
+        return hashlib.sha256("\n".join(self.communication()).encode()).hexdigest()[:16]
+
+    def accumulating(self) -> Schedule:
+        """The same micro-batch inside ``no_sync``: gradients are kept, not reduced, and nothing is updated."""
+        from fxshard.schedule.accumulation import accumulating
+
+        return accumulating(self)
+
+    def verify(self) -> None:
+        """Prove that the schedule is safe to run; raises :class:`fxshard.ScheduleError` naming rule and event."""
+        from fxshard.schedule.verify import verify
+
+        verify(self)
+
+    def simulate(self, hardware: str | Hardware = "h200", **options: Any) -> Simulation:
+        """A timeline of one step on a machine: step time, exposed communication, memory over time."""
+        from fxshard.schedule.simulate import simulate
+
+        return simulate(self, hardware, **options)
+
+    def diff(self, other: Schedule) -> ScheduleDiff:
+        """What changes from this schedule to another; ``print`` it."""
+        from fxshard.schedule.diff import diff
+
+        return diff(self, other)
+
+    def to_json(self) -> str:
+        """The whole schedule as text that :meth:`from_json` reads back."""
+        from fxshard.schedule.files import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        from fxshard.schedule.files import from_json
+
+        return from_json(text)
+
+    def to_chrome_trace(self, path: str | Path | None = None, hardware: str | Hardware = "h200") -> str:
+        """A simulated step for Perfetto or chrome://tracing; written to ``path`` if one is given."""
+        from fxshard.schedule.trace import to_chrome_trace
+
+        return _written(to_chrome_trace(self, self.simulate(hardware)), path)
+
+    def to_html(self, path: str | Path | None = None, hardware: str | Hardware = "h200") -> str:
+        """One self-contained page: streams, memory, buckets; written to ``path`` if one is given."""
+        from fxshard.schedule.html import to_html
+
+        return _written(to_html(self, self.simulate(hardware)), path)
+
+    def __str__(self) -> str:
+        from fxshard.schedule.table import render
+
+        return render(self)
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

@@ -1,0 +1,104 @@
+"""A schedule as its rules look at it: what happens to each bucket, in order, and who holds which bytes when.
+
+A step is a cycle: a gather in the optimizer phase belongs to the next forward, whose ``wait`` stands at the head of the
+list without a gather before it. Such a bucket is called *carried*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+from fxshard._torch.errors import FxshardError
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.memory import SlotRange
+from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.schedule import Schedule
+
+READ, WRITE = "read", "write"
+"""What a compute event does with a bucket, beside the kinds of runtime events."""
+
+
+class ScheduleError(FxshardError):
+    """A schedule breaks a rule. This is a bug in whoever built or edited the schedule, never in the user's model."""
+
+    def __init__(self, message: str, rule: str = "", index: int | None = None) -> None:
+        super().__init__(message)
+        self.rule = rule
+        """Name of the rule, which is the name of a function."""
+        self.index = index
+        """Position of the event that breaks it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A schedule, and what happens to each of its buckets in order: what the rules look at."""
+
+    schedule: Schedule
+
+    @cached_property
+    def trails(self) -> dict[int, list[tuple[int, str]]]:
+        """{bucket: [(position, kind or READ or WRITE)]}"""
+        trails: dict[int, list[tuple[int, str]]] = {}
+        for i, event in enumerate(self.schedule.events):
+            if event.kind is Kind.COMPUTE:
+                for index in event.reads:
+                    trails.setdefault(index, []).append((i, READ))
+                for index in event.writes:
+                    trails.setdefault(index, []).append((i, WRITE))
+            elif event.kind is not Kind.EXCHANGE:
+                trails.setdefault(event.bucket_index, []).append((i, event.kind))
+        return trails
+
+    @cached_property
+    def carried(self) -> dict[int, int]:
+        """{bucket: position of its gather in the optimizer phase} of buckets that the next step starts with."""
+        waited: dict[int, bool] = {}  # whether the first of gather and wait is the wait
+        found: dict[int, int] = {}
+        for i, event in enumerate(self.schedule.events):
+            index = event.bucket_index
+            if event.kind in (Kind.UNSHARD, Kind.WAIT):
+                waited.setdefault(index, event.kind is Kind.WAIT)
+                if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER and waited[index]:
+                    found[index] = i
+        return found
+
+    def bucket(self, index: int) -> BucketPlan:
+        return self.schedule.buckets[index]
+
+    def event(self, i: int) -> Event:
+        return self.schedule.events[i]
+
+    def lives(self) -> Iterator[tuple[int, SlotRange, bool]]:
+        """(position, slot, taken or given back) of arena memory, in order. Carried buckets are there from the start."""
+        held: dict[tuple[Kind, int], SlotRange] = {}
+        for index, i in self.carried.items():
+            slot = self.event(i).slot
+            if slot is not None:
+                held[self.given_back_by(self.event(i)), index] = slot
+                yield i, slot, True
+        for i, event in enumerate(self.schedule.events):
+            if event.kind in GIVEN_BACK_BY and event.slot is not None:
+                held[self.given_back_by(event), event.bucket_index] = event.slot
+                yield i, event.slot, True
+            elif (event.kind, event.bucket_index) in held:
+                yield i, held.pop((event.kind, event.bucket_index)), False
+
+    def given_back_by(self, event: Event) -> Kind:
+        """The kind of event that frees what an event takes; a staging buffer is free when its gather is waited for."""
+        staged = event.kind is Kind.UNSHARD and self.bucket(event.bucket_index).staged_in_arena
+        return Kind.WAIT if staged else GIVEN_BACK_BY[event.kind]
+
+    def broken(self, rule: Callable[[Step], None], i: int, what: str) -> NoReturn:
+        raise error_at(self.schedule, rule.__name__, i, what)
+
+
+GIVEN_BACK_BY = {Kind.UNSHARD: Kind.RESHARD, Kind.GRAD: Kind.FINISH}
+
+
+def error_at(schedule: Schedule, rule: str, i: int, what: str) -> ScheduleError:
+    event = schedule.events[i]
+    about = f" of {event.bucket!r}" if event.bucket else ""
+    return ScheduleError(f"{rule}: event {i} ({event.phase} {event.kind}{about}) {what}", rule, i)

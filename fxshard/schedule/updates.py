@@ -1,0 +1,133 @@
+"""The optimizer phase of a schedule: the program of a step as events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.exchange import Batch, local_work
+from fxshard.plan.matrices import newton_schulz_flops
+from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, plan_step
+from fxshard.schedule.events import Event, Kind, Phase
+
+TRAFFIC = 7
+"""Passes over a shard. AdamW reads master, gradient and two moments, and writes three of them; Muon has one moment, but
+writes and reads what it orthogonalizes."""
+
+
+def updates(
+    reduced: Mapping[int, Event], buckets: Sequence[BucketPlan], carried: Mapping[int, Event], group: str
+) -> list[Event]:
+    """What ``fxshard``'s optimizers do: ``reduced`` are the reductions of this step, ``carried`` the gathers that the
+    next forward starts with, each by bucket. ``group``: that of buckets that do not say which theirs is."""
+    program = plan_step(buckets)
+    work = _work_alone(buckets, [step.batch for step in program if isinstance(step, Orthogonalize)])
+    events: list[Event] = []
+    for instruction in program:
+        match instruction:
+            case Exchange(batch):
+                events.append(_exchange(batch, _group(batch, buckets, group), torch.float32, "to their owners"))
+            case Orthogonalize(batch):
+                events.append(_orthogonalize(batch))
+                back = _exchange(batch, _group(batch, buckets, group), torch.bfloat16, "back from their owners")
+                events.append(replace(back, writes=batch.buckets))
+            case Done(indices):
+                for index in (index for index in indices if index in reduced):
+                    events.append(update(reduced[index], buckets[index], work.get(index, 0)))
+                    if index in carried:
+                        why = "the next forward starts with it"
+                        events.append(replace(carried[index], phase=Phase.OPTIMIZER, why=why))
+            case Local() | Land():
+                pass  # part of the update of the buckets that follow
+    return events
+
+
+def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
+    """The optimizer's work on one bucket."""
+    shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
+    how = f"Muon, {'whole' if bucket.layout.whole else 'row'} layout: {bucket.why}" if bucket.matrices else "AdamW"
+    return replace(
+        reduction,
+        kind=Kind.UPDATE,
+        phase=Phase.OPTIMIZER,
+        bytes=shard,
+        dtype=bucket.master_dtype,
+        stream="compute",
+        why=how,
+        flops=flops,
+        traffic=TRAFFIC * shard,
+        slot=None,
+    )
+
+
+def _work_alone(buckets: Sequence[BucketPlan], batches: Sequence[Batch]) -> dict[int, int]:
+    """{bucket: operations} that matrices on one rank alone add to a step, for the rank that the others wait for.
+
+    Who holds many of them was dealt fewer of those that travel. The batches below count their busiest owner each, so
+    what is left for this is what the busiest rank does in all, less that.
+    """
+    ranks = max((bucket.layout.ranks for bucket in buckets), default=1)
+    alone = local_work(buckets, ranks, newton_schulz_flops)
+    in_all = [sum(work.values()) for work in alone]
+    for batch in batches:
+        for rank, flops in enumerate(_work_of_owners(batch)):
+            in_all[rank] += flops
+    busiest = max(alone, key=lambda work: sum(work.values()))
+    left = max(in_all) - sum(max(_work_of_owners(batch)) for batch in batches)
+    whole = sum(busiest.values())
+    return {index: int(flops * max(left, 0) / whole) for index, flops in busiest.items()}
+
+
+def _names(batch: Batch) -> tuple[str, ...]:
+    return tuple(travel.name for travel in batch.travels)
+
+
+def _group(batch: Batch, buckets: Sequence[BucketPlan], default: str) -> str:
+    """The process group of an exchange: buckets whose matrices travel together have the same."""
+    return buckets[batch.buckets[0]].group(default)
+
+
+def _exchange(batch: Batch, group: str, dtype: torch.dtype, where: str) -> Event:
+    names = _names(batch)
+    return Event(
+        kind=Kind.EXCHANGE,
+        phase=Phase.OPTIMIZER,
+        bucket="",
+        bucket_index=-1,
+        params=names,
+        bytes=batch.numel * dtype.itemsize // batch.ranks,
+        dtype=dtype,
+        group=group,
+        stream="gather",
+        why=f"{len(names)} matrices that lie on several ranks, {where}",
+        reads=batch.buckets,
+    )
+
+
+def _work_of_owners(batch: Batch) -> list[int]:
+    """Operations of each rank on the matrices of the batch that it owns."""
+    work = [0] * batch.ranks
+    for travel in batch.travels:
+        work[travel.owner] += newton_schulz_flops(travel.shape)
+    return work
+
+
+def _orthogonalize(batch: Batch) -> Event:
+    """The owners' compute: as long as the owner with most to do takes."""
+    return Event(
+        kind=Kind.COMPUTE,
+        phase=Phase.OPTIMIZER,
+        bucket="",
+        bucket_index=-1,
+        params=_names(batch),
+        bytes=0,
+        dtype=torch.bfloat16,
+        group="",
+        stream="compute",
+        why=f"owners orthogonalize {len(batch.travels)} matrices",
+        flops=max(_work_of_owners(batch)),
+        traffic=3 * batch.numel * torch.float32.itemsize // batch.ranks,
+    )

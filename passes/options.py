@@ -1,0 +1,140 @@
+"""What a user chooses of a compilation, in one frozen value behind ``compile``, ``shard`` and ``plan``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from fxshard._torch.errors import ConfigError
+from fxshard.kernels.choose import choices
+from fxshard.plan.choice import LAYOUTS, LayoutKind
+from fxshard.plan.domain import Reduction
+from fxshard.plan.hardware import Hardware, hardware
+from fxshard.plan.mxfp8_policy import check_precision
+from fxshard.plan.placement import ZERO
+from fxshard.plan.precision import Precision
+from fxshard.plan.units import UnitPatterns
+
+if TYPE_CHECKING:
+    from fxshard.passes.pass_list import PassList
+
+LOWERINGS = ("inductor", "eager")
+
+_UNITS = {
+    "": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def parse_bytes(budget: int | str | None) -> int | None:
+    """``60GiB``, ``"1.5 GB"`` or a number of bytes."""
+    if budget is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?b?)\s*", str(budget).lower())
+    try:
+        assert match is not None
+        size = int(float(match[1]) * _UNITS[match[2] if match[2] != "b" else ""])
+    except (AssertionError, KeyError, ValueError):
+        raise ConfigError(f'memory_budget={budget!r}: expected bytes, or a string such as "60GiB" or "1.5GB"') from None
+    if size <= 0:
+        raise ConfigError(f"memory_budget={budget!r}: expected more than nothing")
+    return size
+
+
+@dataclass(frozen=True)
+class Debug:
+    """Switches for finding out what a part of the compiler does. No one changes a result.
+
+    ``prefetch``: how many all-gathers run ahead of the one in use, 0 gathers when needed; None lets the cost model
+    decide when each one must start. ``keep_resident``: buckets stay unsharded between forward and backward where they
+    fit. ``defer_wgrad``: weight-gradient products of backward run where they hide communication that nothing else
+    hides. ``overlap``: collectives run during compute; off, each one is waited for where it starts. ``arena``: buffers
+    have planned places in one allocation; off, each is allocated when needed. ``fold_layers``: layers that repeat go
+    through autograd once, not one by one. ``verify``: check every emitted schedule. ``verify_each_pass``: check the
+    graphs after each pass, too, so that an error names the pass that made it.
+
+    >>> fxshard.compile(model, debug=fxshard.Debug(prefetch=0, keep_resident=False))
+    """
+
+    prefetch: int | None = None
+    keep_resident: bool = True
+    defer_wgrad: bool = True
+    overlap: bool = True
+    arena: bool = True
+    fold_layers: bool = True
+    verify: bool = True
+    verify_each_pass: bool = False
+
+    def __post_init__(self) -> None:
+        ahead = self.prefetch
+        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
+            raise ConfigError(f"prefetch={ahead!r}: expected the number of gathers to run ahead, 0 or more, or None")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "prefetch" and not isinstance(value, bool):
+                raise ConfigError(f"Debug({field.name}={value!r}): expected True or False")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``compile``, ``shard`` and ``plan`` are told, checked. Their docstrings say what each option does."""
+
+    zero: int = 3
+    units: UnitPatterns | None = None
+    precision: Precision | None = None
+    layout: LayoutKind = "auto"
+    reduction: Reduction = "mean"
+    memory_budget: int | str | None = None
+    hardware: str | Hardware | None = None
+    experts: str = "auto"
+    passes: PassList | None = None
+    lowering: str = "inductor"
+    cuda_graphs: bool = False
+    debug: Debug = Debug()
+
+    def __post_init__(self) -> None:
+        if self.zero not in ZERO or isinstance(self.zero, bool):
+            raise ConfigError(f"zero={self.zero!r}: expected 0, 1, 2 or 3")
+        check_precision(self.precision)
+        object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget))
+        if self.hardware is not None:
+            hardware(self.hardware)
+        known = {"layout": LAYOUTS, "lowering": LOWERINGS, "experts": choices()}
+        for name, values in known.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, values))}")
+        if not isinstance(self.debug, Debug):
+            raise ConfigError(f"debug={self.debug!r}: expected fxshard.Debug(...)")
+        if self.passes is not None:
+            from fxshard.passes.pass_list import PassList  # which knows these options
+
+            if not isinstance(self.passes, PassList):
+                raise ConfigError(
+                    f"passes={self.passes!r}: expected a list derived from fxshard.PASSES, such as "
+                    'fxshard.PASSES.after("insert_reshard", my_pass)'
+                )
+
+    @property
+    def budget(self) -> int | None:
+        """``memory_budget`` in bytes."""
+        assert not isinstance(self.memory_budget, str)
+        return self.memory_budget
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any] | None) -> Options:
+        """Options as ``torch.compile(..., options={...})`` passes them."""
+        known = [field.name for field in fields(cls)]
+        for name in options or {}:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}; known options: {', '.join(known)}")
+        return cls(**(options or {}))

@@ -1,0 +1,425 @@
+"""After the partitioner: forward and backward of all layers out of those of five.
+
+Requires graphs whose layers were left out by ``fold_layers``. The graphs are put one after the other into one, as
+forward and what backward makes of it; the layer in the middle is written as often as layers were left out; the result
+is cut where forward ends. The positions of layers are found anew, from the first uses of their parameters, because
+autograd and the partitioner have moved nodes. Two layers in the middle must be equal, node by node, in both
+directions; otherwise the answer is None, and the whole model is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxshard._torch import private
+from fxshard.passes.fold_layers import Folded
+from fxshard.passes.repeats import Member, described, references, skeleton
+from fxshard.schedule.aliases import readers
+from fxshard.schedule.params import PARAM
+
+BACKWARD = "fxshard_backward"
+"""Marks the nodes of backward while they stand in one graph with those of forward."""
+SHARED = "fxshard_shared"
+"""Marks what layers of backward share."""
+
+MIDDLE = 3
+"""The last of the layers in the middle; the first is 1."""
+
+Parts = tuple[fx.GraphModule, fx.GraphModule]
+
+
+def unfold_step(folded: Folded, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Parts | None:
+    """Forward and backward of the whole model. ``outputs``: how many results of forward are the model's."""
+    joined = _join(forward, backward, outputs)
+    if joined is None:
+        return None
+    module, boundary = joined
+    whole = _unfold(folded, module, boundary)
+    return None if whole is None else _cut(whole, outputs)
+
+
+def unfold_evaluation(folded: Folded, forward: fx.GraphModule) -> fx.GraphModule | None:
+    """The graph of an evaluation of the whole model."""
+    return _unfold(folded, forward, None)
+
+
+def _unfold(folded: Folded, module: fx.GraphModule, boundary: fx.Node | None) -> fx.GraphModule | None:
+    inputs = module.graph.find_nodes(op="placeholder")
+    tangents = inputs[len(folded.kept) :]
+    if any(not node.name.startswith("tangents") for node in tangents):
+        return None
+    member: dict[fx.Node, Member | None] = {}
+    for node, i in zip(inputs, folded.kept, strict=False):
+        own = folded.members[i]
+        member[node] = (own[0] - folded.removed, own[1]) if own is not None and own[0] >= 2 else own
+    line = _Line(module.graph, member, boundary)
+    return _Unfolding(folded, module, line, inputs, tangents).build() if line.repeats() else None
+
+
+class _Line:
+    """The nodes of forward, and of backward after it, and where their layers begin."""
+
+    def __init__(self, graph: fx.Graph, member: dict[fx.Node, Member | None], boundary: fx.Node | None) -> None:
+        self.nodes = list(graph.nodes)
+        self.at = {node: i for i, node in enumerate(self.nodes)}
+        self.member = member
+        self.tangents = {node for node in self.nodes if node.op == "placeholder" and node not in member}
+        self.boundary = self.at[boundary] if boundary is not None else len(self.nodes)
+        self.has_backward = boundary is not None
+        self.forward: list[int] = []
+        """Where the layers of forward begin, from the first to the last in the middle."""
+        self.backward: list[int] = []
+        """Where those of backward begin, by the layer's number: later layers come first."""
+        self.fw_period = self.bw_period = 0
+
+    def repeats(self) -> bool:
+        """Whether the layers in the middle are equal. Finds where all of them begin."""
+        self.forward = self._first_uses(range(MIDDLE + 1))
+        if len(self.forward) <= MIDDLE:
+            return False
+        f = self.forward
+        self.fw_period = f[2] - f[1]
+        if self.fw_period <= 0 or f[3] - f[2] != self.fw_period:
+            return False
+        if self.has_backward and not self._find_backward():
+            return False
+        return self._equal(f[1], f[2], self.fw_period) and (
+            not self.has_backward or self._equal(self.backward[2], self.backward[3], self.bw_period)
+        )
+
+    def _equal(self, low: int, high: int, length: int) -> bool:
+        """Whether two stretches are equal; ``low`` is where that of the earlier layer begins."""
+        return all(self._alike(self.nodes[low + o], self.nodes[high + o]) for o in range(length))
+
+    def _find_backward(self) -> bool:
+        # Nothing may flow through the first layer, as where the model's input is data: it is not asked about.
+        found = self._first_uses(range(1, MIDDLE + 1), backward=True)
+        if len(found) < MIDDLE:
+            return False
+        g = self.backward = [-1, *found]
+        self.bw_period = g[1] - g[2]
+        return self.bw_period > 0 and g[2] - g[3] == self.bw_period and g[3] >= self.boundary
+
+    def _first_uses(self, layers: Iterable[int], *, backward: bool = False) -> list[int]:
+        """Where each layer's parameters, or views of them, are first used in one direction; fewer if some never are."""
+        found: dict[int, int] = {}
+        for node, member in self.member.items():
+            for user in readers([node]) if member is not None else ():
+                assert member is not None
+                position = self.at[user]
+                if (position >= self.boundary) == backward and user.op != "output":
+                    found[member[0]] = min(found.get(member[0], position), position)
+        return [found[layer] for layer in layers if layer in found]
+
+    def _alike(self, low: fx.Node, high: fx.Node) -> bool:
+        """Whether two nodes do the same to what lies one period apart; ``low`` is the earlier layer's."""
+        apart = zip(references(low), references(high), strict=False)
+        return same_operation(low, high) and all(self.moves(a, b) is not None for a, b in apart)
+
+    def moves(self, low: fx.Node, high: fx.Node) -> bool | None:
+        """Whether a reference moves with its layer (True), stays where it is (False), or fits neither (None)."""
+        if low is high:
+            return False
+        a, b = self.member.get(low), self.member.get(high)
+        if a is not None or b is not None:
+            return True if a is not None and b is not None and (a[0] + 1, a[1]) == b else None
+        if low.op == "placeholder" or high.op == "placeholder":
+            return None
+        forward = self.at[low] < self.boundary
+        if forward != (self.at[high] < self.boundary):
+            return None
+        apart = self.at[high] - self.at[low]
+        return True if apart == (self.fw_period if forward else -self.bw_period) else None
+
+
+def same_operation(low: fx.Node, high: fx.Node) -> bool:
+    """Whether two nodes call the same on the same kinds of values."""
+    same = low.op == high.op and low.target == high.target and skeleton(low) == skeleton(high)
+    return same and described(low) == described(high)
+
+
+class _Unfolding:
+    """Writes the graph of the whole model from that of the folded one.
+
+    ``shift`` says which layer a node stands for: 0 anchors it at the first layers, ``removed`` at the last ones.
+    """
+
+    def __init__(
+        self, folded: Folded, module: fx.GraphModule, line: _Line, inputs: list[fx.Node], tangents: list[fx.Node]
+    ) -> None:
+        self.folded, self.module, self.line = folded, module, line
+        self.inputs, self.tangents = inputs, tangents
+        self.graph = fx.Graph()
+        self.fixed: dict[fx.Node, fx.Node] = {}
+        self.again: dict[tuple[bool, int, int], fx.Node] = {}
+        self.params: dict[Member, fx.Node] = {}
+
+    def build(self) -> fx.GraphModule | None:
+        self._placeholders()
+        if not all(self._emit(positions, shift, pair) for positions, shift, pair in self._stretches()):
+            return None
+        if not self._output(self.line.nodes[-1]):
+            return None
+        self.graph.lint()
+        return private.graph_module(self.module, self.graph)
+
+    def _stretches(self) -> Iterator[tuple[range, int, int | None]]:
+        """Positions to copy, the layer they stand for, and how far the same stretch of a neighbouring layer is."""
+        removed, f, g = self.folded.removed, self.line.forward, self.line.backward
+        fw, bw, end = self.line.fw_period, self.line.bw_period, len(self.line.nodes) - 1
+        yield range(len(self.inputs), f[1]), 0, None
+        for copy in range(removed + 1):
+            yield range(f[1], f[2]), copy, fw
+        yield range(f[2], f[3]), removed, -fw
+        if not g:
+            yield range(f[3], end), removed, None
+            return
+        yield range(f[3], g[3]), removed, None
+        yield range(g[3], g[2]), removed, bw
+        for copy in range(removed, -1, -1):
+            yield range(g[2], g[1]), copy, -bw
+        yield range(g[1], end), 0, None
+
+    def _placeholders(self) -> None:
+        like = {member: node for node, member in self.line.member.items() if member is not None}
+        own = dict(zip(self.folded.kept, self.inputs, strict=False))
+        for i, member in enumerate(self.folded.members):
+            source = own.get(i)
+            if source is None:
+                assert member is not None
+                source = like[1, member[1]]
+            node = self.graph.create_node("placeholder", f"primals_{i + 1}", name=f"primals_{i + 1}")
+            node.meta.update(source.meta)
+            if member is not None:
+                self.params[member] = node
+            if i in own:
+                self.fixed[source] = node
+        for source in self.tangents:
+            self.fixed[source] = self.graph.node_copy(source)
+
+    def _emit(self, positions: range, shift: int, pair: int | None) -> bool:
+        """Copy a stretch; False if something that it refers to cannot be told."""
+        for position in positions:
+            node = self.line.nodes[position]
+            refs = references(node)
+            others = references(self.line.nodes[position + pair]) if pair is not None else [None] * len(refs)
+            copies = [self._resolve(ref, other, shift) for ref, other in zip(refs, others, strict=True)]
+            if any(copy is None for copy in copies):
+                return False
+            args, kwargs = _replaced(node, iter(copies))  # type: ignore[arg-type]
+            copy = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
+            copy.meta.update(node.meta)
+            key = self._key(position, shift)
+            if key is None:
+                self.fixed[node] = copy
+            else:
+                self.again[key] = copy
+        return True
+
+    def _resolve(self, ref: fx.Node, other: fx.Node | None, shift: int) -> fx.Node | None:
+        """What ``ref`` is for a layer moved by ``shift``. ``other`` is what the next or previous layer has there.
+
+        Outside of layers that repeat there is none, and a parameter is just that one: the end may use the first layer.
+        """
+        once = ref is other if other is not None else not self._in_layers(self.line.at[ref])
+        return self.fixed.get(ref) if once else self._moved(ref, shift)
+
+    def _in_layers(self, position: int) -> bool:
+        f, g = self.line.forward, self.line.backward
+        return f[1] <= position < f[3] or (bool(g) and g[3] <= position < g[1])
+
+    def _moved(self, ref: fx.Node, shift: int) -> fx.Node | None:
+        member = self.line.member.get(ref)
+        if member is not None:
+            return self.params.get((member[0] + shift, member[1]))
+        # What the model is given stands before the layers, and may stand nearer to the second than a period is long.
+        key = self._key(self.line.at[ref], shift) if ref.op != "placeholder" else None
+        return self.fixed.get(ref) if key is None else self.again.get(key)
+
+    def _key(self, position: int, shift: int) -> tuple[bool, int, int] | None:
+        """Which of the repeated nodes stands for ``position`` when seen from layers moved by ``shift``, if one does."""
+        removed, line, f, g = self.folded.removed, self.line, self.line.forward, self.line.backward
+        if position < line.boundary:
+            period, offset = divmod(position - f[1], line.fw_period)
+            inside = f[1] - line.fw_period <= position < f[3] + line.fw_period
+            index = period + shift
+        else:
+            period, offset = divmod(position - g[3], line.bw_period)
+            inside = g[3] - line.bw_period <= position < g[1] + line.bw_period
+            index = period + removed - shift
+        if not inside or not 0 <= index < removed + 2:
+            return None
+        return position >= line.boundary, index, offset
+
+    def _output(self, output: fx.Node) -> bool:
+        """Outputs of forward, then (with backward) one gradient per input; False if one cannot be told."""
+        results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        described_as: list[Any] = list(output.meta.get("desc", ()))
+        count = len(results) - len(self.folded.kept) if self.line.has_backward else len(results)
+        new: list[Any] = [self._result(result, self.folded.removed) for result in results[:count]]
+        if self.line.has_backward:
+            new += self._gradients(results[count:])
+            described_as = [*described_as[:count], *(described_as[-1:] * len(self.folded.members))]
+        if any(each is _UNKNOWN for each in new):
+            return False
+        node = self.graph.output(tuple(new))
+        node.meta.update(output.meta)
+        if "desc" in node.meta:  # torch describes each output, and pairs the two lists
+            node.meta["desc"] = described_as
+        return True
+
+    def _gradients(self, results: Sequence[Any]) -> Iterator[Any]:
+        gradient = dict(zip(self.folded.kept, results, strict=True))
+        of_layer = {self.line.member[self.inputs[k]]: result for k, result in enumerate(results)}
+        for i, member in enumerate(self.folded.members):
+            if i in gradient:
+                late = member is not None and member[0] >= self.folded.removed + 2
+                yield self._result(gradient[i], self.folded.removed if late or self._at_end(gradient[i]) else 0)
+                continue
+            assert member is not None
+            low, high = of_layer[1, member[1]], of_layer[2, member[1]]
+            alike = (low is None and high is None) or (low is not None and high is not None and self._moves(low, high))
+            yield self._result(low, member[0] - 1) if alike else _UNKNOWN
+
+    def _moves(self, low: fx.Node, high: fx.Node) -> bool:
+        return self.line.moves(low, high) is True
+
+    def _at_end(self, gradient: Any) -> bool:
+        """Whether a gradient is computed before backward reaches the layers."""
+        return isinstance(gradient, fx.Node) and self.line.at[gradient] < self.line.backward[3]
+
+    def _result(self, result: Any, shift: int) -> Any:
+        if not isinstance(result, fx.Node):
+            return result
+        found = self._moved(result, shift)
+        return _UNKNOWN if found is None else found
+
+
+_UNKNOWN = object()
+
+
+def _replaced(node: fx.Node, copies: Iterator[fx.Node]) -> Any:
+    """A node's arguments with other nodes in the places of :func:`~fxshard.passes.repeats.references`."""
+    return fx.map_arg((node.args, node.kwargs), lambda _: next(copies))
+
+
+def _join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.Node] | None:
+    """One graph of both, and where backward begins in it."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    taken = backward.graph.find_nodes(op="placeholder")
+    results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    saved = dict(zip(taken, results[outputs:], strict=False))
+    if not all(isinstance(outside, fx.Node) for outside in saved.values()):
+        return None
+    for node in [*forward.graph.find_nodes(op="placeholder"), *taken[len(saved) :]]:
+        env[node] = graph.node_copy(node)
+    for node in _computing(forward.graph):
+        env[node] = graph.node_copy(node, env.__getitem__)
+    env.update({inside: env[outside] for inside, outside in saved.items()})
+    # What layers share stands in the last of them, where backward needs it first.
+    shared = _shared(forward.graph, backward.graph, saved)
+    own = sorted(_computing(backward.graph), key=lambda node: node not in shared)
+    if not own:
+        return None
+    for node in own:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta[BACKWARD] = True
+        env[node].meta[SHARED] = node in shared
+    gradients = fx.map_arg(backward.graph.output_node().args[0], env.__getitem__)
+    end = graph.output((*fx.map_arg(results[:outputs], env.__getitem__), *gradients))  # type: ignore[misc]
+    described_as: list[Any] = [module.graph.output_node().meta.get("desc") for module in (forward, backward)]
+    if None not in described_as:  # not where layers are checkpointed
+        end.meta["desc"] = [*described_as[0][:outputs], *described_as[1]]
+    return private.graph_module(forward, graph), env[own[0]]
+
+
+def _shared(forward: fx.Graph, backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """What backward computes from data and constants alone, for several users: masks, positions, zeros."""
+    own = {node for node in forward.find_nodes(op="placeholder") if node.meta.get(PARAM) is not None}
+    for node in _computing(forward):
+        if any(source in own for source in node.all_input_nodes):
+            own.add(node)
+    own.update(node for node in backward.find_nodes(op="placeholder") if saved.get(node, node) in {*own, node})
+    shared: set[fx.Node] = set()
+    for node in _computing(backward):
+        if any(source in own for source in node.all_input_nodes):
+            own.add(node)
+    for node in reversed(_computing(backward)):
+        if node not in own and (len(node.users) > 1 or any(user in shared for user in node.users)):
+            shared.add(node)
+    return shared
+
+
+def _computing(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _cut(whole: fx.GraphModule, outputs: int) -> Parts:
+    """Forward and backward. Forward returns what backward takes, in the order in which it is computed."""
+    nodes = list(whole.graph.nodes)
+    results: list[Any] = list(whole.graph.output_node().args[0])  # type: ignore[arg-type]
+    tangents = [node for node in nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+    backward = {node for node in nodes if node.meta.get(BACKWARD)}
+    read = {ref for node in backward for ref in node.all_input_nodes}
+    read.update(node for node in results[outputs:] if isinstance(node, fx.Node))
+    saved = [node for node in nodes if node in read and node not in backward and node not in tangents]
+    saved.sort(key=lambda node: bool(node.meta.get("saved_tensor_with_no_vc_check")))  # these are the last
+    primals = [node for node in nodes if node.op == "placeholder" and node not in tangents]
+    computed = [node for node in nodes if node.op not in ("placeholder", "output")]
+    described_as = whole.graph.output_node().meta.get("desc")
+    kept = [*described_as[:outputs], *private.saved_outputs(saved)] if described_as else None
+    gradients = described_as[outputs:] if described_as else None
+    before = [node for node in computed if node not in backward]
+    after = [node for node in computed if node in backward]
+    return (
+        _part(whole, primals, before, [*results[:outputs], *saved], kept),
+        _part(whole, [*saved, *tangents], _late(after), results[outputs:], gradients),
+    )
+
+
+def _late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Nodes in their order, but what layers share where it is used first."""
+    late = {node for node in nodes if node.meta.get(SHARED)}
+    ordered: dict[fx.Node, None] = {}
+
+    def place(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in late and source not in ordered:
+                place(source)
+        ordered[node] = None
+
+    for node in nodes:
+        if node not in late:
+            place(node)
+    return [*ordered, *(node for node in nodes if node not in ordered)]
+
+
+def _part(
+    whole: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    inside: Sequence[fx.Node],
+    results: Sequence[Any],
+    described_as: Sequence[Any] | None,
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.create_node("placeholder", node.name, name=node.name)
+        env[node].meta.update(node.meta)
+    for node in inside:
+        env[node] = _copy(graph, node, env)
+    end = graph.output(tuple(fx.map_arg(list(results), env.__getitem__)))
+    if described_as is not None:
+        end.meta["desc"] = list(described_as)
+    return private.graph_module(whole, graph)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, env.__getitem__)
+    copy.meta.pop(BACKWARD, None)
+    copy.meta.pop(SHARED, None)
+    return copy
