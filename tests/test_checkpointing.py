@@ -18,8 +18,6 @@ from tests.pool import Pool
 from tests.toy import Llama
 from tests.training import VOCAB, full_gradients, this_ranks_batch
 
-NOTHING_KEPT = fxshard.Debug(keep_resident=False)
-
 
 def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE

@@ -134,7 +134,8 @@ def test_what_is_refused(found: list[Profiled]) -> None:
     profile = found[0].profile
     with pytest.raises(fxshard.ConfigError, match="another schedule"):
         fxshard.plan(
-            llama(), batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager", debug=fxshard.Debug(keep_resident=False),
+            llama(), batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager",
+            debug=fxshard.Debug(keep_resident=False),
             profile=profile,
         )  # fmt: skip
     for text in ("", "{}", '{"fxshard_profile": 7}', '{"fxshard_profile": 1, "seconds": [[1]], "structure": {}}'):
