@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import fxshard
 from fxshard._torch import private
+from fxshard.frontend.tracing import outputs_without_values
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.choose import add_implementation
 from fxshard.kernels.op import grouped_swiglu
@@ -159,34 +160,30 @@ def captured(
     }
     found: dict[str, Any] = {}
 
-    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(joint: fx.GraphModule, outputs: int, static: Sequence[int]) -> None:
         joint = private.inductor_joint_passes(joint)
         for node, ref in zip(joint.graph.find_nodes(op="placeholder"), found["refs"], strict=False):
             node.meta[PARAM] = ref
-        joint.graph.output_node().meta[GRADS] = (*[None] * kwargs["num_fwd_outputs"], *found["refs"])
+        joint.graph.output_node().meta[GRADS] = (*[None] * outputs, *found["refs"])
         if shows:
             show("joint graph, as traced", joint)
         for run in (open_experts, quantize_linears, recompute_param_views, save_residuals):
             joint = run(joint, context)
             if shows:
                 show(f"joint graph, {run.__name__}", joint, lambda node: node.meta.get("recompute"))
-        forward, backward = private.min_cut_partition(joint, inputs, **kwargs)
+        forward, backward = private.min_cut_partition(
+            joint, (), num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
+        )
         backward.graph.output_node().meta[GRADS] = tuple(found["refs"])
         found.update(joint=joint, phases={Phase.FORWARD: forward, Phase.BACKWARD: backward})
-        return forward, backward
 
     def capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         placeholders = graph.graph.find_nodes(op="placeholder")
         found.update(dynamo=graph, refs=[refs.get(id(private.graph_input_example(node))) for node in placeholders])
-        return private.aot_autograd(
-            fw_compiler=untouched,
-            bw_compiler=untouched,
-            partition_fn=partition,
-            decompositions=private.inductor_decompositions(),
-        )(graph, inputs)
-
-    def untouched(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return graph.forward
+        results = outputs_without_values(graph)
+        with private.traced(graph, inputs, private.inductor_decompositions()) as traced:
+            partition(traced.graph, traced.outputs or 0, traced.static_inputs)
+        return lambda *args: results
 
     torch.compile(model, backend=capture, fullgraph=True)(x)
     return Captured(context, found["dynamo"], found["joint"], found["phases"])

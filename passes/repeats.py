@@ -165,9 +165,12 @@ def references(node: fx.Node) -> list[fx.Node]:
     return refs
 
 
+_NODE = "%"
+
+
 def skeleton(node: fx.Node) -> str:
-    """A node's arguments without the nodes among them."""
-    return repr(fx.map_arg((node.args, node.kwargs), lambda _: None))  # type: ignore[arg-type, return-value]
+    """A node's arguments with a sign in the place of each node among them."""
+    return repr(fx.map_arg((node.args, node.kwargs), lambda _: _NODE))  # type: ignore[arg-type, return-value]
 
 
 def described(node: fx.Node) -> Hashable:

@@ -70,7 +70,7 @@ def test_mixed_devices_and_meta() -> None:
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [({"lowering": "llvm"}, "lowering"), ({"prefetch": -1}, "prefetch"), ({"layout": "x"}, "layout")],
+    [({"lowering": "llvm"}, "lowering"), ({"debug": 3}, "Debug"), ({"layout": "x"}, "layout")],
 )
 def test_unknown_options(option: dict[str, Any], message: str) -> None:
     with pytest.raises(fxshard.ConfigError, match=message):

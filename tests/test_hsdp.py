@@ -17,7 +17,7 @@ from tests.pool import Pool
 from tests.stack import Stack
 from tests.stack import batch as stack_batch
 from tests.toy import Llama
-from tests.training import EPS, Run, fsdp2_run, full_gradients, llama, plain_run, sharded_run
+from tests.training import EPS, Run, fsdp2_run, full_gradients, llama, plain_run, sharded_run, with_debug
 
 
 def two_by_two() -> DeviceMesh:
@@ -68,7 +68,7 @@ def details() -> dict[str, Any]:
     mesh = two_by_two()
     found: dict[str, Any] = {"gradients": {}}
     for name, options in SETTINGS.items():
-        model = fxshard.compile(Stack(), mesh=mesh, lowering="eager", **options)
+        model = fxshard.compile(Stack(), mesh=mesh, lowering="eager", **with_debug(options))
         model(*batch_of(0)).backward()
         found["gradients"][name] = full_gradients(model)
 

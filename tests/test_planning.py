@@ -246,7 +246,7 @@ def test_a_model_without_parameters() -> None:
 
 def test_below_the_meta_device() -> None:
     """Where people make the model. It would give an empty schedule."""
-    with torch.device("meta"), pytest.raises(fxshard.ConfigError, match="behind that block"):
+    with torch.device("meta"), pytest.raises(fxshard.ConfigError, match="after that block"):
         fxshard.plan(nn.Linear(4, 4), (torch.empty(2, 4),), world_size=2)
 
 

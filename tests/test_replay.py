@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxshard
+from fxshard.lowering import programs
 from fxshard.lowering.host_values import changes_on_host
-from fxshard.runtime import program, replay
+from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
 from tests.replaying import (
@@ -299,7 +300,7 @@ def test_what_is_drawn_on_the_host_is_drawn_each_time() -> None:
     assert not found((aten.rand.default, "meta"), (aten.ones.default, "cpu"), (aten._to_copy.default, "meta"))
     assert not found((aten._scaled_dot_product_efficient_attention.default, "meta", "cpu")), "it runs on the device"
 
-    with mock.patch.object(program, "changes_on_host", lambda *_: True):
+    with mock.patch.object(programs, "changes_on_host", lambda *_: True):
         models = pair()
         for number in range(3):
             both(models, step(number))

@@ -83,7 +83,7 @@ class Trained:
 
 
 def trained() -> dict[str, Trained]:
-    cases = {"fused": {}, "in order": {"defer_wgrad": False}, "unfused": {"experts": "off"}}
+    cases = {"fused": {}, "in order": {"debug": fxshard.Debug(defer_wgrad=False)}, "unfused": {"experts": "off"}}
     found = {}
     for name, options in cases.items():
         optimizer = fxshard.AdamW(lr=1e-3, eps=EPS)

@@ -21,6 +21,8 @@ from fxshard._torch.private.inductor import compile_clocks as compile_clocks
 from fxshard._torch.private.inductor import inductor_compile as inductor_compile
 from fxshard._torch.private.inductor import inductor_decompositions as inductor_decompositions
 from fxshard._torch.private.inductor import inductor_joint_passes as inductor_joint_passes
+from fxshard._torch.private.pickling import dumps as dumps
+from fxshard._torch.private.pickling import loads as loads
 
 
 def min_cut_partition(

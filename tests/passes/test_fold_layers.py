@@ -1,0 +1,183 @@
+"""Layers that repeat go through autograd once, and nothing can be told from it: bitwise, near misses included."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxshard
+from tests.thorough import thorough
+from tests.toy import Llama
+
+WIDTH, LAYERS = 6, 8
+Rule = Callable[["Stack", int, nn.Module, Tensor, list[Tensor]], Tensor]
+"""(model, number of the layer, layer, what goes in, what came out of the layers before) → what comes out"""
+
+
+class Stack(nn.Module):
+    """Layers in a loop; ``rule`` says what happens with each."""
+
+    def __init__(self, rule: Rule, bias: Callable[[int], bool] = lambda i: True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias(i)) for i in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("scales", torch.arange(1.0, LAYERS + 1))
+        self.rule = rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            x = self.rule(self, i, layer, x, seen)
+            seen.append(x)
+        return self.head(x).square().mean()
+
+
+def plain(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    return x + torch.tanh(layer(x))
+
+
+def odd_at(place: int, change: Callable[[Tensor], Tensor]) -> Rule:
+    def rule(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+        x = plain(model, i, layer, x, seen)
+        return change(x) if i == place else x
+
+    return rule
+
+
+def by_weight(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    return x + torch.tanh(layer(x)) * layer.weight.multiplier  # type: ignore[union-attr]
+
+
+def reaching_back(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    return plain(model, i, layer, x, seen) + (seen[i - 2] if i >= 2 else 0)
+
+
+def mirrored(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    return plain(model, i, layer, x, seen) + (seen[LAYERS - 1 - i] if i > LAYERS // 2 else 0)
+
+
+def looped(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    x = plain(model, i, layer, x, seen)
+    for _ in range(12 if i == LAYERS - 1 else 0):  # repeats, and has no parameters
+        x = torch.sin(x) * 1.5
+    return x
+
+
+def used_again(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    x = plain(model, i, layer, x, seen)
+    return model.layers[4](x) if i == LAYERS - 1 else x
+
+
+def with_multipliers(values: Callable[[int], float]) -> Stack:
+    model = Stack(by_weight)
+    for i, layer in enumerate(model.layers):
+        layer.weight.multiplier = values(i)
+    return model
+
+
+def frozen(*places: int) -> Stack:
+    model = Stack(plain)
+    for i in places:
+        model.layers[i].requires_grad_(False)
+    return model
+
+
+def tied(a: int, b: int) -> Stack:
+    model = Stack(plain)
+    model.layers[a].weight = model.layers[b].weight
+    return model
+
+
+ALIKE = {
+    "plain": lambda: Stack(plain),
+    "the same number on each": lambda: with_multipliers(lambda i: 0.5),
+    "an odd first layer": lambda: Stack(odd_at(0, torch.neg)),
+    "an odd last layer": lambda: Stack(odd_at(LAYERS - 1, torch.neg)),
+    "all frozen but the head": lambda: frozen(*range(LAYERS)),
+    "checkpointed": lambda: Stack(
+        lambda model, i, layer, x, seen: x + checkpoint(lambda y: torch.tanh(layer(y)), x, use_reentrant=False)
+    ),
+}
+UNLIKE = {
+    "another number on each": lambda: with_multipliers(lambda i: 1.0 + i),
+    "one number of another sign of zero": lambda: Stack(odd_at(4, lambda x: x + -0.0)),
+    "an odd layer in the middle": lambda: Stack(odd_at(4, torch.neg)),
+    "no bias in one": lambda: Stack(plain, bias=lambda i: i != 4),
+    "one frozen": lambda: frozen(4),
+    "two tied": lambda: tied(2, 6),
+    "a buffer's row for each": lambda: Stack(
+        lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) * model.scales[i]
+    ),
+    "skips from the middle to the end": lambda: Stack(
+        lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) + (seen[3] if i == LAYERS - 1 else 0)
+    ),
+    "all layers read by the last": lambda: Stack(
+        lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) + (sum(seen) if i == LAYERS - 1 else 0)
+    ),
+    "reaching back by two": lambda: Stack(reaching_back),
+    "mirrored skips": lambda: Stack(mirrored),
+    "a loop without parameters": lambda: Stack(looped),
+    "dropout": lambda: Stack(lambda model, i, layer, x, seen: F.dropout(plain(model, i, layer, x, seen), 0.3)),
+    "a layer of the middle at the end": lambda: Stack(used_again),
+}
+
+
+def left(model: nn.Module, inputs: tuple[Tensor, ...], fold: bool, **options: Any) -> tuple[list[Tensor], int]:
+    """What two steps and an evaluation leave, and how many layers were folded in training."""
+    debug = fxshard.Debug(fold_layers=fold)
+    given = {"lowering": "eager", "optimizer": fxshard.AdamW(lr=1e-2), "debug": debug, **options}
+    sharded = fxshard.compile(copy.deepcopy(model), **given)
+    torch.manual_seed(1)
+    found = []
+    for _ in range(2):
+        loss = sharded(*inputs)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in sharded.parameters() if p.grad is not None)]
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    folded = sharded.report.compilations.layers_folded
+    sharded.eval()
+    with torch.no_grad():
+        found.append(sharded(*inputs))
+    return [*found, *sharded.full_state_dict().values()], folded
+
+
+def folded(model: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> int:
+    """Check that folding changes no bit; returns how many layers were folded."""
+    mine, count = left(model, inputs, True, **options)
+    whole, none = left(model, inputs, False, **options)
+    assert none == 0 and len(mine) == len(whole)
+    assert all(torch.equal(a, b) for a, b in zip(mine, whole, strict=True))
+    return count
+
+
+def some(names: dict[str, Any], *always: str) -> list[Any]:
+    return [name if name in always else thorough(name) for name in names]
+
+
+@pytest.mark.parametrize("name", some(ALIKE, "plain", "an odd last layer", "checkpointed"))
+def test_layers_that_compute_the_same_are_folded(name: str) -> None:
+    assert folded(ALIKE[name](), (torch.randn(4, WIDTH),)) > 0
+
+
+SAID_BY_OTHERS = ("no bias in one", "one frozen", "mirrored skips", "a loop without parameters", "reaching back by two")
+
+
+@pytest.mark.parametrize("name", [thorough(name) if name in SAID_BY_OTHERS else name for name in UNLIKE])
+def test_near_misses_give_the_same(name: str) -> None:
+    """Whether some of their layers are folded is not asked: what they compute is."""
+    folded(UNLIKE[name](), (torch.randn(4, WIDTH),))
+
+
+@pytest.mark.shows("S18")
+def test_several_inputs_and_inductor() -> None:
+    tokens = torch.randint(0, 96, (2, 8))
+    assert folded(Llama(layers=8), (tokens, tokens), lowering="inductor") > 0

@@ -1,0 +1,69 @@
+"""Scheduling is pure: the same bytes in every process, and what it gives survives pickling."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fxshard._torch import private
+from fxshard.frontend.planning import partition_model
+from fxshard.frontend.sharding import plan_model
+from fxshard.lowering.programs import lower
+from fxshard.lowering.segments import SegmentCompiler
+from fxshard.passes.options import Options
+from fxshard.passes.scheduling import schedule
+from fxshard.passes.sharding_plan import ShardingPlan
+from fxshard.passes.stages import Scheduled
+from fxshard.plan.domain import data_parallel
+from fxshard.plan.hardware import hardware
+from tests.toy import Llama
+
+DIGEST = """
+import hashlib
+from fxshard._torch import private
+from tests.passes.test_scheduling import scheduled
+print(hashlib.sha256(private.dumps(scheduled()[0])).hexdigest())
+"""
+
+
+def scheduled() -> tuple[Scheduled, ShardingPlan]:
+    with torch.device("meta"):
+        model = Llama(layers=8)
+    options = Options(lowering="eager", hardware="h200")
+    buckets = plan_model(model, [data_parallel(8, 1, "mean", "cuda")], options)
+    plan = ShardingPlan(buckets, options, ranks=8, hardware=hardware("h200"), own_optimizer=True, one_graph=True)
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    return schedule(partition_model(model, (tokens, tokens), plan), plan), plan
+
+
+@pytest.mark.shows("A3")
+def test_two_processes_schedule_the_same_bytes() -> None:
+    digests = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(["", *sys.path])}
+        run = subprocess.run(
+            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, timeout=90
+        )
+        assert run.returncode == 0, run.stderr
+        digests.add(run.stdout.strip())
+    assert len(digests) == 1
+
+
+@pytest.mark.shows("A3")
+def test_what_is_scheduled_survives_pickling() -> None:
+    mine, plan = scheduled()
+    again = private.loads(private.dumps(mine))
+    assert again.schedules == mine.schedules and again.memory == mine.memory
+    assert {phase: str(module.graph) for phase, module in again.graphs.items()} == {
+        phase: str(module.graph) for phase, module in mine.graphs.items()
+    }
+    programs = {}
+    for name, each in (("mine", mine), ("again", again)):
+        compiler = SegmentCompiler("eager")
+        lowered = lower(each, plan, compiler, torch.device("cpu"))
+        programs[name] = compiler.segments, compiler.compilations, [len(each.instructions) for each in lowered.values()]
+    assert programs["mine"] == programs["again"]
