@@ -11,6 +11,7 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 
 pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
 
@@ -86,3 +87,29 @@ def test_expert_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
     """Routing depends on data, so on the CPU the graph breaks; the experts run between graphs."""
     for mine, peer, _ in ranks(2, both, kind, {"fullgraph": False}, timeout=170):
         assert mine == pytest.approx(peer, rel=1e-5)
+
+
+def compilations(layers: int, **options: object) -> int:
+    """How many segments of a Llama are compiled."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = fxshard.compile(LlamaForCausalLM(config), lowering="eager")
+    tokens = torch.arange(32).view(2, 16)
+    model(input_ids=tokens, labels=tokens, **options).loss.backward()
+    return model.report.compilations.compiled
+
+
+@pytest.mark.shows("A4")
+@pytest.mark.parametrize("options", [{}, thorough({"use_cache": False})])
+def test_compilations_do_not_grow_with_depth(options: dict[str, object]) -> None:
+    """With the default key/value cache, which every layer returns, and without it."""
+    assert compilations(8, **options) == compilations(16, **options)

@@ -91,8 +91,8 @@ def structure(segment: fx.GraphModule) -> str:
         number[node] = len(number)
         args = fx.map_arg((node.args, node.kwargs), lambda arg: f"%{number[arg]}")
         target = "" if node.op in ("placeholder", "output") else str(node.target)
-        if node.op == "get_attr":  # a constant: equal only to itself
-            target = f"constant {id(getattr(segment, str(node.target)))}"
+        if node.op == "get_attr":
+            target = f"constant {private.constant_identity(getattr(segment, str(node.target)))}"
         value = _describe(node.meta.get("val")) if node.op == "placeholder" else ""
         lines.append(f"{node.op} {target} {args} {value}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -256,11 +256,18 @@ def constants(graph: fx.GraphModule) -> int:
     return len(named)
 
 
-def compiled_autograd() -> bool:
-    """Whether backward graphs are traced once more when they run. torch 2.11, 2.13."""
-    from torch._dynamo import compiled_autograd as state
+def constant_identity(value: Any) -> str:
+    """What is equal for constants of a graph that can take each other's place: small ones by value, others are equal
+    only to themselves. A constant is known to a tracer by a fake tensor, which may have the value. torch 2.11, 2.13.
+    """
+    real = getattr(value, "constant", None) if is_plain(value) and type(value) is not torch.Tensor else value
+    small = isinstance(real, torch.Tensor) and real.device.type == "cpu" and real.numel() <= _SMALL_CONSTANT
+    if not small or not is_plain(real) or real.requires_grad:
+        return f"at {id(value)}"
+    return f"{real.dtype}{tuple(real.shape)}{real.stride()}{value.device} {real.tolist()!r}"
 
-    return bool(torch._dynamo.config.compiled_autograd or state.compiled_autograd_enabled)
+
+_SMALL_CONSTANT = 64
 
 
 def call_unbroken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -412,15 +419,6 @@ class UnevenDTensor:
         wrapped = self._make(self._blank, self._spec, requires_grad=False)
         wrapped._local_tensor = local
         return wrapped
-
-
-@contextlib.contextmanager
-def no_dispatch_modes() -> Iterator[None]:
-    """Run real tensor code while a fake-tensor mode is active around a compiler. torch 2.11, 2.13."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
-        yield
 
 
 @contextlib.contextmanager
