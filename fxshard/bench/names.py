@@ -16,9 +16,20 @@ TRAIN = (
     "ddp",
     "compile",
 )
-TRAIN_SIZES = ("toy", "1b", "moe-toy", "moe-1b")
+HUGGING_FACE = ("llama", "qwen3", "gemma3", "qwen3-moe")
+FACTORY = "MODULE:FACTORY"
+MODELS = (
+    *("toy", "1b", "moe-toy", "moe-1b"),
+    *(f"hf:{kind}{size}" for kind in HUGGING_FACE for size in ("", "-toy")),
+    FACTORY,
+)
 CHECKPOINT = ("fsdp2", "fxshard", "asynchronous")
 CHECKPOINT_SIZES = ("small", "1b")
 COMPILE_TIME_PEERS = ("fsdp2-compile",)
 MOE = ("eager", "compile", "dense", "dense-fused", "torch", "triton", "te")
 DEVICES = ("cpu", "cuda")
+
+
+def is_known(name: str, known: tuple[str, ...]) -> bool:
+    """Whether it is one of them, or of the form of a factory where these are."""
+    return name in known or (FACTORY in known and ":" in name and not name.startswith("hf:"))
