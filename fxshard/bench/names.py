@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 TRAIN = (
     "fxshard",
     "fxshard-graphs",
@@ -28,6 +30,19 @@ CHECKPOINT_SIZES = ("small", "1b")
 COMPILE_TIME_PEERS = ("fsdp2-compile",)
 MOE = ("eager", "compile", "dense", "dense-fused", "torch", "triton", "te")
 DEVICES = ("cpu", "cuda")
+
+
+def add_models(parser: argparse.ArgumentParser, default: str) -> None:
+    listed = f"of {', '.join(MODELS)}, one after the other (default: {default})"
+    parser.add_argument("--model", type=_models, metavar="NAME,...", help=listed)
+    parser.add_argument("--no-cache", action="store_true", help="models of transformers with use_cache=False")
+
+
+def _models(listed: str) -> list[str]:
+    for name in listed.split(","):
+        if not is_known(name, MODELS):
+            raise argparse.ArgumentTypeError(f"no {name!r}; there are {', '.join(MODELS)}")
+    return listed.split(",")
 
 
 def is_known(name: str, known: tuple[str, ...]) -> bool:

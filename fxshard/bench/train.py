@@ -26,7 +26,6 @@ import fxshard
 from fxshard._torch.progress import progress
 from fxshard.bench import names
 from fxshard.bench.contenders import BF16, CONTENDERS
-from fxshard.bench.target import UsageError
 from fxshard.bench.trace import STEP, Traced, analyse, read, table
 from fxshard.bench.workloads import Workload, loss_of
 
@@ -170,11 +169,12 @@ def main() -> None:
     if not cuda:
         torch.set_num_threads(1)
     results: list[Result] = []
-    for workload in arguments.model:
+    for name in arguments.model:
+        workload = Workload(name, arguments.layers, arguments.batch, not arguments.no_cache)
         results += measured(workload, arguments, device)
         torch.compiler.reset()  # a model is compiled as it would be alone
         if dist.get_rank() == 0:
-            report([result for result in results if result.model == workload.name], arguments)
+            report([result for result in results if result.model == name], arguments)
     if arguments.json is not None and dist.get_rank() == 0:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     dist.destroy_process_group()
@@ -186,9 +186,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--peer", metavar="NAME,...", help="these beside fxshard, in place of --contenders")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
-    models = f"of {', '.join(names.MODELS)}, one after the other (default: 1b on CUDA, toy on a CPU)"
-    parser.add_argument("--model", metavar="NAME,...", help=models)
-    parser.add_argument("--no-cache", action="store_true", help="models of transformers with use_cache=False")
+    names.add_models(parser, default="1b on CUDA, toy on a CPU")
     parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
     parser.add_argument("--layers", type=int, help="another number of layers than the model has")
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
@@ -199,18 +197,13 @@ def _parse() -> argparse.Namespace:
     if arguments.peer:
         arguments.contenders = f"{arguments.peer},fxshard"
     arguments.contenders = arguments.contenders.split(",")
-    models = arguments.model or ("1b" if arguments.device == "cuda" else "toy")
-    try:
-        options = {"layers": arguments.layers, "batch": arguments.batch, "cache": not arguments.no_cache}
-        arguments.model = [Workload(name, **options) for name in models.split(",")]
-    except UsageError as error:
-        parser.error(str(error))
+    arguments.model = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
     unknown = [name for name in arguments.contenders if name not in CONTENDERS]
     if unknown:
         parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
     if "fxshard-graphs" in arguments.contenders and arguments.device != "cuda":
         parser.error("fxshard-graphs captures what a CUDA device does: --device cuda")
-    if "ddp" in arguments.contenders and arguments.device == "cuda" and "moe" in models:
+    if "ddp" in arguments.contenders and arguments.device == "cuda" and "moe" in "".join(arguments.model):
         parser.error("ddp computes under autocast, where torch's grouped product gets fp32: no contender for experts")
     return arguments
 
@@ -250,8 +243,8 @@ def report(results: list[Result], arguments: argparse.Namespace) -> None:
     """One model. Host times with their share of a step."""
     base = next((r for r in results if r.name == "fsdp2-compile"), results[0])
     print(
-        f"\n{base.model}\n{'contender':<20}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'launch ms':>17}{'CPU ms':>17}"
-        f"   base: {base.name}"
+        f"\n{base.model}\n{'contender':<20}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'launch ms':>17}"
+        f"{'CPU ms':>17}   base: {base.name}"
     )
     for r in results:
         host = (f"{ms:.1f} ({ms / r.step_ms:.0%})" for ms in (r.host_ms, r.cpu_ms))
@@ -262,7 +255,10 @@ def report(results: list[Result], arguments: argparse.Namespace) -> None:
     for r in results:
         print(f"{r.name:<20}losses of the first steps" + "".join(f"{loss:>10.5f}" for loss in r.losses), flush=True)
     if arguments.trace is not None:
-        print(f"\n{table({r.name: r.trace for r in results})}\ntraces: {trace_folder(arguments.trace, base.model)}", flush=True)
+        print(
+            f"\n{table({r.name: r.trace for r in results})}\ntraces: {trace_folder(arguments.trace, base.model)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

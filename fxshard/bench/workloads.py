@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxshard.bench import hugging_face, names, target
+from fxshard.bench import hugging_face, target
 from fxshard.bench.models import Llama, LlamaConfig
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
@@ -28,9 +28,11 @@ SIZES = {
     "moe-toy": Size(LlamaConfig(vocab=1000, dim=128, layers=4, heads=4, hidden=96, experts=16), 4, 128),
     "moe-1b": Size(LlamaConfig(dim=1536, layers=12, heads=12, hidden=896, experts=16), 4, 4096),
 }
-for kind in hugging_face.CONFIGS:
-    dense_or_moe = "moe-" if kind.endswith("-moe") else ""
-    SIZES |= {f"hf:{kind}": SIZES[f"{dense_or_moe}1b"], f"hf:{kind}-toy": SIZES[f"{dense_or_moe}toy"]}
+SIZES |= {
+    f"hf:{kind}{suffix}": SIZES[f"moe-{size}" if kind.endswith("-moe") else size]
+    for kind in hugging_face.CONFIGS
+    for suffix, size in (("", "1b"), ("-toy", "toy"))
+}
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,15 @@ class Workload:
     size: Size | None = None
     """Of our Llama, where it is none of ``SIZES``."""
 
-    def __post_init__(self) -> None:
-        if self.size is None and not names.is_known(self.name, names.MODELS):
-            raise target.UsageError(f"no model {self.name!r}; there are {', '.join(names.MODELS)}")
-
     def build(self, device: torch.device) -> tuple[nn.Module, Inputs]:
         """The same model on every rank. Batches differ, but for that of a factory, which is what it returns."""
         torch.manual_seed(0)
         size = self.size or SIZES.get(self.name)
         with device:
             model, inputs = self._of(size) if size is not None else self._from_factory()
-        if not self.cache and hasattr(model, "config"):
-            model.config.use_cache = False
+        config: Any = getattr(model, "config", None)
+        if config is not None and not self.cache:
+            config.use_cache = False
         return model, inputs
 
     def _of(self, size: Size) -> tuple[nn.Module, Inputs]:
