@@ -49,28 +49,16 @@ def ours(
     return sharded, sharded.optimizer
 
 
-class Autocast(nn.Module):
-    """A module whose forward runs under autocast."""
-
-    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner = inner
-        self.dtype = dtype
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(next(self.parameters()).device.type, self.dtype):
-            return self.inner(*args, **kwargs)
-
-
 def ddp(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """DistributedDataParallel around the compiled model; in mixed precision autocast over fp32 parameters."""
     from torch.nn.parallel import DistributedDataParallel
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model.compile()
-    parallel: nn.Module = DistributedDataParallel(model)
+    parallel = DistributedDataParallel(model)
     if precision is not None and precision.param is not None:
-        parallel = Autocast(parallel, precision.param)
+        autocast = torch.autocast(next(model.parameters()).device.type, precision.param)
+        parallel.forward = autocast(parallel.forward)  # type: ignore[method-assign]
     return parallel, optimizer
 
 

@@ -6,15 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from fxshard.bench import names
 from fxshard.bench.models import LlamaConfig
 from fxshard.bench.target import UsageError
 
-CONFIGS = {
-    "llama": "LlamaConfig",
-    "qwen3": "Qwen3Config",
-    "gemma3": "Gemma3TextConfig",
-    "qwen3-moe": "Qwen3MoeConfig",
-}
+CLASSES = ("LlamaConfig", "Qwen3Config", "Gemma3TextConfig", "Qwen3MoeConfig")
+CONFIGS = dict(zip(names.HUGGING_FACE, CLASSES, strict=True))
 """By kind: the class of its configuration."""
 
 
@@ -41,11 +38,8 @@ def _shapes(kind: str, size: LlamaConfig, length: int) -> dict[str, Any]:
         "max_position_embeddings": length,
     }
     if size.experts:
-        shapes |= {
-            "num_experts": size.experts,
-            "num_experts_per_tok": size.chosen,
-            "moe_intermediate_size": size.hidden,
-        }
+        shapes |= {"num_experts": size.experts, "num_experts_per_tok": size.chosen}
+        shapes |= {"moe_intermediate_size": size.hidden}
     if kind == "gemma3":
         # Its head is its embedding, so wider MLPs make up for the number of parameters.
         shapes |= {"intermediate_size": size.hidden * 10 // 9 // 64 * 64, "sliding_window": length // 8}

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-TRAIN = (
-    "fxshard",
-    "fxshard-graphs",
-    "fxshard-unfused",
-    "fxshard-muon",
-    "fxshard-muon-zero1",
-    "fxshard-zero2",
-    "fxshard-zero1",
-    "fxshard-zero0",
-    "fsdp2",
-    "fsdp2-compile",
-    "ddp",
-    "compile",
-)
+VARIANTS = ("graphs", "unfused", "muon", "muon-zero1", "zero2", "zero1", "zero0")
+TRAIN = ("fxshard", *(f"fxshard-{variant}" for variant in VARIANTS), "fsdp2", "fsdp2-compile", "ddp", "compile")
 HUGGING_FACE = ("llama", "qwen3", "gemma3", "qwen3-moe")
 FACTORY = "MODULE:FACTORY"
 MODELS = (

@@ -27,7 +27,7 @@ from fxshard._torch.progress import progress
 from fxshard.bench import names
 from fxshard.bench.contenders import BF16, CONTENDERS
 from fxshard.bench.trace import STEP, Traced, analyse, read, table
-from fxshard.bench.workloads import Workload, loss_of
+from fxshard.bench.workloads import SIZES, Workload, loss_of
 
 HOST_STEPS, TRACED_STEPS = 3, 2
 FIRST_STEPS = 4
@@ -97,7 +97,8 @@ class Contender:
 
     def record(self, folder: Path) -> None:
         """Write a Chrome trace of two steps, and read it."""
-        path = folder / f"{self.name}-rank{dist.get_rank()}.json.gz"
+        path = folder / re.sub(r"[^\w.-]+", "-", self.workload.name) / f"{self.name}-rank{dist.get_rank()}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
         cuda = self.device.type == "cuda"
         with profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
@@ -175,8 +176,8 @@ def main() -> None:
         torch.compiler.reset()  # a model is compiled as it would be alone
         if dist.get_rank() == 0:
             report([result for result in results if result.model == name], arguments)
-    if arguments.json is not None and dist.get_rank() == 0:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        if arguments.json is not None and dist.get_rank() == 0:
+            arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     dist.destroy_process_group()
 
 
@@ -203,7 +204,8 @@ def _parse() -> argparse.Namespace:
         parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
     if "fxshard-graphs" in arguments.contenders and arguments.device != "cuda":
         parser.error("fxshard-graphs captures what a CUDA device does: --device cuda")
-    if "ddp" in arguments.contenders and arguments.device == "cuda" and "moe" in "".join(arguments.model):
+    experts = any(SIZES[name].config.experts for name in arguments.model if name in SIZES)
+    if "ddp" in arguments.contenders and arguments.device == "cuda" and experts:
         parser.error("ddp computes under autocast, where torch's grouped product gets fp32: no contender for experts")
     return arguments
 
@@ -229,14 +231,8 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
         if arguments.trace is not None:
             begin(f"{workload.name}: tracing")
             for contender in contenders:
-                contender.record(trace_folder(arguments.trace, workload.name))
+                contender.record(arguments.trace)
     return [contender.result() for contender in contenders]
-
-
-def trace_folder(traces: Path, model: str) -> Path:
-    folder = traces / re.sub(r"[^\w.-]+", "-", model)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def report(results: list[Result], arguments: argparse.Namespace) -> None:
@@ -250,15 +246,12 @@ def report(results: list[Result], arguments: argparse.Namespace) -> None:
         host = (f"{ms:.1f} ({ms / r.step_ms:.0%})" for ms in (r.host_ms, r.cpu_ms))
         print(
             f"{r.name:<20}{r.step_ms:>10.1f}{r.step_ms / base.step_ms:>8.3f}{r.first_step_s:>9.1f}{r.peak_gib:>10.2f}"
-            + "".join(f"{cell:>17}" for cell in host),
+            + "".join(f"{cell:>17}" for cell in host)
         )
     for r in results:
         print(f"{r.name:<20}losses of the first steps" + "".join(f"{loss:>10.5f}" for loss in r.losses), flush=True)
     if arguments.trace is not None:
-        print(
-            f"\n{table({r.name: r.trace for r in results})}\ntraces: {trace_folder(arguments.trace, base.model)}",
-            flush=True,
-        )
+        print(f"\n{table({r.name: r.trace for r in results})}\ntraces: {arguments.trace}", flush=True)
 
 
 if __name__ == "__main__":
