@@ -58,7 +58,7 @@ def measure(workload: Workload, device: str, contender: str) -> dict[str, Any]:
     found: dict[str, Any] = {"model": workload.name, "layers": len(blocks(model)), "contender": contender}
     start, cpu = time.perf_counter(), _cpu_seconds()
     if contender != "fsdp2-compile":
-        _ = fxshard.compile  # imports what it takes, in the order in which it does so for everybody
+        _ = fxshard.compile  # imports what it takes, in the order in which every program does
     for name in TORCHS:
         importlib.import_module(name)
     found["imports_s"] = time.perf_counter() - start

@@ -184,7 +184,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--contenders", default="fsdp2,fsdp2-compile,fxshard", help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--peer", metavar="NAME,...", help="these beside fxshard, in place of --contenders")
+    parser.add_argument("--peer", metavar="NAME,...", help="these and fxshard, in place of --contenders")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
     names.add_models(parser, default="1b on CUDA, toy on a CPU")
