@@ -97,7 +97,8 @@ class Contender:
 
     def record(self, folder: Path) -> None:
         """Write a Chrome trace of two steps, and read it."""
-        path = folder / re.sub(r"[^\w.-]+", "-", self.workload.name) / f"{self.name}-rank{dist.get_rank()}.json.gz"
+        model = re.sub(r"[^\w.-]+", "-", self.workload.name).strip("-")
+        path = folder / model / f"{self.name}-rank{dist.get_rank()}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         cuda = self.device.type == "cuda"
         with profile(
