@@ -17,8 +17,8 @@ from fxshard.bench.tables import read_tables
 from fxshard.cli import main as cli
 
 TRAIN = [
-    {"name": "fsdp2-compile", "step_ms": 20.0, "peak_gib": 0.0, "first_step_s": 9.0, "host_ms": 8.0},
-    {"name": "fxshard", "step_ms": 15.0, "peak_gib": 0.0, "first_step_s": 12.0, "host_ms": 4.0},
+    {"model": "toy", "name": "fsdp2-compile", "step_ms": 20.0, "peak_gib": 0.0, "first_step_s": 9.0, "host_ms": 8.0},
+    {"model": "toy", "name": "fxshard", "step_ms": 15.0, "peak_gib": 0.0, "first_step_s": 12.0, "host_ms": 4.0},
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -40,9 +40,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_starts_its_own_ranks_and_passes_the_rest_on(started: list[list[str]]) -> None:
-    assert cli.main(["bench", "train", "--ranks", "3", "--peer", "fsdp2,ddp", "--size", "toy"]) == 0
+    assert cli.main(["bench", "train", "--ranks", "3", "--peer", "fsdp2,ddp", "--model", "toy,my:build"]) == 0
     launch = (
-        "-m torch.distributed.run --standalone --nproc-per-node 3 -m fxshard.bench.train --peer fsdp2,ddp --size toy"
+        "-m torch.distributed.run --standalone --nproc-per-node 3 "
+        "-m fxshard.bench.train --peer fsdp2,ddp --model toy,my:build"
     )
     assert started == [launch.split()]
 
@@ -75,8 +76,8 @@ def test_figures_and_picture(started: list[list[str]], tmp_path: Path) -> None:
     assert cli.main(["bench", "train", "--json", str(figures), "--svg", str(picture)]) == 0
     assert json.loads(figures.read_text()) == TRAIN
     texts = [element.text for element in ElementTree.parse(picture).iter(f"{SVG}text")]
-    assert "time of a step, ms" in texts and "15   0.750×" in texts
-    assert "peak memory, GiB" not in texts  # a CPU run does not measure it
+    assert "toy: time of a step, ms" in texts and "15   0.750×" in texts
+    assert "toy: peak memory, GiB" not in texts  # a CPU run does not measure it
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,8 @@ def test_figures_and_picture(started: list[list[str]], tmp_path: Path) -> None:
         (["train", "--peer", "nope"], "bench train --peer: no 'nope'; there are fxshard, "),
         (["train", "--contenders=fsdp2,nope"], "no 'nope'"),
         (["train", "--peer"], "no ''"),
-        (["train", "--size", "2b"], "no '2b'; there are toy, 1b, moe-toy, moe-1b"),
+        (["train", "--model", "1b,2b"], "no '2b'; there are toy, 1b, moe-toy, moe-1b, hf:llama, "),
+        (["compile-time", "--model", "hf:bert"], "no 'hf:bert'; there are toy, "),
         (["checkpoint", "--contenders", "ddp"], "no 'ddp'; there are fsdp2, "),
     ],
 )
@@ -100,9 +102,10 @@ def test_what_cannot_be_asked_for(
 
 
 def test_names_that_are_checked_are_those_of_the_benchmarks() -> None:
-    from fxshard.bench import checkpoint, moe, names, train
+    from fxshard.bench import checkpoint, contenders, moe, names, workloads
 
-    assert tuple(train.CONTENDERS) == names.TRAIN and tuple(train.SIZES) == names.TRAIN_SIZES
+    assert tuple(contenders.CONTENDERS) == names.TRAIN
+    assert (*workloads.SIZES, names.FACTORY) == names.MODELS
     assert tuple(checkpoint.CONTENDERS) == names.CHECKPOINT and tuple(checkpoint.SIZES) == names.CHECKPOINT_SIZES
     assert set(moe.FUSED) < set(names.MOE)
 
@@ -112,6 +115,8 @@ def test_time_to_the_first_step_beside_a_peer() -> None:
 
     def row(contender: str, wall: float, cpu: float) -> dict[str, Any]:
         return {
+            "model": "1b",
+            "loss": 10.25,
             "layers": 8,
             "contender": contender,
             "first_step_s": wall,
@@ -124,8 +129,8 @@ def test_time_to_the_first_step_beside_a_peer() -> None:
 
     rows = [row("fxshard", 6.0, 9.0), row("fxshard-trace-all", 3.0, 4.0), row("fsdp2-compile", 4.0, 8.0)]
     lines = table(rows).splitlines()
-    assert " ".join(lines[1].split()).endswith("6.0 s 2.0 s 1.50 1.12 2.0 s 1.0 s 1.00 1.00 0.33 0.25")
-    assert " 0.75  0.50" in lines[2] and lines[2].endswith("0.67         1.00")
+    assert " ".join(lines[1].split()).endswith("6.0 s 2.0 s 1.50 1.12 2.0 s 1.0 s 1.00 1.00 0.33 0.25 10.2500")
+    assert " 0.75  0.50" in lines[2] and lines[2].endswith("0.67         1.00  10.2500")
     (chart,) = CHARTS["compile-time"](rows)
     assert chart.base == "fsdp2-compile" and ("fxshard-trace-all, again", 2.0) in chart.bars
 

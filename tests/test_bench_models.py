@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.bench.models import Experts, Llama, LlamaConfig
-from fxshard.bench.train import SIZES
+from fxshard.bench.workloads import SIZES
 from tests.pool import Pool
 from tests.training import VOCAB, Run, fsdp2_run, plain_run, sharded_run
 

@@ -1,6 +1,6 @@
 """The collectives of a trace one by one, and the time in which the device was not this rank's.
 
-python -m fxshard.bench.collectives traces/fxshard-rank0.json.gz
+python -m fxshard.bench.collectives traces/1b/fxshard-rank0.json.gz
 
 Ranks that share a GPU take turns on it. In a trace of one of them the other's turn is a silence: no kernel begins or
 ends, and whatever was running seems to take milliseconds longer than usual. A collective that waits for the other rank

@@ -48,7 +48,7 @@ BENCHES = {
         names={
             "--peer": names.TRAIN,
             "--contenders": names.TRAIN,
-            "--size": names.TRAIN_SIZES,
+            "--model": names.MODELS,
             "--device": names.DEVICES,
         },
     ),
@@ -62,7 +62,7 @@ BENCHES = {
     "compile-time": Bench(
         "fxshard.bench.compile_time",
         "time to the first step, by number of layers",
-        names={"--peer": names.COMPILE_TIME_PEERS, "--device": names.DEVICES},
+        names={"--peer": names.COMPILE_TIME_PEERS, "--model": names.MODELS, "--device": names.DEVICES},
     ),
     "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator", tables=True),
     "checkpoint": Bench(
@@ -90,7 +90,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         + "\n".join(f"  {name:<14}{bench.about}" for name, bench in benches.items())
         + "\n\nOther options are the benchmark's own: fxshard bench train --options\n\nexamples:\n"
         "  fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp --svg train.svg\n"
-        "  fxshard bench train --device cpu --size toy --rounds 2\n"
+        "  fxshard bench train --device cpu --model toy,hf:llama-toy --rounds 2\n"
         "  fxshard bench optimizer --json optimizer.json\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -148,7 +148,7 @@ def _check_names(name: str, bench: Bench, rest: list[str]) -> None:
             continue
         given = value if equals else "".join(rest[i + 1 : i + 2])
         for one in given.split(","):
-            if one not in bench.names[option]:
+            if not names.is_known(one, bench.names[option]):
                 raise UsageError(f"bench {name} {option}: no {one!r}; there are {', '.join(bench.names[option])}")
 
 

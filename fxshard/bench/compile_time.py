@@ -1,6 +1,6 @@
 """Time to the first step and number of compilations by depth, each in a fresh process with an empty compiler cache.
 
-python -m fxshard.bench.compile_time --device cuda --size 1b --peer fsdp2-compile --rounds 5
+python -m fxshard.bench.compile_time --device cuda --model 1b,hf:llama --peer fsdp2-compile --rounds 5
 python -m fxshard.bench.compile_time --device cuda --layers 8,32 --peer fsdp2-compile --trace-all
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,59 +27,52 @@ import fxshard
 from fxshard._torch import private
 from fxshard._torch.progress import progress
 from fxshard.bench import names
-from fxshard.bench.models import Llama, LlamaConfig
-from fxshard.bench.train import BF16, SIZES, fsdp2
+from fxshard.bench.contenders import BF16, blocks, fsdp2
+from fxshard.bench.models import LlamaConfig
+from fxshard.bench.workloads import Inputs, Size, Workload, loss_of
 
 TRACE_ALL = "fxshard-trace-all"
 LEAST = 0.05
 """Seconds of a stage that is worth a line."""
 TORCHS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp")
 """What every start takes. Who compiles imports Inductor as well, meanwhile."""
+Case = tuple[str | None, str | None, str]
+"""Model, number of layers, contender; None: as by default."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What takes its first step."""
-
-    config: LlamaConfig
-    batch: int
-    length: int
-    precision: fxshard.Precision | None = None
-
-
-def trained(size: str | None, layers: int, dim: int, device: str) -> Trained:
-    """A model of ``bench train``, in its precision, or a small one in fp32; with so many layers."""
-    if size is None:
-        return Trained(LlamaConfig(vocab=1024, dim=dim, layers=layers, heads=dim // 64, hidden=dim * 11 // 4), 2, 256)
-    config, batch, length = SIZES[size]
-    return Trained(replace(config, layers=layers), batch, length, BF16 if device == "cuda" else None)
+def workload_of(arguments: argparse.Namespace) -> Workload:
+    """The model of a process that measures: the one it was given, or a small Llama."""
+    layers, dim = int(arguments.layers) if arguments.layers else None, arguments.dim
+    if arguments.model:
+        return Workload(arguments.model[0], layers, cache=not arguments.no_cache)
+    config = LlamaConfig(vocab=1024, dim=dim, heads=dim // 64, hidden=dim * 11 // 4)
+    return Workload("small", layers, size=Size(config, 2, 256))
 
 
-def measure(what: Trained, device: str, contender: str) -> dict[str, Any]:
+def measure(workload: Workload, device: str, contender: str) -> dict[str, Any]:
     """Shard, compile and run one training step, alone."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Llama(what.config)
-        tokens = torch.randint(0, what.config.vocab, (what.batch, what.length))
+    model, inputs = workload.build(torch.device(device))
+    precision = BF16 if device == "cuda" and workload.size is None else None
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
-    found: dict[str, Any] = {"layers": what.config.layers, "contender": contender}
+    found: dict[str, Any] = {"model": workload.name, "layers": len(blocks(model)), "contender": contender}
     start, cpu = time.perf_counter(), _cpu_seconds()
     if contender != "fsdp2-compile":
-        _ = fxshard.compile  # imports what it takes, in the order in which it does so for everybody
+        _ = fxshard.compile  # imports what it takes, in the order in which every program does
     for name in TORCHS:
         importlib.import_module(name)
     found["imports_s"] = time.perf_counter() - start
     if contender == "fsdp2-compile":
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-        wrapped, optimizer = fsdp2(model, what.precision, compiled=True)
-        _step(wrapped, optimizer, tokens)
+        wrapped, optimizer = fsdp2(model, precision, compiled=True)
+        loss = _step(wrapped, optimizer, inputs)
     else:
         debug = fxshard.Debug(fold_layers=contender != TRACE_ALL)
-        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), precision=what.precision, debug=debug)
-        _step(sharded, sharded.optimizer, tokens)
+        sharded = fxshard.compile(model, optimizer=fxshard.AdamW(), precision=precision, debug=debug)
+        loss = _step(sharded, sharded.optimizer, inputs)
     found["first_step_s"] = time.perf_counter() - start
     found["cpu_s"] = _cpu_seconds() - cpu
+    found["loss"] = float(loss)
     found["stages"] = private.compile_clocks()
     if contender == "fsdp2-compile":
         dist.destroy_process_group()
@@ -93,11 +86,13 @@ def measure(what: Trained, device: str, contender: str) -> dict[str, Any]:
     return found
 
 
-def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
-    model(tokens, tokens).backward()
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> torch.Tensor:
+    loss = loss_of(model, inputs)
+    loss.backward()
     optimizer.step()
-    if tokens.is_cuda:
+    if loss.is_cuda:
         torch.cuda.synchronize()
+    return loss.detach()
 
 
 def _cpu_seconds() -> float:
@@ -106,11 +101,14 @@ def _cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def in_fresh_processes(layers: int, contender: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def in_fresh_processes(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure with nothing compiled before, then once more with what that left in the compiler's cache."""
-    command = [sys.executable, "-m", "fxshard.bench.compile_time", "--one", str(layers), "--contender", contender]
+    model, layers, contender = case
+    command = [sys.executable, "-m", "fxshard.bench.compile_time", "--contender", contender]
     command += ["--device", arguments.device, "--dim", str(arguments.dim)]
-    command += ["--size", arguments.size] if arguments.size else []
+    command += ["--model", model] if model else []
+    command += ["--layers", layers] if layers else []
+    command += ["--no-cache"] if arguments.no_cache else []
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         starts = []
@@ -129,8 +127,8 @@ def in_fresh_processes(layers: int, contender: str, arguments: argparse.Namespac
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--size", choices=SIZES, help="a model of bench train, on CUDA in bf16 (default: a small one)")
-    parser.add_argument("--layers", metavar="N,...", help="depths to compare (default: 8,32, or what the size has)")
+    names.add_models(parser, default="a small Llama in fp32; the others are in bf16 on CUDA")
+    parser.add_argument("--layers", metavar="N,...", help="depths to compare (default: 8,32, or what a model has)")
     parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
     parser.add_argument("--dim", type=int, default=256, help="width of a small one, a multiple of 64 (default: 256)")
     parser.add_argument("--peer", choices=names.COMPILE_TIME_PEERS, help="FSDP2 with each block compiled as well")
@@ -138,33 +136,34 @@ def main() -> None:
     parser.add_argument("--stages", action="store_true", help="also where the time went, by torch's own clocks")
     parser.add_argument("--rounds", type=int, default=1, help="times that each takes its turn; medians (default: 1)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--contender", default="fxshard", help=argparse.SUPPRESS)
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        what = trained(arguments.size, arguments.one, arguments.dim, arguments.device)
-        print(json.dumps(measure(what, arguments.device, arguments.contender)))
+    if arguments.contender:
+        print(json.dumps(measure(workload_of(arguments), arguments.device, arguments.contender)))
         return
-    depths = arguments.layers or (str(SIZES[arguments.size][0].layers) if arguments.size else "8,32")
+    default = [None] if arguments.model else ["8", "32"]
+    depths = arguments.layers.split(",") if arguments.layers else default
     contenders = [
         "fxshard",
         *([TRACE_ALL] if arguments.trace_all else []),
         *([arguments.peer] if arguments.peer else []),
     ]
-    cases = [(int(layers), contender) for layers in depths.split(",") for contender in contenders]
-    measured: dict[tuple[int, str], list[dict[str, Any]]] = {case: [] for case in cases}
+    cases: list[Case] = list(itertools.product(arguments.model or [None], depths, contenders))
+    measured: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     with progress(len(cases) * arguments.rounds) as begin:
-        for layers, contender in cases * arguments.rounds:
-            begin(f"{contender}, {layers} layers, in fresh processes")
-            measured[layers, contender].append(in_fresh_processes(layers, contender, arguments))
+        for case in cases * arguments.rounds:
+            begin(f"{' '.join(part for part in case if part)}, in fresh processes")
+            measured[case].append(in_fresh_processes(case, arguments))
     rows = [{**median(each), "rounds": each} for each in measured.values()]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
-    print(table(rows))
-    if arguments.rounds > 1:
-        print(ratios(rows))
-    if arguments.stages:
-        print(stages(rows))
+    for model, of_model in itertools.groupby(rows, key=lambda row: row["model"]):
+        own = list(of_model)
+        print(f"\n{model}\n{table(own)}")
+        if arguments.rounds > 1:
+            print(ratios(own))
+        if arguments.stages:
+            print(stages(own))
 
 
 def median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -218,7 +217,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     titles = (
         ("segments", 9), ("compilations", 13), ("folded", 9), ("first step", 11), ("imports", 8), ("ratio", 6),
         ("CPU", 6), ("second", 8), ("imports", 8), ("ratio", 6), ("CPU", 6), ("second / first", 15),
-        ("less imports", 13),
+        ("less imports", 13), ("loss", 9),
     )  # fmt: skip
     lines = [f"{'layers':>6}  {'contender':<20}" + "".join(f"{title:>{width}}" for title, width in titles)]
     for row in rows:
@@ -230,7 +229,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             line += f"{row[wall]:>{width - 2}.1f} s{row[imports]:>6.1f} s"
             line += f"{row[wall] / base[wall]:>6.2f}{row[cpu] / base[cpu]:>6.2f}"
         less = (row["warm_s"] - row["warm_imports_s"]) / (row["first_step_s"] - row["imports_s"])
-        lines.append(line + f"{row['warm_s'] / row['first_step_s']:>15.2f}{less:>13.2f}")
+        lines.append(line + f"{row['warm_s'] / row['first_step_s']:>15.2f}{less:>13.2f}{row['loss']:>9.4f}")
     return "\n".join(lines)
 
 

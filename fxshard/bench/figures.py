@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fxshard.bench.chart import Chart
 
 
 def of_train(results: list[dict[str, Any]]) -> list[Chart]:
+    models = dict.fromkeys(result["model"] for result in results)
+    return [chart for model in models for chart in _of_model(model, [r for r in results if r["model"] == model])]
+
+
+def _of_model(model: str, results: list[dict[str, Any]]) -> list[Chart]:
     names = [result["name"] for result in results]
     base = "fsdp2-compile" if "fsdp2-compile" in names else names[0]
     charts = [Chart("time of a step", "ms", _bars(results, "step_ms"), base)]
@@ -24,7 +30,7 @@ def of_train(results: list[dict[str, Any]]) -> list[Chart]:
     if traces:
         idle = tuple((name, trace["idle_ms"]) for name, trace in traces.items())
         charts.append(Chart("nothing running on the device, within a step", "ms", idle, base))
-    return charts
+    return [replace(chart, title=f"{model}: {chart.title}") for chart in charts]
 
 
 def of_optimizer(figures: dict[str, Any]) -> list[Chart]:
@@ -57,15 +63,15 @@ def _experts(result: dict[str, Any], key: str) -> tuple[tuple[str, float], ...]:
 
 def of_compile_time(rows: list[dict[str, Any]]) -> list[Chart]:
     charts = []
-    for layers in dict.fromkeys(row["layers"] for row in rows):
+    for model, layers in dict.fromkeys((row["model"], row["layers"]) for row in rows):
         bars = []
         for row in rows:
-            if row["layers"] == layers:
+            if (row["model"], row["layers"]) == (model, layers):
                 bars += [(row["contender"], row["first_step_s"]), (f"{row['contender']}, again", row["warm_s"])]
         names = [name for name, _ in bars]
         base = "fsdp2-compile" if "fsdp2-compile" in names else names[0]
         charts.append(
-            Chart(f"time to the first step, {layers} layers; again: with a warm cache", "s", tuple(bars), base)
+            Chart(f"{model}: time to the first step, {layers} layers; again: with a warm cache", "s", tuple(bars), base)
         )
     return charts
 

@@ -1,6 +1,6 @@
 """The simulator against reality: predicted and measured steps of one model on the ranks at hand.
 
-torchrun --standalone --nproc-per-node 2 -m fxshard.bench.prediction --device cpu --size toy
+torchrun --standalone --nproc-per-node 2 -m fxshard.bench.prediction --device cpu --model toy
 
 All ranks share one device here. Three predictions: from the preset as it is; with the device's arithmetic and memory
 divided among the ranks and the link as recorded; and with every duration recorded by ``model.profile``. With several
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard.bench.train import SIZES, Contender
+from fxshard.bench.train import Contender
+from fxshard.bench.workloads import SIZES, Workload
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.events import Kind
 
@@ -53,7 +54,7 @@ def link_of(profile: fxshard.Profile, schedule: fxshard.Schedule) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--size", choices=SIZES, default="toy")
+    parser.add_argument("--model", choices=SIZES, default="toy")
     parser.add_argument("--batch", type=int, help="sequences per rank")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of five steps")
     parser.add_argument("--json", type=Path, help="write schedule, profile and figures here")
@@ -66,8 +67,7 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    config, batch, length = SIZES[arguments.size]
-    contender = Contender("fxshard", config, arguments.batch or batch, length, device, bf16=cuda)
+    contender = Contender("fxshard", Workload(arguments.model, batch=arguments.batch), device, bf16=cuda)
     model = contender.model
     assert isinstance(model, fxshard.ShardedModule)
     for _ in range(arguments.rounds):

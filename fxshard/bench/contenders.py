@@ -1,0 +1,85 @@
+"""Those that take turns in a benchmark: each shards and compiles a plain model, and has an optimizer for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxshard
+
+BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+ADAMW = fxshard.AdamW(lr=1e-4)
+MUON = fxshard.Muon(lr=1e-3, adamw=ADAMW)
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    """The longest list of modules that is not within another: layers, and not the experts of one."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [module for name, module in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return max(outer, key=len, default=nn.ModuleList())
+
+
+def fsdp2(
+    model: nn.Module, precision: fxshard.Precision | None, compiled: bool
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = (
+        MixedPrecisionPolicy(precision.param, precision.reduce) if precision is not None else MixedPrecisionPolicy()
+    )
+    for layer in blocks(model):
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def ours(
+    model: nn.Module,
+    precision: fxshard.Precision | None,
+    zero: int,
+    optimizer: fxshard.AdamW | fxshard.Muon = ADAMW,
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=optimizer, **options)
+    return sharded, sharded.optimizer
+
+
+def ddp(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """DistributedDataParallel around the compiled model; in mixed precision autocast over fp32 parameters."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model.compile()
+    parallel = DistributedDataParallel(model)
+    if precision is not None and precision.param is not None:
+        autocast = torch.autocast(next(model.parameters()).device.type, precision.param)
+        parallel.forward = autocast(parallel.forward)  # type: ignore[method-assign]
+    return parallel, optimizer
+
+
+def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The whole model under ``torch.compile`` in the compute dtype, nothing sharded, no masters: a lower bound."""
+    if precision is not None and precision.param is not None:
+        model = model.to(precision.param)
+    return torch.compile(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # type: ignore[return-value]
+
+
+CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "fxshard": lambda model, precision: ours(model, precision, 3),
+    "fxshard-graphs": lambda model, precision: ours(model, precision, 3, cuda_graphs=True),
+    "fxshard-unfused": lambda model, precision: ours(model, precision, 3, experts="off"),
+    "fxshard-muon": lambda model, precision: ours(model, precision, 3, MUON),
+    "fxshard-muon-zero1": lambda model, precision: ours(model, precision, 1, MUON),
+    "fxshard-zero2": lambda model, precision: ours(model, precision, 2),
+    "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
+    "fxshard-zero0": lambda model, precision: ours(model, precision, 0),
+    "fsdp2": lambda model, precision: fsdp2(model, precision, compiled=False),
+    "fsdp2-compile": lambda model, precision: fsdp2(model, precision, compiled=True),
+    "ddp": ddp,
+    "compile": unsharded,
+}

@@ -1,0 +1,46 @@
+"""Models of ``transformers`` with random weights, in the sizes of our own. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fxshard.bench import names
+from fxshard.bench.models import LlamaConfig
+from fxshard.bench.target import UsageError
+
+CLASSES = ("LlamaConfig", "Qwen3Config", "Gemma3TextConfig", "Qwen3MoeConfig")
+CONFIGS = dict(zip(names.HUGGING_FACE, CLASSES, strict=True))
+"""By kind: the class of its configuration."""
+
+
+def build(kind: str, size: LlamaConfig, length: int) -> nn.Module:
+    """A causal language model of that size, otherwise as its configuration has it by default."""
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError(f"hf:{kind} needs transformers: pip install -c constraints.txt -e '.[hf]'") from None
+    config = getattr(transformers, CONFIGS[kind])(**_shapes(kind, size, length))
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
+def _shapes(kind: str, size: LlamaConfig, length: int) -> dict[str, Any]:
+    shapes = {
+        "vocab_size": size.vocab,
+        "hidden_size": size.dim,
+        "intermediate_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads or size.heads,
+        "head_dim": size.dim // size.heads,
+        "max_position_embeddings": length,
+    }
+    if size.experts:
+        shapes |= {"num_experts": size.experts, "num_experts_per_tok": size.chosen}
+        shapes |= {"moe_intermediate_size": size.hidden}
+    if kind == "gemma3":
+        # Its head is its embedding, so wider MLPs make up for the number of parameters.
+        shapes |= {"intermediate_size": size.hidden * 10 // 9 // 64 * 64, "sliding_window": length // 8}
+    return shapes

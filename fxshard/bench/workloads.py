@@ -1,0 +1,80 @@
+"""What the benchmarks train: a model by its name, and a batch for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxshard.bench import hugging_face, target
+from fxshard.bench.models import Llama, LlamaConfig
+
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+
+
+class Size(NamedTuple):
+    config: LlamaConfig
+    batch: int
+    length: int
+
+
+SIZES = {
+    "toy": Size(LlamaConfig(vocab=1000, dim=256, layers=8, heads=4, hidden=704), 4, 128),
+    "1b": Size(LlamaConfig(), 4, 4096),
+    "moe-toy": Size(LlamaConfig(vocab=1000, dim=128, layers=4, heads=4, hidden=96, experts=16), 4, 128),
+    "moe-1b": Size(LlamaConfig(dim=1536, layers=12, heads=12, hidden=896, experts=16), 4, 4096),
+}
+SIZES |= {
+    f"hf:{kind}{suffix}": SIZES[f"moe-{size}" if kind.endswith("-moe") else size]
+    for kind in hugging_face.CONFIGS
+    for suffix, size in (("", "1b"), ("-toy", "toy"))
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model of ``names.MODELS``, with another number of layers or sequences if asked to."""
+
+    name: str
+    layers: int | None = None
+    batch: int | None = None
+    cache: bool = True
+    """Whether a model of ``transformers`` fills its key/value cache, as it does unless told otherwise."""
+    size: Size | None = None
+    """Of our Llama, where it is none of ``SIZES``."""
+
+    def build(self, device: torch.device) -> tuple[nn.Module, Inputs]:
+        """The same model on every rank. Batches differ, but for that of a factory, which is what it returns."""
+        torch.manual_seed(0)
+        size = self.size or SIZES.get(self.name)
+        with device:
+            model, inputs = self._of(size) if size is not None else self._from_factory()
+        config: Any = getattr(model, "config", None)
+        if config is not None and not self.cache:
+            config.use_cache = False
+        return model, inputs
+
+    def _of(self, size: Size) -> tuple[nn.Module, Inputs]:
+        config = replace(size.config, layers=self.layers or size.config.layers)
+        named = self.name.startswith("hf:")
+        kind = self.name.removeprefix("hf:").removesuffix("-toy")
+        model = hugging_face.build(kind, config, size.length) if named else Llama(config)
+        torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+        shape = (self.batch or size.batch, size.length)
+        tokens, targets = (torch.randint(0, config.vocab, shape) for _ in range(2))
+        return model, {"input_ids": tokens, "labels": tokens} if named else (tokens, targets)
+
+    def _from_factory(self) -> tuple[nn.Module, Inputs]:
+        model, inputs = target.load(self.name, self.layers)
+        return model, inputs[0] if len(inputs) == 1 and isinstance(inputs[0], Mapping) else inputs
+
+
+def loss_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    """What the model returns, or its ``.loss``."""
+    returned = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    loss: torch.Tensor = returned if isinstance(returned, torch.Tensor) else returned.loss
+    return loss

@@ -1,0 +1,71 @@
+"""What the benchmarks train, by name: the same model for every contender."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fxshard.bench.contenders import blocks
+from fxshard.bench.workloads import SIZES, Workload, loss_of
+
+CPU = torch.device("cpu")
+KINDS = ("llama", "qwen3", "gemma3", "qwen3-moe")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_transformers_are_as_large_as_ours(kind: str) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    model, _ = Workload(f"hf:{kind}").build(torch.device("meta"))
+    ours, _ = Workload("moe-1b" if kind == "qwen3-moe" else "1b").build(torch.device("meta"))
+    counts = [sum(parameter.numel() for parameter in each.parameters()) for each in (model, ours)]
+    assert counts[0] == pytest.approx(counts[1], rel=0.01)
+    assert len(blocks(model)) == len(blocks(ours)) == SIZES[f"hf:{kind}"].config.layers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_transformers_are_called_as_users_do(kind: str) -> None:
+    """With the cache they fill by default, unless it is switched off; the loss is the same."""
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    losses = []
+    for cache in (True, False):
+        model, inputs = Workload(f"hf:{kind}-toy", layers=2, batch=1, cache=cache).build(CPU)
+        assert isinstance(inputs, dict) and inputs["input_ids"].shape == (1, 128)
+        assert (model(**inputs).past_key_values is not None) == cache and model.training
+        losses.append(loss_of(model, inputs).item())
+    assert losses[0] == losses[1]
+
+
+def test_the_same_from_one_contender_to_the_next() -> None:
+    first, second = (loss_of(*Workload("toy", layers=1, batch=1).build(CPU)).item() for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("inputs", ["x", "(x,)", "{'x': x}"])
+def test_a_factory_returns_a_model_and_its_batch(inputs: str, tmp_path: Path) -> None:
+    """Its output is the loss, or has one; a mapping of inputs is passed by name."""
+    source = f"""
+import torch
+from types import SimpleNamespace
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return SimpleNamespace(loss=super().forward(x).sum())
+
+def build(layers=1):
+    x = torch.ones(1, 2)
+    return Net(2, layers), {inputs}
+"""
+    (tmp_path / "user_model.py").write_text(source)
+    model, batch = Workload(f"{tmp_path}/user_model.py:build", layers=3).build(CPU)
+    assert isinstance(model, nn.Linear) and model.out_features == 3
+    assert loss_of(model, batch).shape == ()
+
+
+def test_blocks_are_layers_and_not_the_experts_of_one() -> None:
+    experts = [nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(1, 1) for _ in range(8))}) for _ in range(3)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(experts), "heads": nn.ModuleList([nn.Linear(1, 1)])})
+    assert blocks(model) is model["layers"]
+    assert len(blocks(nn.Linear(1, 1))) == 0
