@@ -260,9 +260,8 @@ def constant_identity(value: Any) -> str:
     """What is equal for constants of a graph that can take each other's place: small ones by value, others are equal
     only to themselves. A constant is known to a tracer by a fake tensor, which may have the value. torch 2.11, 2.13.
     """
-    real = getattr(value, "constant", None) if is_plain(value) and type(value) is not torch.Tensor else value
-    small = isinstance(real, torch.Tensor) and real.device.type == "cpu" and real.numel() <= _SMALL_CONSTANT
-    if not small or not is_plain(real) or real.requires_grad:
+    real = value if type(value) is torch.Tensor else getattr(value, "constant", None)
+    if not isinstance(real, torch.Tensor) or real.device.type != "cpu" or real.numel() > _SMALL_CONSTANT:
         return f"at {id(value)}"
     return f"{real.dtype}{tuple(real.shape)}{real.stride()}{value.device} {real.tolist()!r}"
 
