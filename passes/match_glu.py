@@ -301,7 +301,7 @@ def _between(matched: GatedMlp, biases: set[fx.Node]) -> set[fx.Node]:
             raise Miss("what lies between the products is returned by the model")
         stack += node.users
         if len(inside) > 64:
-            raise Miss("what lies between the products is used elsewhere too")
+            raise Miss("what lies between the products has other uses too")
     if matched.down.node not in inside:
         raise Miss("the second product does not depend on the first")
     for node in inside - {matched.down.node}:

@@ -145,7 +145,7 @@ class _Plan:
                     state[field] = empty_like_parameter(self.model, name, stored.dtype)
 
     def finish(self) -> None:
-        """Tell everyone who keeps something derived from what was read."""
+        """Invalidate everything that is derived from what was read."""
         self.model.parameters_changed()
         if self.optimizer is not None:
             for parameter, state in self.state.items():

@@ -66,7 +66,7 @@ class CompiledGraphs:
 
 
 def keep_callers() -> None:
-    """Keep the code of all callers that somebody wants to be told the death of, as Dynamo does of what it compiled."""
+    """Keep the code of all callers that weak references point to, as Dynamo's do to what it compiled."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if weakref.getweakrefcount(frame.f_code):

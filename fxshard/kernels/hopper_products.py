@@ -27,8 +27,8 @@ except ImportError:  # torch for the CPU comes without Triton: ``refusal`` says 
     HAS_GLUON = False
 
 DEPTH, SHALLOWEST = 64, 512
-"""The depth must be a multiple of the first, of which a stage holds as much. The first steps of a tile, behind which
-the tile before it is stored, are unrolled: there must be as many."""
+"""The depth must be a multiple of the first, the depth of a stage, and at least the second: the first steps of a tile,
+after which the parts of the tile before it are stored, are unrolled."""
 NARROWEST = 128
 """Columns that weight gradients must have at least in both directions: as many as a tile has rows."""
 STAGES, BAND = 4, 16

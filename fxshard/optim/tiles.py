@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""The kernel behind ``symmetric``: tiles of products of bf16 matrices, on a Hopper.
+"""The kernel that ``symmetric`` launches: tiles of products of bf16 matrices, on a Hopper.
 
 It is written in Gluon, the explicit dialect of Triton: a warp that does nothing but start bulk copies runs ahead of
 eight warps that multiply, over tiles of 128 × 256; a persistent program per processor walks the tiles of the whole

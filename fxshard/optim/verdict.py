@@ -3,7 +3,7 @@
 On a GPU the host is ahead of the device, and looking at a number there would make it wait in every step. So the step is
 made at once, by kernels that read the verdict and write nothing if it is against them. The host hears of it when the
 next step begins, or when the state is read: on all ranks at the same place, because a rank that stopped where it
-happened to know would leave the others in a collective. Elsewhere the verdict is known at once.
+happened to know would leave the others in a collective. On the CPU the verdict is known at once.
 """
 
 from __future__ import annotations

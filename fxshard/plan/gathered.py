@@ -150,7 +150,7 @@ def staged(resting: RestingCopies, master: torch.Tensor, staging: torch.Tensor, 
 
     def settle() -> None:
         resting.fill_from(staging, resting.bucket_places)
-        staging.zero_()  # this bucket's slice and no more: what lies beside it may be another's
+        staging.zero_()  # this bucket's slice and no more: what lies next to it may be another's
 
     return Transfer(((staging, own),), resting.views, stage, settle)
 

@@ -73,7 +73,7 @@ class Arena:
         self._in_use = [(SlotRange(0, self.bytes), until)] if self.bytes else []
 
     def wait(self) -> None:
-        """Order what comes next behind every pending use."""
+        """Order what comes next after every pending use."""
         for _, token in self._in_use:
             token.wait()
         self._in_use.clear()

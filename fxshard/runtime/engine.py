@@ -83,7 +83,7 @@ class Engine:
 
         ``owner`` stands for the plan of memory, which a forward and its backward share. In another plan's backward
         the places are others, so nothing may be left in them. ``carries`` are the gathers, by bucket, that an optimizer
-        step behind this program starts for the next run of it. What the last step gathered is used if it is still what
+        step after this program starts for the next run of it. What the last step gathered is used if it is still what
         the shards hold.
         """
         carries = carries or {}
@@ -110,11 +110,11 @@ class Engine:
         self._start = self._streams.mark()
 
     def end(self) -> None:
-        """A program is over: what it reduced is there for whoever comes next."""
+        """A program is over: what it reduced is there for what runs next."""
         self.gradients.end()
 
     def settle(self) -> None:
-        """What comes next on this stream comes behind everything that was started."""
+        """What comes next on this stream comes after everything that was started."""
         for token in {id(held.token): held.token for held in self._gathered.values()}.values():
             token.wait()
         self.arena.wait()

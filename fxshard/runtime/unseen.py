@@ -20,7 +20,7 @@ from fxshard.runtime.streams import Streams, Token
 class Unseen:
     """Remembers what shards held when they were gathered, and refuses to go on where they changed unseen.
 
-    On the CPU the answer is there at once. On CUDA nobody waits for it: it is looked at by the programs that follow.
+    On the CPU the answer is there at once. On CUDA the host does not wait for it: the programs that follow look at it.
     """
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Unseen:
                     f"parameters of {', '.join(map(repr, changed[:3]))}{', …' * (len(changed) > 3)} were changed in a "
                     "way that leaves no trace (through .data, torch._foreach functions or a kernel of your own) since "
                     "they were gathered: change the parameters themselves under torch.no_grad(), or call "
-                    "model.parameters_changed() behind the change, on every rank"
+                    "model.parameters_changed() after the change, on every rank"
                 )
 
 

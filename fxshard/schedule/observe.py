@@ -31,12 +31,12 @@ _captures = itertools.count(1)
 
 
 def observed() -> bool:
-    """Whether somebody asked to watch what happens to captured graphs."""
+    """Whether what happens to captured graphs is to be recorded."""
     return bool(os.environ.get(VARIABLE)) or LOG.isEnabledFor(logging.INFO)
 
 
 def observer() -> Observer | None:
-    """Who watches the next captured graph, if somebody asked for it."""
+    """The observer of the next captured graph, if one was asked for."""
     asked = os.environ.get(VARIABLE)
     if not observed():
         return None
