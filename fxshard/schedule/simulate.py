@@ -3,7 +3,7 @@
 Streams, each in program order: ``compute``, ``gather`` (unshard), ``reduce`` and, with HSDP, ``replicas`` (all_reduce).
 The host runs ahead, so an event starts when its stream is free and everything in ``waits_for`` is over; where it stands
 in the program only orders it on its stream. With ``shared_link`` collectives that are bound by the same links (inside
-nodes, or between them) take turns, the first that is ready first; without, each has the full bandwidth. See
+nodes, or between them) take turns, in the order in which they are ready; without, each has the full bandwidth. See
 docs/simulation.md.
 """
 
