@@ -33,9 +33,9 @@ NARROWEST = 128
 """Columns that weight gradients must have at least in both directions: as many as a tile has rows."""
 STAGES, BAND = 4, 16
 GRADIENT_BAND = 8
-"""Rows of tiles of a weight gradient that are walked over together. On an H200 (docs/design/hopper.md) it takes 1 to 5 %
-less time than 16, 2 to 9 % less than 32. Of a matrix of 4096 × 4096, eight rows are 128 tiles: one round of its 132
-processors."""
+"""Rows of tiles of a weight gradient that are walked over together. Measured on an H200 (docs/design/hopper.md):
+1 to 5 % less time than with 16, 2 to 9 % less than with 32. Of a matrix of 4096 × 4096, eight rows are 128 tiles: one
+round of its 132 processors."""
 FAR, ANY = 2**30, 0x7FFF0000
 """Where groups end in the coordinates of a ragged descriptor, and a bound that no coordinate reaches."""
 
