@@ -1,4 +1,4 @@
-"""A pass of one's own: count the matrix products that run before each wait, and say so in the schedule.
+"""A pass of your own: count the matrix products that run before each wait, and say so in the schedule.
 
 python examples/custom_pass.py
 torchrun --standalone --nproc-per-node 2 examples/custom_pass.py

@@ -61,7 +61,7 @@ def _fuse(graph: fx.Graph, context: PassContext) -> None:
 
 @dataclass
 class _Tail:
-    """What follows the second product and belongs to it: the nodes, the last of which the operator replaces."""
+    """What follows the second product and belongs to it: the nodes; the operator replaces the last of them."""
 
     last: fx.Node
     nodes: list[fx.Node]

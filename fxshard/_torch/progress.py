@@ -24,7 +24,7 @@ Done = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
 
 _commands = 0
-"""Bars of commands that are on the screen: they speak for all that happens meanwhile."""
+"""Bars of commands that are on the screen: while there is one, nothing else reports progress."""
 
 
 @contextmanager

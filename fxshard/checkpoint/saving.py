@@ -34,7 +34,7 @@ WRITERS = 2
 
 
 class Save:
-    """A save on its way. ``wait()`` returns when the checkpoint is complete, or raises what went wrong."""
+    """A save in progress. ``wait()`` returns when the checkpoint is complete, or raises what went wrong."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -127,7 +127,7 @@ def save(
 
 
 def wait_for_save(model: ShardedModule) -> None:
-    """Wait for an asynchronous save of this model that is still on its way; raises if it failed."""
+    """Wait for an asynchronous save of this model that is still in progress; raises if it failed."""
     pending = _PENDING.pop(model._sharding, None)
     if pending is not None:
         pending.wait()

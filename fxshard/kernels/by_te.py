@@ -91,7 +91,7 @@ class _Engine:
 
 @cache
 def engine() -> _Engine:
-    """Transformer Engine, imported by the first who asks."""
+    """Transformer Engine, imported when it is first needed."""
     return _Engine()
 
 

@@ -107,7 +107,7 @@ def _multiply(
     p1 = gl.zeros([128, 64], gl.bfloat16, part)
     p2 = gl.zeros([128, 64], gl.bfloat16, part)
     p3 = gl.zeros([128, 64], gl.bfloat16, part)
-    # Before the first tile there is nothing to store: no expert has this number, and the copy goes nowhere.
+    # Before the first tile there is nothing to store: no expert has this number, and the copy writes nothing.
     old_expert, old_row, old_column = experts, 0, 0
     expert, row, column = _tile(gl.program_id(0), height, across, experts, BAND)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):

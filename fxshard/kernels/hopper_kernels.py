@@ -177,7 +177,7 @@ def _multiply(
     GATED: gl.constexpr, B_T: gl.constexpr, experts, PADDED: gl.constexpr, BAND: gl.constexpr,
     ASM: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
-    """A tile is stored while the first products of the next one are under way, of which there is one for each piece."""
+    """A tile is stored while the first products of the next one are under way: one product for each piece."""
     STAGES: gl.constexpr = a_bufs.type.shape[0]
     PIECES: gl.constexpr = 6 if GATED else 4
     whole: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16])

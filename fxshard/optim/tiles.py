@@ -100,9 +100,10 @@ if HAS_GLUON:
 
     @gluon.jit
     def _store(out_desc, epilogue, value, top, row, column, nowhere, PIECE: gl.constexpr, SYMMETRIC: gl.constexpr):
-        """Store half a tile at block (row, column), or its mirror image if PIECE is odd. Some of it goes nowhere.
+        """Store half a tile at block (row, column), or its mirror image if PIECE is odd.
 
-        Beyond the last row, a bulk copy writes nothing. A branch instead would end the overlap with the products.
+        What must not be stored is sent past the last row, where a bulk copy writes nothing. A branch instead would end
+        the overlap with the products.
         """
         BUFFERS: gl.constexpr = epilogue.type.shape[0]
         buffer = epilogue.index(PIECE % BUFFERS)

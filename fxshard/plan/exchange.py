@@ -30,7 +30,7 @@ class Travel:
     shape: tuple[int, ...]
     owner: int
     parts: tuple[tuple[int, int], ...]
-    """(rank, elements) of those who hold rows of it, in the order of the rows."""
+    """(rank, elements) of the ranks that hold rows of it, in the order of the rows."""
 
 
 @dataclass(frozen=True)

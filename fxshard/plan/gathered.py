@@ -139,7 +139,7 @@ def alone(resting: RestingCopies, master: torch.Tensor) -> Transfer:
 
 
 def staged(resting: RestingCopies, master: torch.Tensor, staging: torch.Tensor, own: torch.Tensor) -> Transfer:
-    """bf16 of every owner's master into ``staging``, of which ``own`` is this rank's part; quantized when it is there.
+    """bf16 of every owner's master into ``staging`` (``own`` is this rank's part of it), then quantized.
 
     Writing the own part, gathering and quantizing are one thing that the schedule starts as a whole: there is no moment
     between them at which a gradient could be written to, or cleared in, the memory that staging shares.

@@ -1,4 +1,4 @@
-"""The arena: one allocation that all programs share, and who used which bytes of it last."""
+"""The arena: one allocation that all programs share, and the last use of its bytes."""
 
 from __future__ import annotations
 

@@ -206,12 +206,12 @@ class Bucket:
         return self.grad
 
     def release_gradient(self) -> None:
-        """``zero_grad``: forget what was kept, and give the gradient's memory back if every parameter let go of it."""
+        """``zero_grad``: forget what was kept, and free the gradient's memory if no parameter holds it."""
         self.kept = None
         self.reclaim_gradient()
 
     def reclaim_gradient(self) -> None:
-        """Give the gradient's memory back if every parameter let go of it."""
+        """Free the gradient's memory if no parameter holds it."""
         if self.grad is not None and all(parameter.grad is None for parameter in self.params):
             self.grad, self.grads = None, []
 

@@ -1,4 +1,4 @@
-"""What the device is told to do, recorded once and then told again with one call: a CUDA graph."""
+"""Launches recorded once and then repeated with one call: a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gathers and reductions run in: memory, streams, options, and who watches collectives."""
+"""What gathers and reductions run in: memory, streams, options, and the watchdog of collectives."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 What is captured is bound to addresses and to what the engine held when the program started. A *take* therefore belongs
 to what the program found (``transition.entry``); where nothing captured fits, the program runs through, instruction by
 instruction, as it does without this option. All takes share one memory pool. So at any time at most one captured
-forward may have activations in it: the next one is replayed only when autograd has let go of them.
+forward may have activations in it: the next one is replayed only when autograd has released them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Captures:
 
 @dataclass
 class Misses:
-    """How many of a forward's last replays had a backward of which nothing captured fitted."""
+    """How many of a forward's last replays had a backward that no capture fitted."""
 
     count: int = 0
 
@@ -85,7 +85,7 @@ class Take:
 
 
 class Loan:
-    """Activations of a captured forward, in the hands of autograd until its backward.
+    """Activations of a captured forward, held by autograd until its backward.
 
     They own no memory (or, after a capture, memory that backward's capture is to free), so one of them gets a storage
     of its own: as long as that lives, autograd needs them all.
@@ -122,7 +122,7 @@ class Loan:
 
 
 class Replays:
-    """The captured programs of one engine: which take fits, and who still needs the memory they share."""
+    """The captured programs of one engine: which take fits, and whether the memory they share is still needed."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape

@@ -99,7 +99,7 @@ class Watching:
                 bucket.drop_gradient()
 
     def transition(self, closed: Callable[[], bool]) -> Transition:
-        """What has happened since. Gradients that were made meanwhile are at home where they are from now on."""
+        """What has happened since. Gradients that were made meanwhile have their home there from now on."""
         buckets = self._engine.buckets
         backward = self._engine.frame.phase is Phase.BACKWARD  # others leave gradients as they find them
         published = tuple(

@@ -1,7 +1,7 @@
-"""Changes of shards that count nowhere: what was gathered before them must not be used as if it were current.
+"""Changes of shards that no version counter sees: what was gathered before them must not be used as if it were current.
 
 Version counters see almost every change (``freshness``). They do not see writes through ``parameter.data``, through
-``torch._foreach`` functions on DTensors, or by a kernel of one's own. So where a program uses what was gathered
+``torch._foreach`` functions on DTensors, or by a user's kernel. So where a program uses what was gathered
 earlier, this rank's part of it is compared with the shard. Where that part is not at hand (still under way, quantized,
 given away, or the shard itself), the bits of the shard are added up when it is gathered, and again: a pass more.
 """
@@ -30,7 +30,7 @@ class Unseen:
         self._open: list[tuple[Token, torch.Tensor, list[str]]] = []
 
     def gathered(self, bucket: Bucket) -> None:
-        """A bucket has just been gathered, or is on its way."""
+        """A bucket has just been gathered, or is being gathered."""
         plan, full = bucket.plan, bucket.full
         if full is not None and plan.master_dtype != plan.param_dtype:  # were they equal, the shard would be part of it
             self._then[plan.index] = bucket.own_slice(full)

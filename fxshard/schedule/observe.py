@@ -74,7 +74,7 @@ class Observer:
         self._write(f"{watch.stem}.after.txt", module)
 
     def schedule(self, schedule: Schedule, name: str) -> None:
-        """A schedule is emitted, and not verified yet: a wrong one is what one wants to look at."""
+        """A schedule is emitted, and not verified yet: a wrong one is worth looking at."""
         self.say("%s schedule: %d events, arena %d bytes", name, len(schedule.events), schedule.arena_bytes)
         if self.folder is not None:
             from fxshard.schedule.files import to_json

@@ -1,4 +1,4 @@
-"""A schedule as its rules look at it: what happens to each bucket, in order, and who holds which bytes when.
+"""A schedule as its rules look at it: what happens to each bucket, in order, and which arena bytes are held when.
 
 A step is a cycle: a gather in the optimizer phase belongs to the next forward, whose ``wait`` stands at the head of the
 list without a gather before it. Such a bucket is called *carried*.

@@ -81,7 +81,7 @@ def dependencies_point_backwards(step: Step) -> None:
     """Events wait for earlier events only, and for all that streams do not order by themselves.
 
     A wait waits for its gather, a reduction for the last write, an update for the reduction, and whatever takes arena
-    bytes for those who had them last.
+    bytes for the release of those bytes.
     """
     rule = dependencies_point_backwards
     latest: dict[tuple[str, int], int] = {}

@@ -83,7 +83,7 @@ def lazy_graph_modules() -> Iterator[None]:
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A module for a graph on its way. It writes its code when first run or read: most never are. torch 2.11, 2.13."""
+    """A module for an intermediate graph. Its code is written when first run or read. torch 2.11, 2.13."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
