@@ -21,7 +21,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Saving and loading": ("save", "load", "latest"),
     "What comes back": ("ShardedModule", "Schedule", "Profile"),
 }
-"""Public names in an order that tells a story. Errors come after these, and whatever is left behind them."""
+"""Public names in an order that tells a story. Errors come after these, and whatever is left after the errors."""
 
 _ALL_DEFAULTS = (fxshard.AdamW(),)
 """Defaults that are objects with nothing but defaults."""
@@ -111,7 +111,7 @@ def _type(annotation: Any) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Docstrings are nearly Markdown: code in double backticks, references to classes, examples behind ``>>>``."""
+    """Docstrings are nearly Markdown: code in double backticks, references to classes, examples after ``>>>``."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
     blocks = []
     for block in text.split("\n\n"):

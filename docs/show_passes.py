@@ -66,7 +66,7 @@ class Tiny(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Two layers behind an embedding that is larger than one of them."""
+    """Two layers after an embedding that is larger than one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,12 +231,12 @@ def filled() -> None:
 
 
 def residual() -> None:
-    """Two layers that add to what they were given, behind an embedding."""
+    """Two layers that add to what they were given, after an embedding."""
     captured(Residual(), torch.zeros(4, dtype=torch.int64), shows=True)
 
 
 def deferred() -> None:
-    """Two layers behind an embedding: the first layer's product moves behind the embedding's gradient."""
+    """Two layers after an embedding: the first layer's product moves after the embedding's gradient."""
     model = captured(Embedded(), torch.zeros(4, dtype=torch.int64))
     show("backward of an embedding and two layers, as partitioned", model.phases[Phase.BACKWARD])
     model.run(Phase.BACKWARD, defer_wgrad)

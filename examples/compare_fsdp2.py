@@ -99,7 +99,7 @@ def train(model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, 
 
 
 def at_rest(model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's parameters and optimizer state, counted from the storages behind them."""
+    """Bytes of this rank's parameters and optimizer state, counted by their storages."""
     assert isinstance(model, nn.Module)
     tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
     storages = {}

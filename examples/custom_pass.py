@@ -1,4 +1,4 @@
-"""A pass of one's own: count the matrix products that run before each wait, and say so in the schedule.
+"""A pass of your own: count the matrix products that run before each wait, and say so in the schedule.
 
 python examples/custom_pass.py
 torchrun --standalone --nproc-per-node 2 examples/custom_pass.py
@@ -21,13 +21,13 @@ MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.at
 
 
 def note_products(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    """Behind the reason of every wait: how many matrix products have run by then. ``print(model.schedule)`` has it."""
+    """Append to the reason of every wait how many matrix products have run by then, for ``print(model.schedule)``."""
     done = {}
     for node in module.graph.nodes:
         done[node] = len(done) and done[node.prev] + (node.target in MATMULS)
     for node, event in events(module.graph):
         if event.kind is Kind.WAIT:
-            node.meta[META] = replace(event, why=f"{event.why}; behind {done[node]} products")
+            node.meta[META] = replace(event, why=f"{event.why}; after {done[node]} products")
     return module
 
 

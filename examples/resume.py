@@ -81,7 +81,7 @@ def mean(loss: torch.Tensor) -> float:
 
 
 def die(rank: int) -> None:
-    """As if someone had said kill -9 to one of the processes."""
+    """The effect of kill -9 on one of the processes."""
     if rank == (dist.get_world_size() if dist.is_initialized() else 1) - 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/train_llama.py
 python examples/train_llama.py --zero 0 --lowering eager
 
-What to look at: the loss falls; then the schedule. Layers are gathered one ahead and released behind their last use, in
+What to look at: the loss falls; then the schedule. Layers are gathered one ahead and released after their last use, in
 backward their gradients are reduced while the next ones are computed, and the optimizer phase starts the gathers that
 the next step begins with. Try ``--zero 2``: parameters stay, and only gradients and updated parameters move.
 """

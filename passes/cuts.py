@@ -1,7 +1,7 @@
-"""Where a graph may be cut without costing a fusion: right behind a node that no compiler fuses anything into.
+"""Where a graph may be cut without costing a fusion: right after a node that no compiler fuses anything into.
 
 Runtime nodes split the graph into segments that are compiled apart. A cut between two pointwise nodes would force a
-round trip through memory; a cut behind a matrix product costs nothing, because its result goes to memory anyway.
+round trip through memory; a cut after a matrix product costs nothing, because its result goes to memory anyway.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class CutPoints:
         return self._nodes[self._cuts[bisect_right(self._cuts, self._position[node]) - 1]]
 
     def after(self, node: fx.Node) -> fx.Node:
-        """The earliest cut that has ``node`` behind it."""
+        """The earliest cut after ``node``."""
         position = min(self._position[node] + 1, len(self._nodes) - 1)
         return self._nodes[self._cuts[bisect_left(self._cuts, position)]]
 
     def _past_outputs(self, position: int) -> int:
-        """Behind the node and the getitems that unpack it: a tuple never crosses a segment boundary."""
+        """After the node and the getitems that unpack it: a tuple never crosses a segment boundary."""
         position += 1
         while self._nodes[position].target is operator.getitem and self._nodes[position].op == "call_function":
             position += 1

@@ -4,9 +4,9 @@ Requires the gradient outputs tied to parameters. Nothing but a gradient waits f
 Two places gain from that, and both follow from the graph and the sizes of parameters alone, so that ranks whose batches
 differ move the same products and reduce in the same order:
 
-* the end of backward. Behind the last product stands the last reduction, and nothing hides it. If the bucket that is
-  complete last (often the embedding) is at least as large as the one before it, the products of the latter run behind
-  it: its reduction then runs beside them, and the smaller one is left over. The same if no product stands between the
+* the end of backward. The last reduction comes after the last product, and nothing hides it. If the bucket that is
+  complete last (often the embedding) is at least as large as the one before it, the products of the latter run after
+  it: its reduction then runs during them, and the smaller one is left over. The same if no product stands between the
   two, whatever their sizes: as traced nothing would hide either of them. One rank reduces nothing and moves nothing.
 * a collective of the model's own (tensor or expert parallel). Products that stand before its start run between its
   start and its wait.
@@ -110,7 +110,7 @@ def _fill(wait: fx.Node, products: list[Movable]) -> None:
 
 
 def _smallest_last(graph: fx.Graph, products: list[Movable], context: PassContext) -> None:
-    """The products of the last bucket but one run behind the last gradient, if that leaves less for the end."""
+    """The products of the last bucket but one run after the last gradient, if that leaves less for the end."""
     output = graph.output_node()
     order = {node: i for i, node in enumerate(graph.nodes)}
     complete: dict[int, int] = {}

@@ -42,7 +42,7 @@ def _adds_into(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _gathered(rows: fx.Node, offsets: fx.Node) -> fx.Node | None:
-    """The ``[experts, out]`` tensor of which ``rows`` has the row of each token's expert."""
+    """The ``[experts, out]`` tensor from which ``rows`` takes the row of each token's expert."""
     values: Any = None
     if call(rows) == "index" and isinstance(rows.args[1], fx.Node):
         values, experts = rows.args[0], rows.args[1]

@@ -3,7 +3,7 @@
 Requires grouped products that can be differentiated (``group_experts``). Provides ``fxshard::grouped_swiglu`` in the
 place of each match, with the implementation that ``choose`` picks for the machine, and a line in the report for each
 match and each near miss. Where the implementation asks for a multiple of tokens per expert, tokens and routing weights
-are padded in front of the operator and the result is unpadded behind it. A routing weight behind the second product
+are padded before the operator and the result is unpadded after it. A routing weight after the second product
 moves before it: ``(h · W) p`` is ``(p h) · W``.
 """
 
@@ -61,7 +61,7 @@ def _fuse(graph: fx.Graph, context: PassContext) -> None:
 
 @dataclass
 class _Tail:
-    """What follows the second product and belongs to it: the nodes, the last of which the operator replaces."""
+    """What follows the second product and belongs to it: the nodes; the operator replaces the last of them."""
 
     last: fx.Node
     nodes: list[fx.Node]
@@ -74,7 +74,7 @@ def _tail(mlp: GatedMlp) -> _Tail:
     down = mlp.down.node
     tail = _Tail(down, [])
     bias = added_bias(next((user for user in down.users if call(user) == "add"), None), grouped_product)
-    if bias is not None and bias.product is down and _alone_behind(down, bias.node) and same_dtype(bias.node, down):
+    if bias is not None and bias.product is down and _only_reader(down, bias.node) and same_dtype(bias.node, down):
         tail.bias = bias.values
         tail.nodes.append(bias.node)
         # Added in place, later readers name the product itself.
@@ -84,8 +84,8 @@ def _tail(mlp: GatedMlp) -> _Tail:
     return tail
 
 
-def _alone_behind(product: fx.Node, adding: fx.Node) -> bool:
-    """Whether nobody reads the product without its bias."""
+def _only_reader(product: fx.Node, adding: fx.Node) -> bool:
+    """Whether nothing reads the product without its bias."""
     others = [user for user in product.users if user is not adding]
     if not others:
         return True

@@ -1,8 +1,8 @@
 """Backward: gradients go into one bucket per unit, which is reduced as soon as its last contribution is written.
 
 Requires the gradient outputs tied to parameters. Provides, per trainable bucket, ``grad`` (take a gradient bucket) at
-the last cut before the first contribution, an in-place write per parameter right behind its producer, ``reduce`` at the
-first cut behind the last write, and ``finish``. At most two gradient buckets are alive: the one being filled and the
+the last cut before the first contribution, an in-place write per parameter right after its producer, ``reduce`` at the
+first cut after the last write, and ``finish``. At most two gradient buckets are alive: the one being filled and the
 one being reduced. The graph returns ``None`` for these parameters.
 """
 
@@ -51,7 +51,7 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
             views = _take(graph, index, writes, context, why=f"first gradient: {_param(bucket, writes, first)}")
         for position, gradient in writes.items():
             late = gradient.op == "placeholder" or order[gradient] < order[take_at]
-            _write(graph, views, position, gradient, behind=views if late else gradient)
+            _write(graph, views, position, gradient, after=views if late else gradient)
         reduce_at = output if last.op == "placeholder" else cuts.after(last)
         reduce_at = max(reduce_at, take_at, key=order.__getitem__)
         with graph.inserting_before(reduce_at):
@@ -96,11 +96,11 @@ def _take(graph: fx.Graph, index: int, writes: dict[int, fx.Node], context: Pass
     return node
 
 
-def _write(graph: fx.Graph, views: fx.Node, position: int, gradient: fx.Node, behind: fx.Node) -> None:
+def _write(graph: fx.Graph, views: fx.Node, position: int, gradient: fx.Node, after: fx.Node) -> None:
     """Copy (and cast) the gradient into its place; the compiler fuses this with what produces it where it can."""
-    while behind.next.op == "call_function" and behind.next.target is operator.getitem:
-        behind = behind.next
-    with graph.inserting_after(behind):
+    while after.next.op == "call_function" and after.next.target is operator.getitem:
+        after = after.next
+    with graph.inserting_after(after):
         view = graph.call_function(operator.getitem, (views, position))
     view.meta["val"] = views.meta["val"][position]
     with graph.inserting_after(view):

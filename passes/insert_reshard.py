@@ -1,4 +1,4 @@
-"""Forward, backward, evaluation: release each gathered bucket behind its last use, counting views of it as uses.
+"""Forward, backward, evaluation: release each gathered bucket after its last use, counting views of it as uses.
 
 Requires ``insert_unshard``. Provides one ``reshard`` per gathered bucket that is not resident. A parameter whose memory
 leaves the graph is an error: the caller would hold a view of a buffer that the next gather overwrites.

@@ -272,7 +272,7 @@ def _check_inputs(matched: GatedMlp) -> None:
     products = [matched.gate, matched.down] + ([matched.up] if matched.up is not None else [])
     if any(product.offsets is not matched.down.offsets for product in products):
         raise Miss("the products are grouped by different offsets")
-    # A product whose result has another type runs under autocast, of which the operator knows nothing.
+    # A product whose result has another type runs under autocast, which the operator does not support.
     tensors = [matched.x, *(node for product in products for node in (product.weight, product.node))]
     found = {(value(node).dtype, value(node).device) for node in tensors if value(node) is not None}  # type: ignore[union-attr]
     if len(found) != 1 or any(value(node) is None for node in tensors):
@@ -301,7 +301,7 @@ def _between(matched: GatedMlp, biases: set[fx.Node]) -> set[fx.Node]:
             raise Miss("what lies between the products is returned by the model")
         stack += node.users
         if len(inside) > 64:
-            raise Miss("what lies between the products is used elsewhere too")
+            raise Miss("what lies between the products has other uses too")
     if matched.down.node not in inside:
         raise Miss("the second product does not depend on the first")
     for node in inside - {matched.down.node}:

@@ -1,7 +1,7 @@
-"""The matrix products of a joint graph, whoever wrote them: dense, grouped by expert, and gradients of grouped ones.
+"""The matrix products of a joint graph, in all forms: dense, grouped by expert, and gradients of grouped ones.
 
 Shared by the passes that decide which of them run in MXFP8. Transposes between a product and what it multiplies are
-looked through: what counts is along which dimension of the matrix behind them a product sums.
+looked through: what counts is along which dimension of the untransposed matrix a product sums.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def inherit(node: fx.Node, place: fx.Node) -> None:
 
 
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
-    """(the matrix, or stack of matrices, behind a chain of transposes, whether it is turned)."""
+    """(the matrix, or stack of matrices, that a chain of transposes starts from; whether the chain transposes it)."""
     turned = False
     while True:
         source = node.args[0] if node.args else None
@@ -129,7 +129,7 @@ def stacked(node: fx.Node) -> list[fx.Node]:
     return members if len(shapes) == 1 and tuple(node.meta["val"].shape) == (len(members), *min(shapes)) else []
 
 
-def behind_gradient(node: fx.Node) -> list[fx.Node]:
+def gradient_products(node: fx.Node) -> list[fx.Node]:
     """The products that are, or add up to, a gradient; of a stack's gradient it may be one member."""
     found, stack = [], [node]
     while stack:

@@ -30,10 +30,10 @@ def open_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModule
     chosen = {node for node, ref in param_inputs(graph).items() if context.bucket(ref).quantized}
     if not chosen:
         return module
-    # Backward first: it reads what forward returns beside its result.
+    # Backward first: it reads what forward returns besides its result.
     for target, opened in ((grouped_swiglu_backward, _backward), (grouped_swiglu, _forward)):
         for node in graph.find_nodes(op="call_function", target=target):
-            if any(_behind(weight) & chosen for weight in node.args[2:5]):
+            if any(_parameters_of(weight) & chosen for weight in node.args[2:5]):
                 _check_opens(node.args[-1])
                 _replace(graph, node, opened)
     graph.eliminate_dead_code()
@@ -51,7 +51,7 @@ def _check_opens(name: str) -> None:
         )
 
 
-def _behind(weight: Any) -> set[fx.Node]:
+def _parameters_of(weight: Any) -> set[fx.Node]:
     """The parameters that a weight is, or is stacked from."""
     if not isinstance(weight, fx.Node):
         return set()

@@ -25,7 +25,7 @@ from fxshard.passes.context import PassContext
 from fxshard.passes.matrix_products import (
     Operand,
     Product,
-    behind_gradient,
+    gradient_products,
     inherit,
     passes_on,
     product_of,
@@ -46,7 +46,7 @@ def quantize_linears(module: fx.GraphModule, context: PassContext) -> fx.GraphMo
     if not weights:
         return module
     wide = _straighten_gradients(graph, context)
-    gradients = {product for _, node in _gradients(graph, context) for product in behind_gradient(node)}
+    gradients = {product for _, node in _gradients(graph, context) for product in gradient_products(node)}
     products = [product for node in graph.nodes if (product := product_of(node)) is not None]
     chosen = [p for p in products if _multiplies(p, weights) or p.node in gradients]
     _check_uses(weights, chosen, context)

@@ -3,7 +3,7 @@
 Where a layer adds to what it was given, torch saves the sum, but not where the first layer adds to a lookup: there it
 saves the product and adds again. That takes as much memory, and makes the first layer's backward unlike all others': a
 compilation of its own. Provides ``MUST_SAVE`` on such sums; what the model itself says about a node stands. A product
-that somebody else reads, too, may have to be saved anyway, and the sum would come on top: there torch decides.
+that other nodes read, too, may have to be saved anyway, and the sum would come on top: there torch decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxshard.schedule.aliases import is_view, readers
 
 def save_residuals(joint: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        terms = [_behind_views(term) for term in node.all_input_nodes]
+        terms = [_unviewed(term) for term in node.all_input_nodes]
         looked_up = [term for term in terms if is_lookup(term)]
         products = [term for term in terms if is_heavy(term) and not is_lookup(term) and _only_in(node, term)]
         if len(looked_up) == len(products) == 1 and "recompute" not in node.meta:
@@ -32,7 +32,7 @@ def _only_in(reader: fx.Node, product: fx.Node) -> bool:
     return all(node is reader or is_view(node) for node in readers([product]))
 
 
-def _behind_views(node: fx.Node) -> fx.Node:
+def _unviewed(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

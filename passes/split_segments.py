@@ -63,7 +63,7 @@ def is_runtime(node: fx.Node) -> bool:
 
 
 def _gather_unpacking(graph: fx.Graph) -> None:
-    """Put every unpacking right behind what it unpacks, in the order that they have: a graph that was split before, and
+    """Put every unpacking right after what it unpacks, in the order that they have: a graph that was split before, and
     kept, is split the same way again.
 
     The views that a runtime node gives must not cut a stretch of compute, and a tuple must not cross into another one.
@@ -72,7 +72,7 @@ def _gather_unpacking(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
         if isinstance(node.args[0], fx.Node):
             unpacked.setdefault(node.args[0], []).append(node)
-    for source, nodes in unpacked.items():  # what is in a tuple may be unpacked, too: behind it, where it then is
+    for source, nodes in unpacked.items():  # what is in a tuple may be unpacked, too: after it, where it then is
         for node in reversed(nodes):
             source.append(node)
 
@@ -136,7 +136,7 @@ def _segment(
     for node in inputs:
         env[node] = graph.placeholder(node.name)
         env[node].meta.update(node.meta)
-        env[node].meta.pop("unbacked_bindings", None)  # a number read from data is read elsewhere, and given here
+        env[node].meta.pop("unbacked_bindings", None)  # a number read from data is an input here
 
     def value(node: fx.Node) -> fx.Node:
         if node not in env:

@@ -28,7 +28,7 @@ def write_gradients(module: fx.GraphModule, context: PassContext) -> fx.GraphMod
         place, gradient = copy.args[0], copy.args[1]
         if not (_in_bucket(place) and isinstance(gradient, fx.Node) and gradient.target in (_MM, mxfp8_mm)):
             continue
-        if len(gradient.users) > 1 or not _right_behind(gradient, copy) or not _writable(place, gradient):
+        if len(gradient.users) > 1 or not _right_after(gradient, copy) or not _writable(place, gradient):
             continue
         with graph.inserting_before(copy):
             if gradient.target is _MM:
@@ -47,7 +47,7 @@ def _in_bucket(place: object) -> bool:
     return isinstance(source, fx.Node) and event_of(source) is not None
 
 
-def _right_behind(gradient: fx.Node, copy: fx.Node) -> bool:
+def _right_after(gradient: fx.Node, copy: fx.Node) -> bool:
     """A product is not moved: what it reads would live longer."""
     node = gradient.next
     while node.target is operator.getitem:

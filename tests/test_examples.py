@@ -96,7 +96,7 @@ def test_huggingface_on_one_process(run: Here) -> None:
 
 def test_custom_pass(run: Here) -> None:
     shown = run("examples/custom_pass.py")
-    assert "insert_reshard → note_products*" in shown and "behind 14 products" in shown and "after three steps" in shown
+    assert "insert_reshard → note_products*" in shown and "after 14 products" in shown and "after three steps" in shown
 
 
 def test_train_moe_on_one_process(run: Here) -> None:

@@ -106,7 +106,7 @@ def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right() -> None:
         "activations of an earlier forward are still needed",
         "autograd keeps the activations (retain_graph)",
         "its forward ran through",
-        "somebody holds gradients of an earlier step",
+        "gradients of an earlier step are still held",
     } <= reasons(models[0]).keys()
 
 
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_kept_is_safe_from_takes_older_than_its_place() -> No
     for model in models:
         finish(model)
         model(*batch(5, 0)).backward()
-    why = "somebody holds gradients of an earlier step"
+    why = "gradients of an earlier step are still held"
     before = reasons(models[0])[why]
     both(models, step(6))  # adds to gradients that are not at home
     assert reasons(models[0])[why] == before + 1
@@ -339,7 +339,7 @@ def test_what_cannot_be_captured_is_named_and_leaves_nothing_behind() -> None:
     assert all(parameter.grad is None for parameter in models[0].parameters())
     tape.taken = True
     both(models, step(1))
-    assert "somebody else is capturing" in reasons(models[0])
+    assert "another capture is under way" in reasons(models[0])
     tape.taken, tape.fails = False, False
     for number in range(2, 5):
         both(models, step(number))

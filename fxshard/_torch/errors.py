@@ -12,7 +12,7 @@ class ConfigError(FxshardError):
 
 
 class LayoutError(FxshardError):
-    """A layout breaks its own rules. This is a bug in whoever built the layout, never in the user's model."""
+    """A layout breaks its own rules. This is a bug in the code that built the layout, never in the user's model."""
 
 
 class CaptureError(FxshardError):

@@ -25,7 +25,7 @@ def rank() -> int:
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    """To stderr, with the rank. What every rank would say alike, rank 0 says, unless somebody debugs."""
+    """To stderr, with the rank. Below WARNING only rank 0 writes, except at level DEBUG."""
 
     def emit(self, record: logging.LogRecord) -> None:
         record.__dict__["rank"] = here = rank()

@@ -24,7 +24,7 @@ Done = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
 
 _commands = 0
-"""Bars of commands that are on the screen: they speak for all that happens meanwhile."""
+"""Bars of commands that are on the screen: while there is one, nothing else reports progress."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def progress(steps: int, *, shown: bool = True) -> Iterator[Report]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    # What is printed meanwhile goes above the bar, but not to stderr where somebody keeps stdout in a file.
+    # What is printed meanwhile goes above the bar, but not to stderr where stdout is redirected to a file.
     above = sys.stdout.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=above) as bar:
         task = bar.add_task("", total=steps)
@@ -58,7 +58,7 @@ def progress(steps: int, *, shown: bool = True) -> Iterator[Report]:
 
 @contextmanager
 def long_work(what: str) -> Iterator[Done]:
-    """A line about work inside somebody's program: on rank 0, if it takes long, gone when the work is done.
+    """A line about work inside the user's program: on rank 0, if it takes long, erased when the work is done.
 
     It is written whole, over what the line held, and moves the cursor nowhere else: bars of the program stay intact.
     """

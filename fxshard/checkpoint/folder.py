@@ -114,7 +114,7 @@ def find(path: Path) -> Path:
 
 
 def prune(path: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints beside ``path``, which stays in any case."""
+    """Delete all but the ``keep`` newest checkpoints in the folder of ``path``, which stays in any case."""
     for old in _newest_first(path.parent)[keep:]:
         if old != path:
             # Renamed first: a process that ends in between must not leave half a checkpoint that looks like one.

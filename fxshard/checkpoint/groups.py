@@ -1,4 +1,4 @@
-"""Param groups in a checkpoint: hyperparameters and who belongs to which group, readable without reading a tensor."""
+"""Param groups in a checkpoint: hyperparameters and members of each group, readable without reading a tensor."""
 
 from __future__ import annotations
 

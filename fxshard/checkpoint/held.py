@@ -68,7 +68,7 @@ State = Mapping[torch.Tensor, Mapping[str, Any]]
 
 
 def of_optimizer(model: ShardedModule, state: State) -> Iterator[Held]:
-    """State tensors: those shaped like their parameter, of which this rank has the same rows, and scalars."""
+    """State tensors: those shaped like their parameter (this rank has the same rows of both), and scalars."""
     for _, fragment, parameter in _places(model):
         for field, value in state.get(parameter, {}).items():
             yield _state(fragment, parameter, field, value)

@@ -51,7 +51,7 @@ def load(
 ) -> Loaded:
     """Load what ``fxshard.save`` wrote, on any number of ranks, ZeRO stage and layout. Collective.
 
-    ``path``: a checkpoint, or a folder of checkpoints, of which the latest complete one is taken. Everything is checked
+    ``path``: a checkpoint, or a folder of checkpoints: the latest complete one is taken. Everything is checked
     first: a damaged checkpoint, other keys, shapes, dtypes, groups or Newton–Schulz coefficients are a
     ``CheckpointError`` on every rank, and nothing is changed. Hyperparameters continue as saved. ``weights_only`` loads
     parameters and buffers and nothing else.
@@ -86,7 +86,7 @@ def load(
 
 
 class _Plan:
-    """What this rank will read into what, and what speaks against it."""
+    """What this rank will read into what, and the problems that were found."""
 
     def __init__(self, model: ShardedModule, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
         self.model, self.optimizer = model, optimizer
@@ -145,7 +145,7 @@ class _Plan:
                     state[field] = empty_like_parameter(self.model, name, stored.dtype)
 
     def finish(self) -> None:
-        """Tell everyone who keeps something derived from what was read."""
+        """Invalidate everything that is derived from what was read."""
         self.model.parameters_changed()
         if self.optimizer is not None:
             for parameter, state in self.state.items():

@@ -23,7 +23,7 @@ class Source:
 
 @dataclass
 class Sources:
-    """Where every parameter comes from, what could not be found and why, and what nobody asked for."""
+    """Where every parameter comes from, what could not be found and why, and what no parameter asked for."""
 
     of: dict[str, Source] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)

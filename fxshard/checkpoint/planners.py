@@ -155,7 +155,7 @@ def _with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Counter:
-    """Adds up bytes for whoever watches."""
+    """Adds up bytes and reports them to the progress callback."""
 
     def __init__(self, watch: Progress | None, total: int = 0) -> None:
         self.total, self._done, self._watch = total, 0, watch

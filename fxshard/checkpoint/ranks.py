@@ -18,7 +18,7 @@ TIMEOUT = datetime.timedelta(hours=1)
 
 
 class Ranks:
-    """A gloo group beside the others: a save that runs beside training must not mix its messages with theirs."""
+    """A gloo group of its own: a save that runs during training must not mix its messages with those of training."""
 
     def __init__(self, sharding: Sharding) -> None:
         self.group: dist.ProcessGroup | None = None

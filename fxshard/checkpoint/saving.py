@@ -1,4 +1,4 @@
-"""``fxshard.save``: every rank writes its rows, beside training if asked to, and the first one gives it its name."""
+"""``fxshard.save``: every rank writes its rows, during training if asked to, and the first rank renames the folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRITERS = 2
 
 
 class Save:
-    """A save on its way. ``wait()`` returns when the checkpoint is complete, or raises what went wrong."""
+    """A save in progress. ``wait()`` returns when the checkpoint is complete, or raises what went wrong."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +57,7 @@ class Save:
             job()
         except BaseException as error:
             self._error = error
-            if threading.current_thread() is not threading.main_thread():  # who knows when someone will ask
+            if threading.current_thread() is not threading.main_thread():  # wait() may come much later
                 warnings.warn(f"an asynchronous save failed: {error}", RuntimeWarning, stacklevel=1)
         finally:
             self._over.set()
@@ -78,8 +78,8 @@ def save(
     Collective. ``path`` appears when the checkpoint is complete, and not before; it must not exist. ``optimizer``: one
     of ``torch.optim`` over ``model.parameters()``, where the model has none of its own. ``extra``: this rank's own
     dictionary of numbers, strings, lists and tensors: LR scheduler, position in the data. ``asynchronous``: copy the
-    state to the host, return, and write beside training; the next save waits, and so does ``.wait()`` on what is
-    returned. ``keep``: delete all but so many of the newest checkpoints beside this one. ``progress``: called with
+    state to the host, return, and write during training; the next save waits, and so does ``.wait()`` on what is
+    returned. ``keep``: delete all but so many of the newest checkpoints in that folder. ``progress``: called with
     (bytes done, bytes of this rank).
 
     >>> fxshard.save(model, f"runs/a/step-{step}", extra={"step": step, "scheduler": scheduler.state_dict()}, keep=3)
@@ -113,7 +113,7 @@ def save(
     writers = 1 if device.type == "cuda" and not asynchronous else WRITERS
 
     def job() -> None:
-        own = progress is not None or asynchronous  # beside training nothing is shown
+        own = progress is not None or asynchronous  # during training nothing is shown
         with contextlib.nullcontext(progress) if own else long_work(f"saving {path.name}") as watch:
             _write(path, SaveRows(held, objects, watch), ranks, record, keep, writers)
 
@@ -127,7 +127,7 @@ def save(
 
 
 def wait_for_save(model: ShardedModule) -> None:
-    """Wait for an asynchronous save of this model that is still on its way; raises if it failed."""
+    """Wait for an asynchronous save of this model that is still in progress; raises if it failed."""
     pending = _PENDING.pop(model._sharding, None)
     if pending is not None:
         pending.wait()

@@ -71,7 +71,7 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile_captured(graph, example_inputs)
-        return self.compiled.add(run) if self.sharding.plans else run  # without parameters there is nothing to let go
+        return self.compiled.add(run) if self.sharding.plans else run  # without parameters there is nothing to free
 
     def _compile_captured(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.captures += 1

@@ -33,7 +33,7 @@ def capture(
 
 
 def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend that keeps nothing alive: Dynamo never lets go of one, and ours has a model's shards."""
+    """A backend that keeps nothing alive: Dynamo never frees a backend, and ours has a model's shards."""
     reference = weakref.ref(backend)
 
     def compile_for(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
-"""What Dynamo holds of a model: callables that are emptied when the model dies, in code that never does.
+"""What Dynamo holds of a model: callables that are emptied when the model is freed, in code that never is.
 
-Dynamo removes what it compiled when the compiled code object dies. That moment is not Dynamo's to choose: the flight
+Dynamo removes what it compiled when the compiled code object is freed. Dynamo does not choose that moment: the flight
 recorder of ``torch.distributed`` notes the Python stack of each collective, owns the code objects in it for its next
-2000 collectives, and lets go of them inside a later collective of any thread, under a lock of its own. Were a model to
-die there, another thread that starts a collective (an asynchronous save) would wait for that lock with the GIL in its
-hands, and the first one for the GIL.
+2000 collectives, and releases them inside a later collective of any thread, under a lock of its own. If a model were
+freed there, another thread that starts a collective (an asynchronous save) would hold the GIL and wait for that lock,
+and the first one would hold the lock and wait for the GIL.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CompiledGraphs:
         return self._all[-1]
 
     def live_as_long_as(self, model: object) -> None:
-        """Empty them when ``model`` dies: its memory and its process groups do not wait for Dynamo's code to die."""
+        """Empty them when ``model`` is freed: its memory and process groups do not wait for Dynamo's code."""
         weakref.finalize(model, self.empty).atexit = False
 
     def empty(self) -> None:
@@ -66,7 +66,7 @@ class CompiledGraphs:
 
 
 def keep_callers() -> None:
-    """Keep the code of all callers that somebody wants to be told the death of, as Dynamo does of what it compiled."""
+    """Keep the code of all callers that weak references point to, as Dynamo's do to what it compiled."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if weakref.getweakrefcount(frame.f_code):

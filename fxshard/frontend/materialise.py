@@ -1,7 +1,7 @@
 """Models on the meta device: made real module by module, each sharded before the next one is made.
 
 A module's parameters and buffers get memory, are initialised (``reset_parameters``, or the function that was given),
-and leave for their buckets. What is alive at any time is one module beside the shards.
+and leave for their buckets. At any time one module is alive, besides the shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def check_initialisable(model: nn.Module, init: Init | None) -> None:
-    """Refuse modules that nobody can initialise, all of them by name, before anything is allocated."""
+    """Refuse modules that have no way to be initialised, all of them by name, before anything is allocated."""
     if init is not None:
         return
     helpless = [
@@ -86,7 +86,7 @@ def _empty_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory in which it shows that nobody initialised it: NaN, or the least integer."""
+    """Memory that is recognisably not initialised: NaN, or the least integer."""
     value = torch.empty_like(like, device=device, requires_grad=False)
     if value.is_floating_point():
         return value.fill_(float("nan"))

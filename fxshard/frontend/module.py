@@ -254,7 +254,7 @@ class ShardedModule(nn.Module):
 
         What is kept unsharded, or was gathered ahead of the next forward, is then gathered again. Operations on the
         parameters themselves, ``load_state_dict``, ``fxshard.load`` and optimizers are seen without it; writes through
-        ``parameter.data``, by ``torch._foreach`` functions, or by a kernel of one's own are not.
+        ``parameter.data``, by ``torch._foreach`` functions, or by a kernel of your own are not.
 
         >>> with torch.no_grad():
         ...     torch._foreach_clamp_max_(list(model.parameters()), 1.0)

@@ -1,4 +1,4 @@
-"""What runs in MXFP8, how it travels, and how products are computed: for people to read."""
+"""What runs in MXFP8, how it travels, and how products are computed, as text."""
 
 from __future__ import annotations
 

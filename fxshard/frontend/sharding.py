@@ -240,7 +240,7 @@ KNOWN_GPUS = ("gb200", "b200", "h200", "h100", "a100")
 
 
 def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter]) -> None:
-    """Take the bucket's parameters over from the model, one at a time, freeing each behind us.
+    """Take the bucket's parameters over from the model, one at a time, freeing each one once it is copied.
 
     The values of the first rank that holds them win: replicas must start equal, and ranks that were seeded differently
     would otherwise train a model that is a patchwork of theirs.

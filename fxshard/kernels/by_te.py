@@ -1,6 +1,6 @@
 """Experts with Transformer Engine's grouped GEMM and activations, on the parameters' own memory.
 
-Transformer Engine imports only beside a CUDA build of torch and fails with all kinds of exceptions, so it is imported
+Transformer Engine imports only with a CUDA build of torch and fails with all kinds of exceptions, so it is imported
 when it is first wanted, and the reason is kept. Its bf16 grouped GEMM takes the numbers of tokens from the host: each
 call waits for the device.
 """
@@ -91,7 +91,7 @@ class _Engine:
 
 @cache
 def engine() -> _Engine:
-    """Transformer Engine, imported by the first who asks."""
+    """Transformer Engine, imported when it is first needed."""
     return _Engine()
 
 

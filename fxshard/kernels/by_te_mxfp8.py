@@ -146,8 +146,8 @@ class _GroupedMlp:
     def lent(self, experts: Experts) -> Iterator[list[list[nn.Parameter]]]:
         """The operations with these weights (and biases): of each stack the parameters, one per expert.
 
-        The operations keep the list of their parameters from their first run, so it is the memory behind them that
-        changes. It is given back: what a unit gathered must not live on because of a parameter.
+        The operations keep the list of their parameters from their first run, so it is the memory of those parameters
+        that changes. It is given back: what a unit gathered must not live on because of a parameter.
         """
         weights = [_matrices(experts.gate), _matrices(experts.down)]
         biases = [bias.detach().unbind(0) for bias in (experts.gate_bias, experts.down_bias) if bias is not None]
@@ -211,7 +211,7 @@ def _scales(call: Call, x: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, rows: int) -> Tensor:
-    """With zeros behind, up to so many rows."""
+    """Padded with zeros at the end, up to so many rows."""
     if values.shape[0] == rows:
         return values
     spread = values.new_zeros(rows, *values.shape[1:])
@@ -220,7 +220,7 @@ def _spread(values: Tensor, rows: int) -> Tensor:
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
-    """One tensor of all experts' gradients: without a copy where they already lie one behind the other."""
+    """One tensor of all experts' gradients: without a copy where they already lie one after the other."""
     first = parts[0]
     begin, size, storage = first.storage_offset(), first.numel(), first.untyped_storage().data_ptr()
     for i, part in enumerate(parts):

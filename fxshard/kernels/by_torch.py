@@ -1,7 +1,7 @@
 """Experts with torch's own grouped GEMM and one kernel for the activation. Runs wherever torch does.
 
 Products of bf16 on CUDA go to ``torch.nn.functional.grouped_mm``, which reads the offsets on the device. All else
-is a loop over experts: on the CPU it is as fast as torch's grouped kernel, elsewhere it reads the offsets on the host.
+is a loop over experts: on the CPU it is as fast as torch's grouped kernel, on CUDA it reads the offsets on the host.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def bias_rows(
 
 
 def bias_dot(bias: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """What a bias behind the second product adds to the gradient of each routing weight, in float32."""
+    """What a bias after the second product adds to the gradient of each routing weight, in float32."""
     return (grad.float() * bias_rows(bias, offsets, grad).float()).sum(-1)
 
 
@@ -189,7 +189,7 @@ def runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
-    """(first, behind the last) row of each expert, read on the host."""
+    """(first row, last row + 1) of each expert, read on the host."""
     return list(pairwise([0, *offsets.tolist()]))
 
 

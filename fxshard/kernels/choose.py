@@ -20,7 +20,7 @@ def choices() -> tuple[str, ...]:
 def add_implementation(
     name: str, make: Callable[[], TorchExperts], refuses: Callable[[Case], str | None] = lambda case: None
 ) -> None:
-    """An implementation of one's own, to be asked for by ``experts=name``.
+    """Add an implementation of your own, chosen by ``experts=name``.
 
     ``make`` gives a :class:`TorchExperts` that replaces some of its steps and says which ``alignment`` it wants, and
     whether it ``takes_dense`` MLPs, too;
@@ -63,8 +63,8 @@ def choose(requested: str, case: Case) -> str:
 def choose_dense(requested: str, case: Case) -> tuple[str, str | None]:
     """The implementation for a dense MLP, as a single expert, and why it is better left to the compiler, or None.
 
-    Other than for experts, nothing has been asked for that must be done. The number of rows, of which few do not pay,
-    is not asked for: ranks with more and with less would have other schedules.
+    Unlike with experts, a refusal is no error. The number of rows does not count, although few of them do not pay:
+    ranks with different numbers would have different schedules.
     """
     name = choose("auto", case) if requested == "auto" else requested
     reason = refusal(name, case)

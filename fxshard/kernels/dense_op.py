@@ -53,7 +53,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
 def _autograd(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     x, gate, up, down, pre, pre_up = ctx.saved_tensors
     # In this order nothing is cut between the elementwise steps, which the compiler makes one pass of: where gradients
-    # begin to be written, and where those of the layer behind are reduced, a segment ends.
+    # begin to be written, and where those of the layer before this one in backward are reduced, a segment ends.
     of_hidden = grad.mm(down)
     if up is None:  # the compiler would make two passes of it: one of the columns of both halves, one of a half's
         of_pre, of_up, hidden, _ = glu_backward(pre, None, None, of_hidden, *astuple(SWIGLU))

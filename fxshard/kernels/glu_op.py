@@ -42,7 +42,7 @@ def _add_bias(a: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor, weight
 
 
 def _bias_dot(a: torch.Tensor, grad: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """What a bias behind the second product adds to the gradients ``a`` of the routing weights."""
+    """What a bias after the second product adds to the gradients ``a`` of the routing weights."""
     return a + bias_dot(bias, offsets, grad).to(a.dtype)
 
 

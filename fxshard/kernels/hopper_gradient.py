@@ -3,7 +3,7 @@
 """Weight gradients of experts on a Hopper, in Gluon: aᵀ·b over the rows of each group.
 
 Built as ``hopper_kernels`` is; but here the groups are what is summed over. Both operands are tiles of rows, 64 deep,
-which the products take transposed from where they lie. A group ends anywhere: what ``ragged`` copies read behind it is
+which the products take transposed from where they lie. A group ends anywhere: what ``ragged`` copies read after it is
 zero, in both operands, and adds nothing. A tile of a small group, or of one without rows, takes further steps over
 such zeros until the tile before it is stored; so every tile has as many steps at least, and both sides of the barriers,
 which count on through all tiles of a program, count the same.
@@ -24,7 +24,7 @@ from fxshard.kernels.hopper import multiply_stage, quarters, release, stage_barr
 from fxshard.kernels.hopper_kernels import FAR
 
 PIECES = gl.constexpr(4)
-"""A tile is stored in as many parts, each behind one of the first steps of the next tile."""
+"""A tile is stored in this many parts, each after one of the first steps of the next tile."""
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def _tile(index, height, across, experts, BAND: gl.constexpr):
     in_band = gl.minimum(height - top, BAND)
     rest = tile - top * across
     row = top + rest % in_band
-    # A tile behind the last one, which is asked for and never computed, has no expert.
+    # The tile after the last one, which is asked for and never computed, has no expert.
     return gl.minimum(expert, experts - 1), row, rest // in_band
 
 
@@ -107,7 +107,7 @@ def _multiply(
     p1 = gl.zeros([128, 64], gl.bfloat16, part)
     p2 = gl.zeros([128, 64], gl.bfloat16, part)
     p3 = gl.zeros([128, 64], gl.bfloat16, part)
-    # Before the first tile there is nothing to store: no expert has this number, and the copy goes nowhere.
+    # Before the first tile there is nothing to store: no expert has this number, and the copy writes nothing.
     old_expert, old_row, old_column = experts, 0, 0
     expert, row, column = _tile(gl.program_id(0), height, across, experts, BAND)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""The grouped product for Hopper in Gluon, the explicit dialect of Triton, plain or with the activation behind it.
+"""The grouped product for Hopper in Gluon, the explicit dialect of Triton, plain or with the activation after it.
 
 As in ``fxshard.optim.tiles`` a warp that does nothing but start bulk copies runs ahead of eight warps that
 multiply, over tiles of 128 × 256; a persistent program per processor walks the tiles, and a tile is rounded and stored
@@ -8,7 +8,7 @@ while the first products of the next one are under way. Of a product that is ``G
 and the same ones of up: both are kept, and the activation of them is computed where they are.
 
 Groups begin and end anywhere, and only the device knows where. Bulk copies see them through ``ragged`` descriptors
-(``hopper_products``): what a tile reads behind its group is zero, and what it writes there goes nowhere.
+(``hopper_products``): what a tile reads after its group is zero, and what it writes there is dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _plus(a, b):
 
 
 @gluon.jit
-def _tiles_behind(offsets, experts, PADDED: gl.constexpr, WARPS: gl.constexpr):
+def _tiles_up_to(offsets, experts, PADDED: gl.constexpr, WARPS: gl.constexpr):
     """For each expert how many tiles of 128 rows it and those before it have. Every warp has all of them."""
     layout: gl.constexpr = gl.BlockedLayout([PADDED // 32], [32], [WARPS], [0])
     number = gl.arange(0, PADDED, layout=layout)
@@ -48,19 +48,19 @@ def _tiles_behind(offsets, experts, PADDED: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(index, behind, height, across, offsets, experts, BAND: gl.constexpr):
+def _tile(index, tiles_up_to, height, across, offsets, experts, BAND: gl.constexpr):
     """(expert, where its rows begin, how many they are, row of the tile counted from there, column of the tile).
 
     Column by column within bands of rows: what runs together shares its operands in the cache.
     """
     band = index // (BAND * across)
-    in_band = gl.maximum(gl.minimum(height - band * BAND, BAND), 1)  # behind the last tile there is no row
+    in_band = gl.maximum(gl.minimum(height - band * BAND, BAND), 1)  # after the last tile there is no row
     rest = index - band * BAND * across
     row = band * BAND + rest % in_band
     column = rest // in_band
-    before = behind <= row
-    row -= gl.max(gl.where(before, behind, 0), 0)
-    # A tile behind the last one, which is asked for and never computed, has no expert.
+    before = tiles_up_to <= row
+    row -= gl.max(gl.where(before, tiles_up_to, 0), 0)
+    # The tile after the last one, which is asked for and never computed, has no expert.
     expert = gl.minimum(gl.sum(gl.where(before, 1, 0), 0), experts - 1)
     begin = gl.load(offsets + gl.maximum(expert - 1, 0))
     begin = gl.where(expert == 0, 0, begin)
@@ -80,10 +80,10 @@ def _load(
     A_BLOCK: gl.constexpr = a_desc.block_type.shape
     B_BLOCK: gl.constexpr = b_desc.block_type.shape
     B_COPIES: gl.constexpr = 2 if GATED else 1
-    behind = _tiles_behind(offsets, experts, PADDED, 1)
+    tiles_up_to = _tiles_up_to(offsets, experts, PADDED, 1)
     turn = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, begin, size, row, column = _tile(index, behind, height, across, offsets, experts, BAND)
+        expert, begin, size, row, column = _tile(index, tiles_up_to, height, across, offsets, experts, BAND)
         for step in range(0, deep, 64):
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
@@ -177,13 +177,13 @@ def _multiply(
     GATED: gl.constexpr, B_T: gl.constexpr, experts, PADDED: gl.constexpr, BAND: gl.constexpr,
     ASM: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
-    """A tile is stored while the first products of the next one are under way, of which there is one for each piece."""
+    """A tile is stored while the first products of the next one are under way: one product for each piece."""
     STAGES: gl.constexpr = a_bufs.type.shape[0]
     PIECES: gl.constexpr = 6 if GATED else 4
     whole: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 128, 16])
     part: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 64, 16])
-    behind = _tiles_behind(offsets, experts, PADDED, 8)
+    tiles_up_to = _tiles_up_to(offsets, experts, PADDED, 8)
     turn = 0
     p0 = gl.zeros([128, 64], gl.bfloat16, part)
     p1 = gl.zeros([128, 64], gl.bfloat16, part)
@@ -191,7 +191,7 @@ def _multiply(
     p3 = gl.zeros([128, 64], gl.bfloat16, part)
     # Before the first tile there is nothing to store: a group of no rows.
     old_begin, old_size, old_row, old_column = 0, 0, 0, 0
-    _, begin, size, row, column = _tile(gl.program_id(0), behind, height, across, offsets, experts, BAND)
+    _, begin, size, row, column = _tile(gl.program_id(0), tiles_up_to, height, across, offsets, experts, BAND)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         sum = gl.zeros([128, 256], gl.float32, whole)
         sum = multiply_stage(sum, turn, a_bufs, b_bufs, full, False, False, B_T)
@@ -205,7 +205,7 @@ def _multiply(
         turn += PIECES
         # Where the next tile lies is found out while products are under way, not between two tiles.
         _, new_begin, new_size, new_row, new_column = _tile(
-            index + gl.num_programs(0), behind, height, across, offsets, experts, BAND
+            index + gl.num_programs(0), tiles_up_to, height, across, offsets, experts, BAND
         )
         for _ in range(PIECES * 64, deep, 64):
             sum = multiply_stage(sum, turn, a_bufs, b_bufs, full, True, False, B_T)
@@ -239,7 +239,7 @@ def grouped_kernel(
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + B_SHAPE, gl.NVMMASharedLayout.get_default_for(B_SHAPE, dtype))
     buffers = gl.allocate_shared_memory(dtype, [2, 128, 64], gl.NVMMASharedLayout.get_default_for([128, 64], dtype))
     full, empty = stage_barriers(STAGES)
-    height = gl.max(_tiles_behind(offsets, experts, PADDED, 8), 0)
+    height = gl.max(_tiles_up_to(offsets, experts, PADDED, 8), 0)
     total = height * across
     gl.warp_specialize(
         [

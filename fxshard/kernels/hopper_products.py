@@ -27,15 +27,15 @@ except ImportError:  # torch for the CPU comes without Triton: ``refusal`` says 
     HAS_GLUON = False
 
 DEPTH, SHALLOWEST = 64, 512
-"""The depth must be a multiple of the first, of which a stage holds as much. The first steps of a tile, behind which
-the tile before it is stored, are unrolled: there must be as many."""
+"""The depth must be a multiple of the first, the depth of a stage, and at least the second: the first steps of a tile,
+after which the parts of the tile before it are stored, are unrolled."""
 NARROWEST = 128
 """Columns that weight gradients must have at least in both directions: as many as a tile has rows."""
 STAGES, BAND = 4, 16
 GRADIENT_BAND = 8
-"""Rows of tiles of a weight gradient that are walked over together. Measured on an H200 (docs/benchmarks.md): 1 to 5 %
-less time than with 16, 2 to 9 % less than with 32. Of a matrix of 4096 × 4096, eight rows are 128 tiles: one round of
-its 132 processors."""
+"""Rows of tiles of a weight gradient that are walked over together. Measured on an H200 (docs/design/hopper.md):
+1 to 5 % less time than with 16, 2 to 9 % less than with 32. Of a matrix of 4096 × 4096, eight rows are 128 tiles: one
+round of its 132 processors."""
 FAR, ANY = 2**30, 0x7FFF0000
 """Where groups end in the coordinates of a ragged descriptor, and a bound that no coordinate reaches."""
 

@@ -18,7 +18,7 @@ from fxshard.kernels.quantize import quantize_one
 
 
 def scale_rows(tokens: int, experts: int) -> int:
-    """Rows of scales of so many tokens; some stay unused. Rows behind the last offset count as one more expert's."""
+    """Rows of scales of so many tokens; some stay unused. Rows after the last offset count as one more expert's."""
     return tokens // BLOCK + experts + 1
 
 
@@ -74,8 +74,8 @@ def _blocks(tokens: int, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     position = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
     expert = torch.searchsorted(offsets, position, right=True)
     begin = torch.cat((offsets.new_zeros(1), offsets))[expert]
-    behind = position - begin
-    return begin // BLOCK + expert + behind // BLOCK, behind % BLOCK
+    within = position - begin
+    return begin // BLOCK + expert + within // BLOCK, within % BLOCK
 
 
 def _dequantize_stack(stack: Quantized, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Matrix products of quantized matrices: by the hardware where it can, elsewhere with the same values dequantized."""
+"""Matrix products of quantized matrices: by the hardware where it can, otherwise with the same values dequantized."""
 
 from __future__ import annotations
 

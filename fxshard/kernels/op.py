@@ -6,7 +6,7 @@ gradient can be moved without moving the rest. Saved for backward are the input 
 which is cheap, is computed again. An implementation that computes all of it again (``recomputes``) has one node for
 backward, ``grouped_swiglu_gradients``, and the input alone is saved.
 
-Tokens are sorted by expert; ``offsets[e]`` is where expert e's tokens end. Rows behind the last offset are undefined,
+Tokens are sorted by expert; ``offsets[e]`` is where expert e's tokens end. Rows after the last offset are undefined,
 as they are for torch's ``grouped_mm``.
 """
 

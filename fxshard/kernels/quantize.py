@@ -28,7 +28,7 @@ class Tile:
 
 @functools.cache
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel runs there; elsewhere the torch version does."""
+    """Whether the kernel runs there; on other devices the torch version does."""
     return (
         device.type == "cuda"
         and importlib.util.find_spec("triton") is not None

@@ -23,7 +23,7 @@ def changes_on_host(module: fx.GraphModule, device: torch.device) -> bool:
 
 def _changes(node: fx.Node, device: torch.device) -> bool:
     made = _devices(node)
-    # What has a result on the device runs there: attention, which may describe its random state elsewhere, included.
+    # What has a result on the device runs there, also attention, which may return its random state on the host.
     if node.op != "call_function" or node.target is operator.getitem or not made or device in made:
         return False
     called = private.operator_of(node)

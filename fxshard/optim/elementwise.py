@@ -211,7 +211,7 @@ def _table(device: torch.device, members: tuple[tuple[int, ...], ...]) -> torch.
     """Where addresses repeat from step to step, as they do once memory has settled, the table is there already."""
     if torch.cuda.is_current_stream_capturing():  # into memory of the graph's, filled when that runs
         return _sent(device, members)
-    # Only work on the stream that the copy is on comes behind it for certain.
+    # Only work on the stream that the copy is on is certain to come after it.
     return _kept(device, torch.cuda.current_stream(device).cuda_stream, members)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer state of one bucket, in flat tensors beside its shard."""
+"""The optimizer state of one bucket, in flat tensors on the rank of its shard."""
 
 from __future__ import annotations
 

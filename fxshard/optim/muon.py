@@ -237,7 +237,7 @@ def _row_factors(travel: Travel, split: Split | None, scale: str | None) -> list
 
 
 def _held(batch: Batch, rank: int) -> list[Travel]:
-    """The matrices of which a rank holds rows, by owner: the order in which they are sent and come back."""
+    """The matrices that a rank holds rows of, by owner: the order in which they are sent and come back."""
     ours = [travel for travel in batch.travels if _part(travel, rank)[1]]
     return sorted(ours, key=lambda travel: travel.owner)  # stable: within an owner, the order of the batch
 

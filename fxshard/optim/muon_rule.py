@@ -234,7 +234,7 @@ def apply_(
     factors: Sequence[float],
     refused: torch.Tensor | None = None,
 ) -> None:
-    """p ← (1 − lr·weight_decay)·p − lr·factor·direction, elementwise. The decay knows nothing of the factor."""
+    """p ← (1 − lr·weight_decay)·p − lr·factor·direction, elementwise. The decay does not depend on the factor."""
     if not params:
         return
     if elementwise.fits(params, directions):

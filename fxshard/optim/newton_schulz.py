@@ -2,7 +2,7 @@
 
 Each matrix is normalised in fp32 (``start`` says when) and multiplied in bf16. Three forms compute the same polynomial:
 
-plain       gram = X·Xᵀ, B = b·gram + c·gram², X ← a·X + B·X, as everyone writes it: two and a half full products.
+plain       gram = X·Xᵀ, B = b·gram + c·gram², X ← a·X + B·X, as it is usually written: two and a half full products.
 symmetric   Z = a·I + b·gram + c·gram², X ← Z·X, where gram and Z are symmetric, and half of each is computed.
 gram        iterates on the small gram matrix alone, and multiplies X by the product of all Z at the end of a stretch.
 

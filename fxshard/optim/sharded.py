@@ -75,7 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
 
     def state_was_written(self) -> None:
-        """Someone wrote to the state tensors in place, as loading a checkpoint does."""
+        """The state tensors were written in place, as loading a checkpoint does."""
         for moments in self._moments.values():
             moments.recount()
 

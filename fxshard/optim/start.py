@@ -4,7 +4,7 @@ The plain form divides in fp32 before it rounds. The others round first and let 
 sums by one over the norm: a matrix is read once less. bf16 has the exponents of fp32, so both round a value once, to
 the same relative precision. Magnitudes at which products of unscaled values leave the range of fp32 change nothing:
 
-small   Norms count as ``EPS`` at least. What is lost below 2⁻¹²⁶ is below 2⁻⁷⁹ after scaling, beside a·I.
+small   Norms count as ``EPS`` at least. What is lost below 2⁻¹²⁶ is below 2⁻⁷⁹ after scaling, added to a·I.
 large   No entry of X·Xᵀ exceeds the squared norm, so it overflows where that does, at norms above 10¹⁹. Such a matrix
         gives zero in both ways: its norm counts as infinite.
 """

@@ -91,7 +91,7 @@ def _launch(
         A_T=a_t,
         B_T=b_t,
         SCALED=0 if scale is None else factors,
-        STAGES=4 if triple is None else 3,  # as many as fit beside the buffers for results
+        STAGES=4 if triple is None else 3,  # as many as fit next to the buffers for results
         BAND=16,
         num_warps=8,
         maxnreg=168,  # of 384 threads: 24 for those that copy leaves 240 for those that multiply

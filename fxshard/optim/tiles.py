@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""The kernel behind ``symmetric``: tiles of products of bf16 matrices, on a Hopper.
+"""The kernel that ``symmetric`` launches: tiles of products of bf16 matrices, on a Hopper.
 
 It is written in Gluon, the explicit dialect of Triton: a warp that does nothing but start bulk copies runs ahead of
 eight warps that multiply, over tiles of 128 × 256; a persistent program per processor walks the tiles of the whole
@@ -100,9 +100,10 @@ if HAS_GLUON:
 
     @gluon.jit
     def _store(out_desc, epilogue, value, top, row, column, nowhere, PIECE: gl.constexpr, SYMMETRIC: gl.constexpr):
-        """Store half a tile at block (row, column), or its mirror image if PIECE is odd. Some of it goes nowhere.
+        """Store half a tile at block (row, column), or its mirror image if PIECE is odd.
 
-        Beyond the last row, a bulk copy writes nothing. A branch instead would end the overlap with the products.
+        What must not be stored is sent past the last row, where a bulk copy writes nothing. A branch instead would end
+        the overlap with the products.
         """
         BUFFERS: gl.constexpr = epilogue.type.shape[0]
         buffer = epilogue.index(PIECE % BUFFERS)

@@ -1,9 +1,9 @@
-"""Whether the gradients of a step are finite: decided where they are, told to the host when that does not have to wait.
+"""Whether the gradients of a step are finite: decided on their device, read by the host when it does not have to wait.
 
-On a GPU the host is ahead of the device, and looking at a number there would make it wait in every step. So the step is
-made at once, by kernels that read the verdict and write nothing if it is against them. The host hears of it when the
-next step begins, or when the state is read: on all ranks at the same place, because a rank that stopped where it
-happened to know would leave the others in a collective. Elsewhere the verdict is known at once.
+On a GPU the host is ahead of the device, and reading a number there would make it wait in every step. So the step is
+made at once, by kernels that read the verdict and write nothing if the gradients are not finite. The host reads it when
+the next step begins, or when the state is read: on all ranks at the same place, because a rank that stopped as soon as
+it knew would leave the others in a collective. On the CPU the verdict is known at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def known_at_once(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Told:
-    """A verdict on its way to the host: for each gradient, and for all of them on all ranks."""
+    """A verdict that is being copied to the host: for each gradient, and for all of them on all ranks."""
 
     call: int
     names: Sequence[str]

@@ -66,7 +66,7 @@ class BucketPlan:
 
     @property
     def reducing_ranks(self) -> int:
-        """Ranks that a reduction of full gradients runs over: the shards, or everyone where there is one shard."""
+        """Ranks that a reduction of full gradients runs over: the shards, or all ranks where there is one shard."""
         return self.layout.ranks if self.layout.ranks > 1 else self.domain.ranks
 
     def group(self, default: str, *, replicas: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Row layouts under Muon: which matrices travel, to whom, and in which batches.
+"""Row layouts under Muon: which matrices travel, to which ranks, and in which batches.
 
 Fixed when the model is sharded, from layouts alone: every rank makes the same plan, and a step exchanges no metadata.
 """
@@ -30,7 +30,7 @@ class Travel:
     shape: tuple[int, ...]
     owner: int
     parts: tuple[tuple[int, int], ...]
-    """(rank, elements) of those who hold rows of it, in the order of the rows."""
+    """(rank, elements) of the ranks that hold rows of it, in the order of the rows."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def local_work(
 def _with_owners(buckets: Sequence[BucketPlan], ranks: int) -> list[Travel]:
     """Every matrix that travels, in the order of the buckets.
 
-    Owners are dealt largest matrix first to whoever has least to do; what a rank holds alone counts first.
+    The largest matrix goes first, always to the rank with the least work; what a rank holds alone counts first.
     """
     work = [sum(alone.values()) for alone in local_work(buckets, ranks)]
     crossing = [

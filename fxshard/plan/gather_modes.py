@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Gather(StrEnum):
-    """What a gather of a bucket moves, and who quantizes it."""
+    """What a gather of a bucket moves, and which ranks quantize it."""
 
     PLAIN = "plain"
     """Nothing is quantized: the compute dtype travels."""

@@ -139,7 +139,7 @@ def alone(resting: RestingCopies, master: torch.Tensor) -> Transfer:
 
 
 def staged(resting: RestingCopies, master: torch.Tensor, staging: torch.Tensor, own: torch.Tensor) -> Transfer:
-    """bf16 of every owner's master into ``staging``, of which ``own`` is this rank's part; quantized when it is there.
+    """bf16 of every owner's master into ``staging`` (``own`` is this rank's part of it), then quantized.
 
     Writing the own part, gathering and quantizing are one thing that the schedule starts as a whole: there is no moment
     between them at which a gradient could be written to, or cleared in, the memory that staging shares.
@@ -150,7 +150,7 @@ def staged(resting: RestingCopies, master: torch.Tensor, staging: torch.Tensor, 
 
     def settle() -> None:
         resting.fill_from(staging, resting.bucket_places)
-        staging.zero_()  # this bucket's slice and no more: what lies beside it may be another's
+        staging.zero_()  # this bucket's slice and no more: what lies next to it may be another's
 
     return Transfer(((staging, own),), resting.views, stage, settle)
 

@@ -1,4 +1,4 @@
-"""What a device and its network can do: the figures behind every estimate.
+"""What a device and its network can do: the figures that every estimate is made from.
 
 A preset is a starting point for planning before the machine is there. Each figure says where it comes from; a recorded
 profile replaces estimates where it matters.

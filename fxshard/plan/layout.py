@@ -1,4 +1,4 @@
-"""Where each parameter sits in its bucket, and who owns which rows of it."""
+"""Where each parameter sits in its bucket, and which rank owns which rows of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices that Muon orthogonalizes: what that costs, and who should do it."""
+"""Matrices that Muon orthogonalizes: what that costs, and which rank should do it."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def bytes_at_rest(
     """The table of the ZeRO stage for one bucket: what a rank holds between two steps, gradients not yet dropped.
 
     ``state`` counts the optimizer's tensors and, where parameters compute in another dtype, the masters. A master that
-    has the compute dtype is the parameter itself, so it costs nothing beside a replicated one. What has a single rank
-    is never taken apart, whatever the placement says.
+    has the compute dtype is the parameter itself, so it costs nothing where that is replicated. What has a single
+    rank is never sharded, whatever the placement says.
     """
     numel, mixed = ranks * shard_numel, param != master
     masters = shard_numel * master.itemsize

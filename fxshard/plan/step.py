@@ -58,7 +58,7 @@ Instruction = Exchange | Local | Orthogonalize | Land | Done
 
 
 def plan_step(buckets: Sequence[BucketPlan]) -> tuple[Instruction, ...]:
-    """One batch is on its way to its owners while the one before is computed and the one before that comes back."""
+    """One batch is being sent to its owners while the one before is computed and the one before that comes back."""
     batches = plan_exchange(buckets)
     last_batch = {index: i for i, batch in enumerate(batches) for index in batch.buckets}
     program: list[Instruction] = [Exchange(batches[0])] if batches else []

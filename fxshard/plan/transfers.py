@@ -15,7 +15,7 @@ def gather_seconds(bucket: BucketPlan, size: int, hardware: Hardware) -> float:
 
 
 def reduce_seconds(bucket: BucketPlan, size: int, hardware: Hardware) -> float:
-    """Full gradients to shards; where there is one shard, an all-reduce over everyone."""
+    """Full gradients to shards; where there is one shard, an all-reduce over all ranks."""
     cost = reduce_scatter_seconds if bucket.layout.ranks > 1 else all_reduce_seconds
     return cost(size, bucket.reducing_ranks, hardware, stride=bucket.domain.stride)
 

@@ -17,8 +17,8 @@ def whole_layout(specs: Sequence[TensorSpec], ranks: int, work: Sequence[float] 
     peers would stick out at the end, everything is packed largest first: it is surrounded by smaller ones instead of by
     padding.
 
-    ``work`` is what earlier buckets give each rank to orthogonalize: who has least so far gets the most of this one.
-    Handing a rank another rank's share does not change the length of any shard, so balance costs no padding.
+    ``work`` is what earlier buckets give each rank to orthogonalize: the rank with the least so far gets the most of
+    this one. Handing a rank another rank's share does not change the length of any shard, so balance costs no padding.
 
     >>> layout = whole_layout([TensorSpec(f"w{i}", (64, 64)) for i in range(4)], ranks=2)
     >>> layout.padding, [layout.owner(name) for name in layout.names]

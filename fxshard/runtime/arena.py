@@ -1,4 +1,4 @@
-"""The arena: one allocation that all programs share, and who used which bytes of it last."""
+"""The arena: one allocation that all programs share, and the last use of its bytes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Arena:
         self._in_use = [(SlotRange(0, self.bytes), until)] if self.bytes else []
 
     def wait(self) -> None:
-        """Order what comes next behind every pending use."""
+        """Order what comes next after every pending use."""
         for _, token in self._in_use:
             token.wait()
         self._in_use.clear()

@@ -28,7 +28,7 @@ class Bucket:
     ``master`` is this rank's shard, what the optimizer updates. ``full`` exists only where unsharded parameters are
     resident; a master of the compute dtype is then a slice of it. ``copies`` are the quantized parameters at rest,
     where they are quantized. ``grad`` is the reduced gradient of the shard: it exists from the backward that needs it
-    until forward finds that nobody holds its gradients any more, so that it shares memory with activations.
+    until forward finds that nothing holds its gradients any more, so that it shares memory with activations.
     ``grad_full`` exists only where full gradients are kept (ZeRO-1).
     """
 
@@ -178,7 +178,7 @@ class Bucket:
         self.gathered_version = self.version
 
     def changed(self) -> None:
-        """Someone changes the shard: called on every rank, also on one that holds no row of what is changed."""
+        """The shard is changed: called on every rank, also on one that holds no row of what is changed."""
         torch.autograd.graph.increment_version([self.master])
 
     @property
@@ -206,12 +206,12 @@ class Bucket:
         return self.grad
 
     def release_gradient(self) -> None:
-        """``zero_grad``: forget what was kept, and give the gradient's memory back if every parameter let go of it."""
+        """``zero_grad``: forget what was kept, and free the gradient's memory if no parameter holds it."""
         self.kept = None
         self.reclaim_gradient()
 
     def reclaim_gradient(self) -> None:
-        """Give the gradient's memory back if every parameter let go of it."""
+        """Free the gradient's memory if no parameter holds it."""
         if self.grad is not None and all(parameter.grad is None for parameter in self.params):
             self.grad, self.grads = None, []
 
@@ -248,7 +248,7 @@ class Bucket:
         if any(parameter.grad is not None for parameter in self.params):
             self.hold_gradient()
         with torch.no_grad():
-            for parameter, own in zip(self.params, self.grads, strict=False):  # none, where nobody has one
+            for parameter, own in zip(self.params, self.grads, strict=False):  # none, where no parameter has one
                 if parameter.grad is not None and parameter.grad is not own:
                     own.copy_(parameter.grad)
                     parameter.grad = own

@@ -1,4 +1,4 @@
-"""The process groups of one domain on this rank: who gathers, reduces and adds up replicas with whom."""
+"""The process groups of one domain on this rank: for gathers, for reductions and for sums over replicas."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Channels:
     gather: dist.ProcessGroup | None = None
     reduce: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
-    everyone: dist.ProcessGroup | None = None
+    all_ranks: dist.ProcessGroup | None = None
     """All ranks, for what is not sharded; the same as ``reduce`` where there is one replica."""
 
     def reducing(self, plan: BucketPlan) -> dist.ProcessGroup | None:
         """The group that reduces a bucket's full gradients."""
-        return self.reduce if plan.layout.ranks > 1 else self.everyone
+        return self.reduce if plan.layout.ranks > 1 else self.all_ranks
 
     def counts(self, plan: BucketPlan) -> bool:
         """Whether this rank is the one of several with the same elements that counts them, in a norm."""
@@ -66,10 +66,10 @@ def connect(domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan]
     shards = mesh.get_group(inner) if domain.shards > 1 else None
     gather, reduce = (_again(shards), _again(shards)) if shards is not None else (None, None)
     replicas = _again(mesh.get_group(outer)) if outer is not None and domain.replicas > 1 else None
-    everyone = reduce if replicas is None else None
+    all_ranks = reduce if replicas is None else None
     if replicas is not None and any(plan.trainable and plan.layout.ranks == 1 for plan in plans):
         timeout = private.group_timeout(replicas)
-        everyone = dist.new_group(domain_ranks(mesh), timeout=timeout, use_local_synchronization=True)
+        all_ranks = dist.new_group(domain_ranks(mesh), timeout=timeout, use_local_synchronization=True)
     return Channels(
         domain,
         mesh,
@@ -78,7 +78,7 @@ def connect(domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan]
         gather,
         reduce,
         replicas,
-        everyone,
+        all_ranks,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the device is told to do, recorded once and then told again with one call: a CUDA graph."""
+"""Launches recorded once and then repeated with one call: a CUDA graph."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tape(Protocol):
     device: torch.device
 
     def busy(self) -> bool:
-        """Whether somebody is recording already."""
+        """Whether a capture is under way already."""
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """What starts again everything that ``run`` starts, and what ``run`` returned; nothing has run yet."""

@@ -1,4 +1,4 @@
-"""Parameters that code between two graphs reads: unsharded when it does, and their gradients reduced behind autograd.
+"""Parameters that code between two graphs reads: unsharded when it does, and their gradients reduced after autograd.
 
 Dynamo leaves code that it cannot trace to Python. Between calls a parameter has no memory, and reading it there would
 read freed memory. While a model with graph breaks runs, every operation outside a graph is therefore looked at first.

@@ -28,7 +28,7 @@ from fxshard.schedule.events import Event, Kind, Phase
 
 @dataclass
 class Gathered:
-    """An unsharded bucket, or one on its way."""
+    """An unsharded bucket, or one that is being gathered."""
 
     transfer: Transfer
     slot: SlotRange | None
@@ -42,7 +42,7 @@ class Gathered:
 
 @dataclass
 class Sent:
-    """An all-to-all on its way: what it sends must stay alive until what it brings is there."""
+    """An all-to-all in flight: what it sends must stay alive until what it receives is there."""
 
     _sends: torch.Tensor
     _brings: torch.Tensor
@@ -79,11 +79,11 @@ class Engine:
     def begin(
         self, phase: Phase, arena_bytes: int = 0, owner: object = None, carries: Mapping[int, Event] | None = None
     ) -> None:
-        """A program starts. What an earlier forward kept for its backward gives way: that backward gathers again.
+        """A program starts. What an earlier forward kept for its backward is dropped: that backward gathers again.
 
         ``owner`` stands for the plan of memory, which a forward and its backward share. In another plan's backward
         the places are others, so nothing may be left in them. ``carries`` are the gathers, by bucket, that an optimizer
-        step behind this program starts for the next run of it. What the last step gathered is used if it is still what
+        step after this program starts for the next run of it. What the last step gathered is used if it is still what
         the shards hold.
         """
         carries = carries or {}
@@ -110,11 +110,11 @@ class Engine:
         self._start = self._streams.mark()
 
     def end(self) -> None:
-        """A program is over: what it reduced is there for whoever comes next."""
+        """A program is over: what it reduced is there for what runs next."""
         self.gradients.end()
 
     def settle(self) -> None:
-        """What comes next on this stream comes behind everything that was started."""
+        """What comes next on this stream comes after everything that was started."""
         for token in {id(held.token): held.token for held in self._gathered.values()}.values():
             token.wait()
         self.arena.wait()
@@ -132,7 +132,7 @@ class Engine:
         self._drop()
 
     def _keep_carried(self, places: Mapping[int, Event]) -> None:
-        """What the last step gathered is used, wherever this program wants it: ranks may run different programs, and
+        """What the last step gathered is used, wherever this program needs it: ranks may run different programs, and
         must all gather again, or none. Only a change of the shard, which all see, makes it worthless.
         """
         for index, held in self._gathered.items():
@@ -171,12 +171,12 @@ class Engine:
         bucket, event = self.buckets[index], self._carries.get(index)
         if bucket.copies is not None and not bucket.plan.resident:
             bucket.changed()  # its copies are those of the old values, and the kernels that wrote the new do not count
-        if event is None or self.recorder is not None:  # who measures gathers wants them where programs start them
+        if event is None or self.recorder is not None:  # gathers are measured where programs start them
             return
         slot = event.slot
         assert slot is not None
         for other, held in list(self._gathered.items()):
-            # What a forward without backward keeps gives way: its backward gathers again. So does an earlier step's.
+            # What a forward without backward keeps is dropped: its backward gathers again. So is an earlier step's.
             if other == index or (held.slot is not None and held.slot.overlaps(slot)):
                 self.reshard(other)
         memory, pending = self.arena.take(slot)

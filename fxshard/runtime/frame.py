@@ -1,4 +1,4 @@
-"""What gathers and reductions run in: memory, streams, options, and who watches collectives."""
+"""What gathers and reductions run in: memory, streams, options, and the watchdog of collectives."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Frame:
         self.streams = streams_for(device)
         self.phase: Phase | None = None
         self.capturing = False
-        """Whether what is started now is captured: it runs later, so that nobody can watch it."""
+        """Whether what is started now is captured: it runs later, so the watchdog cannot watch it."""
         self._watchdog: Watchdog | None = None
         if any(bucket.channels.domain.ranks > 1 for bucket in buckets):
             self._watchdog = Watchdog(dist.get_rank(), private.group_timeout())
 
     def launched(self, token: Token) -> Token:
-        """What was started, waited for at once where nothing is to run beside compute."""
+        """What was started, waited for at once where nothing is to run during compute."""
         if not self.options.debug.overlap:
             token.wait()
         return token

@@ -2,8 +2,8 @@
 
 A tensor's version counts in-place operations, but fused optimizer kernels do not count. torch's hook that runs after
 every optimizer's step closes the gap, for ours and for any other. Ours gather what they changed themselves where a
-forward would start with it, in the middle of the step: behind the step, those shards have not changed any more. Where
-quantized copies of a shard rest beside it, the engine counts the change before that gather, which makes them anew.
+forward would start with it, in the middle of the step: after the step, those shards have not changed any more. Where
+quantized copies of a shard are kept, too, the engine counts the change before that gather, which makes them anew.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class Home:
     """Memory that is lent out, one borrower at a time.
 
     A captured backward writes the gradient of a shard to the same bytes whenever it is replayed, and a captured forward
-    may keep activations in them meanwhile. So nobody else may use them: each loan is a tensor with a storage of its
+    may keep activations in them meanwhile. So nothing else may use them: each loan is a tensor with a storage of its
     own over the same bytes, and the next loan is made when that storage, with every view of it, is gone.
     """
 
@@ -24,16 +24,16 @@ class Home:
 
     @property
     def free(self) -> bool:
-        """Whether nobody holds what was lent last."""
+        """Whether nothing holds what was lent last."""
         return self._borrower is None or self._borrower.expired()
 
     def free_but_for(self, gradient: torch.Tensor | None) -> bool:
-        """Whether nobody but its owner, who may have this gradient, holds what was lent last."""
+        """Whether nothing but its owner, which may have this gradient, holds what was lent last."""
         at_home = gradient is not None and gradient.data_ptr() == self._memory.data_ptr()
         return self.free or at_home
 
     def lend(self) -> torch.Tensor | None:
-        """The memory as a tensor, or None where somebody still has it or activations lie in it."""
+        """The memory as a tensor, or None where it is still lent or activations lie in it."""
         if not self.free or self._closed():
             return None
         lent = private.same_memory(self._memory)

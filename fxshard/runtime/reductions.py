@@ -30,7 +30,7 @@ class Reducing:
     token: Token | None = None
     """The full bucket is reduced and free again."""
     settled: Token | None = None
-    """The gradient is where it stays: the same, or behind the sum over replicas."""
+    """The gradient is where it stays: the same, or after the sum over replicas."""
 
 
 class Reductions:
@@ -50,7 +50,7 @@ class Reductions:
         return len(self._reducing)
 
     def end(self) -> None:
-        """A program is over: what it reduced is there for whoever comes next."""
+        """A program is over: what it reduced is there for what runs next."""
         for state in self._unsettled:
             assert state.settled is not None
             state.settled.wait()
@@ -214,7 +214,7 @@ class Reductions:
         bucket.publish_gradients()
 
     def _gradient_target(self, bucket: Bucket, slot: SlotRange | None, accumulate: bool) -> torch.Tensor:
-        """Where backward writes full gradients: the arena, the place they stay, or scratch beside gradients there."""
+        """Where backward writes full gradients: the arena, the place they stay, or scratch."""
         plan = bucket.plan
         if plan.grad_in_arena:
             assert slot is not None, f"no arena slot is planned for the gradients of {plan.name}"

@@ -3,7 +3,7 @@
 What is captured is bound to addresses and to what the engine held when the program started. A *take* therefore belongs
 to what the program found (``transition.entry``); where nothing captured fits, the program runs through, instruction by
 instruction, as it does without this option. All takes share one memory pool. So at any time at most one captured
-forward may have activations in it: the next one is replayed only when autograd has let go of them.
+forward may have activations in it: the next one is replayed only when autograd has released them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fxshard.runtime.program import Program
 
 CAPTURES = 8
-"""Of one program: whoever finds something new at every step captures no more."""
+"""Of one program: one that meets something new at every step is not captured for ever."""
 MISSES = 2
 """So many times in a row must a forward be replayed whose backward is not captured, for both to be captured again."""
 
@@ -59,7 +59,7 @@ class Captures:
 
 @dataclass
 class Misses:
-    """How many of a forward's last replays had a backward of which nothing captured fitted."""
+    """How many of a forward's last replays had a backward that no capture fitted."""
 
     count: int = 0
 
@@ -85,9 +85,9 @@ class Take:
 
 
 class Loan:
-    """Activations of a captured forward, in the hands of autograd until its backward.
+    """Activations of a captured forward, held by autograd until its backward.
 
-    They own no memory (or, behind a capture, memory that backward's capture is to free), so one of them gets a storage
+    They own no memory (or, after a capture, memory that backward's capture is to free), so one of them gets a storage
     of its own: as long as that lives, autograd needs them all.
     """
 
@@ -104,7 +104,7 @@ class Loan:
         self._storage = private.StorageReference(saved[first])
 
     def needed(self) -> bool:
-        """Whether somebody may still read the activations."""
+        """Whether the activations may still be read."""
         return self.reading or not self._storage.expired()
 
     def claim(self, args: list[Any]) -> bool:
@@ -122,7 +122,7 @@ class Loan:
 
 
 class Replays:
-    """The captured programs of one engine: which take fits, and who still needs the memory they share."""
+    """The captured programs of one engine: which take fits, and whether the memory they share is still needed."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -178,7 +178,7 @@ class Replays:
         if program.changes_on_host:
             return "it draws random numbers on the host, or copies to it"
         if self._tape.busy():
-            return "somebody else is capturing"
+            return "another capture is under way"
         if claimed is None and self._loan is not None and self._loan.needed():
             return "activations of an earlier forward are still needed"
         addresses = claimed.addresses if claimed is not None else frozenset()
@@ -265,9 +265,9 @@ class Replays:
         self, engine: Engine, program: Program, take: Take, results: list[Any], captured: bool
     ) -> tuple[Any, ...]:
         take.replay()
-        behind = engine.frame.streams.mark()
-        engine.frame.watch(behind, f"captured {program.phase}")
-        take.left.apply(engine, behind)
+        replayed = engine.frame.streams.mark()
+        engine.frame.watch(replayed, f"captured {program.phase}")
+        take.left.apply(engine, replayed)
         visible = len(results) if program.visible is None else program.visible
         theirs = [value.clone() if isinstance(value, torch.Tensor) else value for value in results[:visible]]
         saved = results[visible:]
@@ -302,7 +302,7 @@ def _kind(value: Any, addresses: frozenset[int]) -> Hashable:
 
 
 def _own(value: torch.Tensor) -> torch.Tensor:
-    """Memory for data of this kind. Not the data's own, which somebody else may get when the data is gone."""
+    """Memory for data of this kind. Not the data's own, which is allocated to others when the data is gone."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 

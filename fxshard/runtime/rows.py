@@ -15,7 +15,7 @@ import torch
 
 from fxshard._torch import private
 
-if TYPE_CHECKING:  # not to be imported before anybody writes a checkpoint
+if TYPE_CHECKING:  # not to be imported before a checkpoint is written
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -78,7 +78,7 @@ def rows_of(local: torch.Tensor, first: int, whole: torch.Size, written: Callabl
 
 
 def _nothing() -> None:
-    """A copy is nobody's shard."""
+    """A copy is the shard of no parameter."""
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:

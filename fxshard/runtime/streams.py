@@ -1,4 +1,4 @@
-"""Things that happen later: collectives beside compute, on CUDA streams or as gloo work on the CPU."""
+"""Things that happen later: collectives during compute, on CUDA streams or as gloo work on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Token(Protocol):
     """Something that was started. Waiting twice is harmless."""
 
     def wait(self) -> None:
-        """Order what the caller does next behind it: on CUDA the current stream waits, on the CPU the caller."""
+        """Order what the caller does next after it: on CUDA the current stream waits, on the CPU the caller."""
 
     def done(self) -> bool:
         """Whether it is over, without waiting."""
@@ -84,7 +84,7 @@ class Streams(ABC):
         then: Callable[[], None] | None = None,
         after: Iterable[Token] = (),
     ) -> Token:
-        """Start ``before``, ``collective`` and ``then`` on ``stream``, behind the tokens in ``after``."""
+        """Start ``before``, ``collective`` and ``then`` on ``stream``, once the tokens in ``after`` are done."""
         with self._on(stream):
             for token in after:
                 token.wait()
@@ -98,11 +98,11 @@ class Streams(ABC):
 
     @abstractmethod
     def fork(self) -> None:
-        """Let every stream begin behind the current one: a capture of the current one then takes them all in."""
+        """Let every stream wait for the current one: a capture of the current one then takes them all in."""
 
     @abstractmethod
     def join(self) -> None:
-        """The current stream goes on behind all others."""
+        """Let the current stream wait for all others."""
 
     @abstractmethod
     def _on(self, stream: str) -> AbstractContextManager[object]:

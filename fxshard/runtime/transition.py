@@ -25,9 +25,9 @@ def hindrance(engine: Engine) -> str | None:
     if not engine.gradients.synchronises and any(b.channels.reducing(b.plan) is not None for b in engine.buckets):
         return "no_sync() keeps gradients"
     if any(bucket.home is not None and not bucket.home.free_but_for(bucket.grad) for bucket in engine.buckets):
-        return "somebody holds gradients of an earlier step"
+        return "gradients of an earlier step are still held"
     moved = (held.views is not None and held.slot is None for held in _outside_memory(engine))
-    return "a parameter was gathered for a program that has it elsewhere" if any(moved) else None
+    return "a parameter was gathered for a program that has it in another place" if any(moved) else None
 
 
 def _outside_memory(engine: Engine) -> list[Gathered]:
@@ -64,14 +64,14 @@ class Transition:
     published: tuple[int, ...]
     """Buckets whose gradients parameters have since."""
 
-    def apply(self, engine: Engine, behind: Token) -> None:
-        """Leave the engine as the program would; everything it started is over when ``behind`` is."""
+    def apply(self, engine: Engine, over: Token) -> None:
+        """Leave the engine as the program would; everything it started is over when the token ``over`` is."""
         now = engine._gathered
         engine._gathered = {
             index: replace(held, version=now[index].version if held.version is not None else None)
             for index, held in self.held.items()
         }
-        engine.rebase(behind)
+        engine.rebase(over)
         for index in self.gathered:
             engine.note_gathered(engine.buckets[index])
         for index in self.published:
@@ -99,7 +99,7 @@ class Watching:
                 bucket.drop_gradient()
 
     def transition(self, closed: Callable[[], bool]) -> Transition:
-        """What has happened since. Gradients that were made meanwhile are at home where they are from now on."""
+        """What has happened since. Gradients that were made meanwhile have their home there from now on."""
         buckets = self._engine.buckets
         backward = self._engine.frame.phase is Phase.BACKWARD  # others leave gradients as they find them
         published = tuple(

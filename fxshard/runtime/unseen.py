@@ -1,7 +1,7 @@
-"""Changes of shards that count nowhere: what was gathered before them must not be used as if it were current.
+"""Changes of shards that no version counter sees: what was gathered before them must not be used as if it were current.
 
 Version counters see almost every change (``freshness``). They do not see writes through ``parameter.data``, through
-``torch._foreach`` functions on DTensors, or by a kernel of one's own. So where a program uses what was gathered
+``torch._foreach`` functions on DTensors, or by a user's kernel. So where a program uses what was gathered
 earlier, this rank's part of it is compared with the shard. Where that part is not at hand (still under way, quantized,
 given away, or the shard itself), the bits of the shard are added up when it is gathered, and again: a pass more.
 """
@@ -20,7 +20,7 @@ from fxshard.runtime.streams import Streams, Token
 class Unseen:
     """Remembers what shards held when they were gathered, and refuses to go on where they changed unseen.
 
-    On the CPU the answer is there at once. On CUDA nobody waits for it: it is looked at by the programs that follow.
+    On the CPU the answer is there at once. On CUDA the host does not wait for it: the programs that follow look at it.
     """
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Unseen:
         self._open: list[tuple[Token, torch.Tensor, list[str]]] = []
 
     def gathered(self, bucket: Bucket) -> None:
-        """A bucket has just been gathered, or is on its way."""
+        """A bucket has just been gathered, or is being gathered."""
         plan, full = bucket.plan, bucket.full
         if full is not None and plan.master_dtype != plan.param_dtype:  # were they equal, the shard would be part of it
             self._then[plan.index] = bucket.own_slice(full)
@@ -57,7 +57,7 @@ class Unseen:
                     f"parameters of {', '.join(map(repr, changed[:3]))}{', …' * (len(changed) > 3)} were changed in a "
                     "way that leaves no trace (through .data, torch._foreach functions or a kernel of your own) since "
                     "they were gathered: change the parameters themselves under torch.no_grad(), or call "
-                    "model.parameters_changed() behind the change, on every rank"
+                    "model.parameters_changed() after the change, on every rank"
                 )
 
 

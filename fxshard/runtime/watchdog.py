@@ -71,13 +71,13 @@ class Watchdog:
         return watched
 
     def look(self) -> None:
-        """Forget what is done, report the oldest of what is late: what was started behind it waits for it."""
+        """Forget what is done, report the oldest of what is late: what was started after it waits for it."""
         while self._pending and self._pending[0].done():
             self._pending.popleft()
         if self._pending and time.monotonic() - self._pending[0].started > self.patience:
             late = self._pending.popleft()
             _log.error(
-                "rank %d: %s has not finished for %.0f s; %d more collectives wait behind it. Look at what the other "
+                "rank %d: %s has not finished for %.0f s; %d more collectives wait for it. Look at what the other "
                 "ranks do: one of them has ended, is stuck, or runs another program",
                 late.rank,
                 late.event,

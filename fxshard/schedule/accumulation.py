@@ -15,7 +15,7 @@ PASSES = 3
 """Adding to what is kept reads both and writes one."""
 
 SCRATCH = 2
-"""Full gradient buckets that are filled beside what is kept, where they are not in the arena."""
+"""Full gradient buckets that are filled in addition to what is kept, where they are not in the arena."""
 
 
 def accumulating(step: Schedule) -> Schedule:
@@ -33,7 +33,7 @@ def accumulating(step: Schedule) -> Schedule:
 def kept_bytes(buckets: tuple[BucketPlan, ...]) -> int:
     """What a rank holds beyond a step's own memory: a full gradient per bucket that has no place for one (ZeRO-1 does).
 
-    Where gradients are not written to the arena, scratch is needed beside what is kept.
+    Where gradients are not written to the arena, scratch is needed in addition to what is kept.
     """
     reduced = [bucket for bucket in buckets if bucket.trainable and bucket.domain.ranks > 1]
     has_place = [bucket for bucket in reduced if bucket.layout.ranks > 1 and not bucket.placement.grad]

@@ -14,7 +14,7 @@ draw random numbers without saying so: it runs as often as the model calls it.""
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Whether a node makes the same tensor whenever it runs, from sizes and numbers alone, and nobody writes to it.
+    """Whether a node makes the same tensor whenever it runs, from sizes and numbers alone, and no node writes to it.
 
     To make one again costs less than to keep it: torch merges those of all layers into one, which would live from the
     first layer to the last, and be an input of all of them but one.

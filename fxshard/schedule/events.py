@@ -52,7 +52,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One entry of a schedule: what it does, for whom, where, and the reason it stands where it stands.
+    """One entry of a schedule: what it does, for which bucket, on which ranks, and why it is placed there.
 
     A runtime event belongs to one bucket. A ``COMPUTE`` event is the stretch of nodes between two runtime events: it
     has no bucket, but says which buckets' parameters it ``reads``, which gradient buckets it ``writes``, and what it
@@ -77,7 +77,7 @@ class Event:
     traffic: int = 0
     """Bytes that a compute or update event reads from and writes to device memory."""
     held: int = 0
-    """Bytes of activations alive behind a compute event."""
+    """Bytes of activations alive after a compute event."""
     waits_for: tuple[int, ...] = ()
     """Positions of the events that must be over before this one may start."""
     copies: Copies = Copies.NONE

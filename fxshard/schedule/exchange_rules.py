@@ -9,9 +9,9 @@ from fxshard.schedule.step import Step
 
 
 def exchanges_go_there_and_back(step: Step) -> None:
-    """Matrices travel behind the reduction of their gradients, are computed, come back, and then update their buckets.
+    """Matrices travel after the reduction of their gradients, are computed, come back, and then update their buckets.
 
-    Each waits for the one before: there and back run beside compute.
+    Each waits for the one before: there and back run during compute.
     """
     rule = exchanges_go_there_and_back
     last: dict[tuple[str, ...], int] = {}
@@ -27,7 +27,7 @@ def exchanges_go_there_and_back(step: Step) -> None:
             if before is not None and before not in event.waits_for:
                 step.broken(rule, i, f"does not wait for event {before}, which is about the same matrices")
             if event.kind is Kind.EXCHANGE and before is None:
-                _behind_reductions(step, rule, i, used, reduced)
+                _after_reductions(step, rule, i, used, reduced)
             elif before is None or step.event(before).kind is event.kind:
                 step.broken(rule, i, "is about matrices that have not been sent, or not been computed")
             last[event.params] = i
@@ -40,10 +40,10 @@ def exchanges_go_there_and_back(step: Step) -> None:
         if not step.event(i).writes:
             step.broken(rule, i, "is about matrices that never come back")
     for i in returned.values():
-        step.broken(rule, i, "brings back matrices of a bucket that nothing updates behind it")
+        step.broken(rule, i, "brings back matrices of a bucket that nothing updates after it")
 
 
-def _behind_reductions(
+def _after_reductions(
     step: Step, rule: Callable[[Step], None], i: int, used: set[int], reduced: dict[int, int]
 ) -> None:
     """Reductions are in order on their stream: waiting for a later one is enough."""

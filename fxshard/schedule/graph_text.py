@@ -11,7 +11,7 @@ from fxshard.schedule.events import event_of
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """Name, call, arguments; behind it what it gives and whether backward computes it again.
+    """Name, call, arguments; then what it gives and whether backward computes it again.
 
     For a runtime node: why it is there, and where its buffer lies.
     """
@@ -27,12 +27,12 @@ def _line(node: fx.Node) -> str:
     if node.op == "output":
         return f"return {node.args[0]}"
     remark = _remark(node)
-    behind = f"    # {remark}" if remark else ""
+    comment = f"    # {remark}" if remark else ""
     if node.op == "placeholder":
-        return f"{node.name}: input{behind}"
+        return f"{node.name}: input{comment}"
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     arguments = [repr(arg) for arg in node.args] + [f"{key}={value!r}" for key, value in node.kwargs.items()]
-    return f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){behind}"
+    return f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){comment}"
 
 
 def _remark(node: fx.Node) -> str:

@@ -31,12 +31,12 @@ _captures = itertools.count(1)
 
 
 def observed() -> bool:
-    """Whether somebody asked to watch what happens to captured graphs."""
+    """Whether what happens to captured graphs is to be recorded."""
     return bool(os.environ.get(VARIABLE)) or LOG.isEnabledFor(logging.INFO)
 
 
 def observer() -> Observer | None:
-    """Who watches the next captured graph, if somebody asked for it."""
+    """The observer of the next captured graph, if one was asked for."""
     asked = os.environ.get(VARIABLE)
     if not observed():
         return None
@@ -74,7 +74,7 @@ class Observer:
         self._write(f"{watch.stem}.after.txt", module)
 
     def schedule(self, schedule: Schedule, name: str) -> None:
-        """A schedule is emitted, and not verified yet: a wrong one is what one wants to look at."""
+        """A schedule is emitted, and not verified yet: a wrong one is worth looking at."""
         self.say("%s schedule: %d events, arena %d bytes", name, len(schedule.events), schedule.arena_bytes)
         if self.folder is not None:
             from fxshard.schedule.files import to_json

@@ -93,7 +93,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
     writes: set[int] = set()
     for node in nodes:
         for arg in node.all_input_nodes:
-            source = _bucket_behind(arg)
+            source = _bucket_viewed_by(arg)
             if source is not None:
                 written = node.target in _WRITES and source.kind is Kind.GRAD
                 (writes if written else reads).add(source.bucket_index)
@@ -125,7 +125,7 @@ def _dtype(nodes: list[fx.Node]) -> torch.dtype:
     return (products or values or [torch.empty(0)])[0].dtype
 
 
-def _bucket_behind(node: fx.Node) -> Event | None:
+def _bucket_viewed_by(node: fx.Node) -> Event | None:
     """The wait or grad event whose memory a node is a view of."""
     while is_view(node):
         node = node.all_input_nodes[0]
@@ -142,7 +142,7 @@ def _unpacks(node: fx.Node) -> bool:
 
 
 def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Bytes of values computed and still needed, behind each node. Parameters and gradients live in buckets."""
+    """Bytes of values computed and still needed, after each node. Parameters and gradients live in buckets."""
     root: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -155,7 +155,7 @@ def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
 
     alive, after = 0, {}
     for node in graph.nodes:
-        if node in last:  # what nobody reads is gone at once
+        if node in last:  # what no node reads is gone at once
             alive += _owned_bytes(node)
         alive -= sum(_owned_bytes(dead) for dead in dies.get(node, ()) if node.op != "output")
         after[node] = alive

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def replicas_are_added_up_once(step: Step) -> None:
-    """A reduced shard that has replicas is added up over them once, behind its reduction and before its finish.
+    """A reduced shard that has replicas is added up over them once, after its reduction and before its finish.
 
     The update waits for that. Where there are no replicas, or nothing is sharded, there is no such sum.
     """

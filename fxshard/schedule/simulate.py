@@ -3,7 +3,7 @@
 Streams, each in program order: ``compute``, ``gather`` (unshard), ``reduce`` and, with HSDP, ``replicas`` (all_reduce).
 The host runs ahead, so an event starts when its stream is free and everything in ``waits_for`` is over; where it stands
 in the program only orders it on its stream. With ``shared_link`` collectives that are bound by the same links (inside
-nodes, or between them) take turns, whoever is ready first; without, each has the full bandwidth. See
+nodes, or between them) take turns, in the order in which they are ready; without, each has the full bandwidth. See
 docs/simulation.md.
 """
 
@@ -163,7 +163,7 @@ def _usual_dtype(schedule: Schedule) -> torch.dtype:
 
 
 def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) -> str:
-    """What an event keeps busy beside its stream: of collectives the links they share, or nothing but themselves."""
+    """What an event keeps busy besides its stream: of collectives the links they share, or nothing but themselves."""
     stream = STREAMS.get(event.kind, COMPUTE)
     if stream == COMPUTE or not shared:
         return stream
@@ -252,7 +252,7 @@ def _for_next_step(event: Event) -> bool:
 def _needs(events: tuple[Event, ...]) -> list[tuple[int, ...]]:
     """What each event waits for. A reshard and a finish mark a place in the program: compute does not stop for them.
 
-    Whoever waits for a finish therefore waits for the reduction behind it.
+    An event that waits for a finish therefore waits for the reduction that it finishes.
     """
     needs: list[tuple[int, ...]] = []
     for event in events:
@@ -292,7 +292,7 @@ def _stuck(schedule: Schedule, i: int) -> ScheduleError:
     event = schedule.events[i]
     return ScheduleError(
         f"event {i} ({event.phase} {event.kind} of {event.bucket!r}) can never start: it waits for "
-        f"{list(event.waits_for)}, of which some come only behind it; Schedule.verify() says more",
+        f"{list(event.waits_for)}, and some of these come only after it; Schedule.verify() says more",
         "simulate",
         i,
     )
@@ -305,7 +305,7 @@ def _memory(schedule: Schedule, run: _Run, carried: Mapping[int, int]) -> tuple[
     """What a rank holds over time.
 
     A gathered bucket counts from the start of its gather to its reshard, a gradient bucket from where it is taken to
-    the end of its reduction, activations as they are behind the last stretch of compute.
+    the end of its reduction, activations as they are after the last stretch of compute.
     """
     changes: list[tuple[float, int]] = []
     held: dict[tuple[Kind, int], int] = {}

@@ -8,9 +8,9 @@ from fxshard.schedule.step import WRITE, Step
 
 
 def staging_and_gradients_take_turns(step: Step) -> None:
-    """Between a staged gather and its wait nobody takes, writes or holds the gradients that share its memory.
+    """Between a staged gather and its wait nothing takes, writes or holds the gradients that share its memory.
 
-    The staging write is part of the gather, so what is gathered is what was staged, whoever cleared gradients before.
+    The staging write is part of the gather, so what is gathered is what was staged, whatever cleared gradients before.
     """
     rule = staging_and_gradients_take_turns
     for index in (index for index in step.trails if step.bucket(index).staged):

@@ -1,4 +1,4 @@
-"""A schedule as its rules look at it: what happens to each bucket, in order, and who holds which bytes when.
+"""A schedule as its rules look at it: what happens to each bucket, in order, and which arena bytes are held when.
 
 A step is a cycle: a gather in the optimizer phase belongs to the next forward, whose ``wait`` stands at the head of the
 list without a gather before it. Such a bucket is called *carried*.
@@ -18,11 +18,11 @@ from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
 
 READ, WRITE = "read", "write"
-"""What a compute event does with a bucket, beside the kinds of runtime events."""
+"""What a compute event does with a bucket, in addition to the kinds of runtime events."""
 
 
 class ScheduleError(FxshardError):
-    """A schedule breaks a rule. This is a bug in whoever built or edited the schedule, never in the user's model."""
+    """A schedule breaks a rule. This is a bug in the code that built or edited the schedule, never in the model."""
 
     def __init__(self, message: str, rule: str = "", index: int | None = None) -> None:
         super().__init__(message)

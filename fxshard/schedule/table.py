@@ -48,7 +48,7 @@ def render(schedule: Schedule, width: int | None = None, *, colour: bool = False
 
 
 def table(schedule: Schedule, width: int = WIDEST) -> Group:
-    """What :func:`render` prints, for a ``rich`` console of one's own. A narrow one leaves out dtype and arena."""
+    """What :func:`render` prints, for a ``rich`` console of your own. A narrow one leaves out dtype and arena."""
     wide = width >= WIDE
     folds = list(folded(_rows(schedule)))
     labels = [

@@ -79,7 +79,7 @@ def title(schedule: Schedule, event: Event) -> str:
 
 
 def details(schedule: Schedule, position: int) -> dict[str, Any]:
-    """What to show of an event that someone clicks on."""
+    """What to show of an event that is clicked on."""
     event = schedule.events[position]
     shown: dict[str, Any] = {"event": position, "phase": event.phase.value, "kind": event.kind.value, "why": event.why}
     if event.kind is Kind.COMPUTE:

@@ -66,7 +66,7 @@ def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
 def _work_alone(buckets: Sequence[BucketPlan], batches: Sequence[Batch]) -> dict[int, int]:
     """{bucket: operations} that matrices on one rank alone add to a step, for the rank that the others wait for.
 
-    Who holds many of them was dealt fewer of those that travel. The batches below count their busiest owner each, so
+    A rank that holds many of them owns fewer of those that travel. The batches below count their busiest owner each, so
     what is left for this is what the busiest rank does in all, less that.
     """
     ranks = max((bucket.layout.ranks for bucket in buckets), default=1)

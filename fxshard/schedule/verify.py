@@ -99,7 +99,7 @@ def unshard_has_one_wait_and_one_reshard(step: Step) -> None:
 
 
 def reads_between_wait_and_reshard(step: Step) -> None:
-    """Parameters are read behind a wait for their bucket and before its reshard."""
+    """Parameters are read after a wait for their bucket and before its reshard."""
     for index, trail in step.trails.items():
         readable, since = False, -1
         for i, what in trail:
@@ -115,7 +115,7 @@ def reads_between_wait_and_reshard(step: Step) -> None:
 
 
 def reduce_after_all_writes(step: Step) -> None:
-    """Each gradient bucket that is taken is reduced once (or, inside no_sync, kept once), and behind its last write."""
+    """Each gradient bucket that is taken is reduced once (or, inside no_sync, kept once), and after its last write."""
     rule = reduce_after_all_writes
     for trail in step.trails.values():
         taken = reduced = None
@@ -172,14 +172,14 @@ def at_most_two_gradient_buckets(step: Step) -> None:
 
 
 def every_reduced_bucket_is_updated_once(step: Step) -> None:
-    """What is reduced is updated, once, behind its last reduction; nothing else is."""
+    """What is reduced is updated, once, after its last reduction; nothing else is."""
     rule = every_reduced_bucket_is_updated_once
     for trail in step.trails.values():
         reduced = updated = None
         for i, what in trail:
             if what == Kind.REDUCE:
                 if updated is not None:
-                    step.broken(rule, i, f"is behind the update of its bucket, event {updated}")
+                    step.broken(rule, i, f"comes after the update of its bucket, event {updated}")
                 reduced = i
             elif what == Kind.UPDATE:
                 if updated is not None:
@@ -192,9 +192,9 @@ def every_reduced_bucket_is_updated_once(step: Step) -> None:
 
 
 def gather_after_update(step: Step) -> None:
-    """A gather in the optimizer phase is the next step's: it stands behind its bucket's update, and waits for it.
+    """A gather in the optimizer phase is the next step's: it comes after its bucket's update, and waits for it.
 
-    Standing behind is not enough: gathers run on a stream of their own.
+    To come after it in the program is not enough: gathers run on a stream of their own.
     """
     for trail in step.trails.values():
         updates = [i for i, what in trail if what == Kind.UPDATE]

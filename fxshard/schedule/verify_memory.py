@@ -43,7 +43,7 @@ def _check_slot(step: Step, rule: Callable[[Step], None], i: int, event: Event) 
         if in_arena:
             step.broken(rule, i, "has no place in the arena")
     elif not in_arena:
-        step.broken(rule, i, "has a place in the arena, but its bucket stays elsewhere")
+        step.broken(rule, i, "has a place in the arena, but its bucket is not kept there")
     elif slot.offset < 0 or slot.end > step.schedule.arena_bytes:
         step.broken(rule, i, f"ends at byte {slot.end} of an arena of {step.schedule.arena_bytes}")
     elif slot.bytes < event.bytes:
@@ -81,7 +81,7 @@ def dependencies_point_backwards(step: Step) -> None:
     """Events wait for earlier events only, and for all that streams do not order by themselves.
 
     A wait waits for its gather, a reduction for the last write, an update for the reduction, and whatever takes arena
-    bytes for those who had them last.
+    bytes for the release of those bytes.
     """
     rule = dependencies_point_backwards
     latest: dict[tuple[str, int], int] = {}
@@ -121,9 +121,9 @@ def _takes_what_is_free(step: Step, rule: Callable[[Step], None]) -> None:
 
 
 def _waits_until_free(step: Step, i: int, freed: int) -> bool:
-    """Whether event ``i`` starts behind the release at ``freed``, which may be implied: streams are in order."""
+    """Whether event ``i`` starts after the release at ``freed``, which may be implied: streams are in order."""
     event, release = step.event(i), step.event(freed)
-    if release.kind is Kind.WAIT:  # of a staged bucket: compute is behind the wait, other gathers behind this one
+    if release.kind is Kind.WAIT:  # of a staged bucket: compute is after the wait, other gathers after this one
         return True
     reductions_before = any(step.event(need).kind is Kind.REDUCE for need in release.waits_for)
     if release.kind is Kind.RESHARD or not reductions_before:  # given back by compute

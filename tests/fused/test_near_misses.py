@@ -175,7 +175,7 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "without gradients": (lambda: WithoutGradients(lambda g, u: u), "gradients or autocast are switched"),
     "gate second": (lambda: Swapped(*SIZES), "gate is not the first half"),
-    "used elsewhere": (lambda: UsedElsewhere(*SIZES), "returned by the model|used elsewhere"),
+    "used elsewhere": (lambda: UsedElsewhere(*SIZES), "returned by the model|has other uses"),
     "other offsets": (lambda: OtherOffsets(*SIZES), "different offsets"),
     "other inputs": (lambda: OtherInputs(*SIZES), "different inputs"),
     "changed in place": (lambda: ChangedInPlace(*SIZES), "in place|returned by the model"),

@@ -11,6 +11,7 @@ import torch
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 from tests.gpu.waiting import no_waiting
+from tests.training import with_debug
 
 pytestmark = pytest.mark.gpu
 SMALL = LlamaConfig(vocab=512, dim=256, layers=4, heads=4, hidden=704)
@@ -49,7 +50,7 @@ def test_trains_like_the_plain_model(lowering: str, zero: int) -> None:
 def test_scheduling_options_change_nothing(options: dict[str, object]) -> None:
     results = []
     for chosen in ({}, options):
-        model, _ = pair(precision=BF16, lowering="eager", **chosen)
+        model, _ = pair(precision=BF16, lowering="eager", **with_debug(chosen))
         for step in range(3):
             x = tokens(step)
             model(x, x).backward()

@@ -83,7 +83,7 @@ def lazy_graph_modules() -> Iterator[None]:
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A module for a graph on its way. It writes its code when first run or read: most never are. torch 2.11, 2.13."""
+    """A module for an intermediate graph. Its code is written when first run or read. torch 2.11, 2.13."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
@@ -144,7 +144,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 class StorageReference:
-    """A weak reference to the memory behind a tensor: it lives as long as any view of it. torch 2.11, 2.13."""
+    """A weak reference to the storage of a tensor: it lives as long as any view of it. torch 2.11, 2.13."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -337,7 +337,7 @@ def fused_adamw(
     eps: float,
     refused: torch.Tensor | None = None,
 ) -> None:
-    """The kernel behind ``torch.optim.AdamW(fused=True)``, for CPU and CUDA. torch 2.11, 2.13.
+    """The kernel that ``torch.optim.AdamW(fused=True)`` calls, for CPU and CUDA. torch 2.11, 2.13.
 
     It writes nothing if the fp32 number ``refused``, on the device of the tensors, is one.
     """

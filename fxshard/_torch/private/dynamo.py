@@ -17,6 +17,6 @@ def graph_break(graph: fx.GraphModule) -> str | None:
 
 
 def graph_input_example(placeholder: fx.Node) -> Any:
-    """The real value behind an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
+    """The real value of an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
     argument = placeholder.meta.get("grapharg")
     return argument.example if argument is not None else None

@@ -32,7 +32,7 @@ def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
 def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Lower one graph to a boxed callable. torch 2.11, 2.13.
 
-    Inductor appends to the tracing context of whoever calls it and insists that it starts out empty, hence a fresh one.
+    Inductor appends to its caller's tracing context and requires that it is empty at first, hence a fresh one.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor.compile_fx import compile_fx_inner

@@ -38,7 +38,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """What :func:`dumps` was given. Only for bytes of one's own: unpickling runs what they say."""
+    """What :func:`dumps` was given. Only for bytes that fxshard wrote: unpickling runs what they say."""
     return GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
 
 
