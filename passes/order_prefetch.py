@@ -1,8 +1,8 @@
 """Forward, backward, evaluation: when each gather starts.
 
-Requires gathers, waits and releases. Gives every gather a start ahead of its ``wait``; their order is that of the waits,
-so all ranks agree on it. Two rules, both in terms of the events that are there already, so that no stretch of compute
-is cut further:
+Requires gathers, waits and releases. Gives every gather a start ahead of its ``wait``; they start in the order in which
+they are needed, so all ranks agree on it. Two rules, both in terms of the events that are there already, so that no
+stretch of compute is cut further:
 
 * a fixed depth: gather ``k`` starts once bucket ``k - depth`` is in use and what came before that one is released;
 * deadlines: with the durations of the cost model, walking backwards, ``start(k) = min(deadline(k), start(k + 1)) -

@@ -28,6 +28,7 @@ from fxshard.passes.run import run_passes
 from fxshard.passes.save_residuals import save_residuals
 from fxshard.passes.stage_mxfp8 import stage_mxfp8
 from fxshard.passes.timeline import Timeline
+from fxshard.passes.verify_each import verify_step
 from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.events import Phase
@@ -109,6 +110,8 @@ def order(
     decisions = decide(Timeline.of(scheduled), context, resident_bytes)
     with _watched("apply_decisions", scheduled, context):
         apply_decisions(scheduled, decisions)
+    if context.options.debug.verify_each_pass:
+        verify_step("apply_decisions", scheduled, context, decisions.memory)
     return scheduled, decisions.memory
 
 
