@@ -125,15 +125,13 @@ class Timeline:
 
     def with_events(self, events: Iterable[Event]) -> Timeline:
         """The same with other records of its events, in order."""
-        records = dict(zip(((e.event.phase, e.node) for e in self.entries), events, strict=True))
+        given = iter(events)
 
         def change(part: PhaseTimeline) -> PhaseTimeline:
-            others = tuple(replace(e, event=records[e.event.phase, e.node]) for e in part.others)
-            return replace(
-                part,
-                others=others,
-                gathers=tuple(replace(g, event=records[g.event.phase, g.node]) for g in part.gathers),
-            )
+            records = {entry.node: next(given) for entry in part.entries}
+            others = tuple(replace(entry, event=records[entry.node]) for entry in part.others)
+            gathers = tuple(replace(gather, event=records[gather.node]) for gather in part.gathers)
+            return replace(part, others=others, gathers=gathers)
 
         return self.each(change)
 

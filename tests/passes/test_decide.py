@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 import fxshard
 from fxshard.passes.apply_decisions import apply_decisions
 from fxshard.passes.context import PassContext
-from fxshard.passes.decide import decide
+from fxshard.passes.decide import Decisions, decide
 from fxshard.passes.options import Options
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.hardware import PRESETS
+from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.events import Kind, Phase, events
 from tests.passes.graphs import context
-from tests.passes.test_keep_resident import BUCKETS, inserted
+from tests.passes.test_keep_resident import BUCKETS, LAYERS, inserted
 
 TIMELINE = Timeline.of(inserted(context(*BUCKETS)))
 SIZE = BUCKETS[0].gathered_bytes
@@ -70,11 +71,14 @@ def test_graphs_become_what_was_decided(bandwidth: float, debug: dict[str, objec
 
 def test_a_gather_keeps_the_place_of_a_release_that_is_removed() -> None:
     """It was not decided to start it earlier, so it does not, though nothing is left there to anchor it."""
-    given = frame(prefetch=2)
-    modules = inserted(given)
-    decisions = decide(Timeline.of(modules), given, resident_bytes=0)
-    graph = modules[Phase.FORWARD].graph
-    released = {e.bucket_index: i for i, (_, e) in enumerate(events(graph)) if e.kind is Kind.RESHARD}
-    assert decisions.kept
-    numbers = {e.node for part in decisions.timeline.phases if part.phase is Phase.FORWARD for e in part.entries}
-    assert all(released[index] not in numbers for index in decisions.kept)
+    modules = inserted(frame())
+    forward, backward = Timeline.of(modules).phases
+    release = forward.others[forward.places(Kind.RESHARD)[LAYERS - 2]]
+    *earlier, last = forward.gathers
+    forward = replace(forward, gathers=(*earlier, replace(last, after=release.node)))
+    timeline = Timeline((forward, backward)).keeping(LAYERS - 2)
+    [before] = [node for node, event in events(modules[Phase.FORWARD].graph) if event == release.event]
+    computed = before.prev
+    apply_decisions(modules, Decisions(timeline, frozenset({LAYERS - 2}), MemoryPlan({}, 0)))
+    [gather] = [node for node, event in events(modules[Phase.FORWARD].graph) if event == last.event]
+    assert gather.prev is computed
