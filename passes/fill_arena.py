@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from fxshard.passes.plan_memory import Buckets, lifetimes
-from fxshard.passes.timeline import START, Gather, PhaseTimeline, Timeline
+from fxshard.passes.timeline import START, Gather, Timeline
 from fxshard.plan.layout import aligned
 from fxshard.plan.memory import GRANULE, Arena, Buffer, MemoryPlan, SlotRange
 from fxshard.plan.tuning import LEADING, MORE, MORE_IN_BUDGET, PLAINLY_LEADING
@@ -123,10 +123,9 @@ def _moves(
     kinds = [event.kind for event in timeline.events]
     reduces = kinds.index(Kind.REDUCE) if Kind.REDUCE in kinds else len(kinds)
     moves: dict[Node, int] = {}
-    part: PhaseTimeline
     begin = 0  # of the phase
     for part in timeline.phases:
-        start, after = begin - 1, START  # of the gather before: the position behind which it starts, and the node
+        start, after = begin - 1, START  # of the gather before: the position and the node after which it starts
         for i, gather in enumerate(part.entries, begin):
             if not isinstance(gather, Gather):
                 continue
