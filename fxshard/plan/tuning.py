@@ -32,8 +32,8 @@ Not measured on its own; why it is not another number is not recorded."""
 LEADING = 8
 """Gathers that forward starts with at most, if there is room for them. An optimizer step starts these early.
 
-Simulated on moe-16b with 8 ranks: the three rows take 346.8, 334.6 and 170.1 ms with two, and 335.1, 323.6 and
-164.2 ms with those for which there is room. That eight is the right limit was not measured. The two Llamas do not change."""
+Simulated on moe-16b with 8 ranks: the three rows take 346.8, 334.6 and 170.1 ms with two, and 335.1, 323.6 and 164.2 ms
+with those for which there is room. The two Llamas do not change. That eight is the right limit was not measured."""
 
 MORE = 1
 """Gathers for which ``fill_arena`` may add room where most are late, without a memory budget.
