@@ -5,6 +5,7 @@ python docs/show_passes.py --only mxfp8   # one of PARTS, below
 """
 
 import argparse
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,9 @@ from fxshard.frontend.tracing import outputs_without_values
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.choose import add_implementation
 from fxshard.kernels.op import grouped_swiglu
+from fxshard.passes.apply_decisions import apply_decisions
 from fxshard.passes.context import PassContext
+from fxshard.passes.decide import Decisions
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.fill_arena import fill_arena
 from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
@@ -32,19 +35,21 @@ from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.open_experts import open_experts
 from fxshard.passes.options import Options
-from fxshard.passes.order_prefetch import order_prefetch
-from fxshard.passes.pipeline import FARTHEST, INSERTING
+from fxshard.passes.order_prefetch import late_gathers, latest_starts, order_prefetch
+from fxshard.passes.pipeline import INSERTING
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.save_residuals import save_residuals
 from fxshard.passes.split_segments import split_segments
 from fxshard.passes.stage_mxfp8 import stage_mxfp8
+from fxshard.passes.timeline import Timeline
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import Domain
 from fxshard.plan.hardware import hardware
 from fxshard.plan.memory import MemoryPlan
 from fxshard.plan.precision import Precision
+from fxshard.plan.tuning import FARTHEST
 from fxshard.plan.units import find_units
 from fxshard.schedule.events import Phase, event_of
 from fxshard.schedule.params import GRADS, PARAM, ParamRef
@@ -197,18 +202,19 @@ def schedule() -> None:
     model = captured(Tiny(), torch.randn(4, 8), shows=True)
     for phase in model.phases:
         show(f"{phase}, as partitioned", model.phases[phase])
-        for run in (*INSERTING[phase], order_prefetch):
+        for run in INSERTING[phase]:
             model.run(phase, run)
             show(f"{phase}, {run.__name__}", model.phases[phase])
-    keep_resident(model.phases, model.context)
-    for phase, module in model.phases.items():
-        show(f"{phase}, keep_resident", module)
-    for phase, module in model.phases.items():
-        order_prefetch(module, replace(model.context, phase=phase, ahead=FARTHEST, by_deadline=True))
-        show(f"{phase}, order_prefetch by deadlines", module)
+    ahead = Timeline.of(model.phases).each(lambda part: order_prefetch(part, 1))
+    kept, _ = keep_resident(ahead, model.context)
+    late = kept.each(lambda part: order_prefetch(part, FARTHEST, latest_starts(part, model.context), leading=1))
+    rules = {"order_prefetch": ahead, "keep_resident": kept, "order_prefetch by deadlines": late}
+    for name, timeline in rules.items():
+        for phase, module in applied(model, timeline).items():
+            show(f"{phase}, {name}", module)
     print("\n== plan_memory")
-    show_places(plan_memory(model.phases, model.context), model)
-    for phase, module in model.phases.items():
+    show_places(plan_memory(late, model.context.buckets), model)
+    for phase, module in applied(model, late).items():
         split = split_segments(module, replace(model.context, phase=phase))
         show(f"{phase}, split_segments", split)
         for name, segment in split.named_children():
@@ -220,14 +226,24 @@ def filled() -> None:
     """Four layers, gathered one ahead over a network that is slower than compute."""
     model = captured(Tiny(layers=4), torch.randn(4, 8))
     for phase in model.phases:
-        for run in (*INSERTING[phase], order_prefetch):
+        for run in INSERTING[phase]:
             model.run(phase, run)
-    memory = plan_memory(model.phases, model.context)
-    show("forward of four layers, plan_memory", model.phases[Phase.FORWARD], of=event_of)
+    buckets = model.context.buckets
+    ahead = Timeline.of(model.phases).each(lambda part: order_prefetch(part, 1))
+    memory = plan_memory(ahead, buckets)
+    show("forward of four layers, plan_memory", applied(model, ahead)[Phase.FORWARD], of=event_of)
     show_places(memory, model)
-    memory = fill_arena(model.phases, model.context, memory)
-    show("forward of four layers, fill_arena", model.phases[Phase.FORWARD], of=event_of)
+    late = {node for part in ahead.phases for node in late_gathers(part, latest_starts(part, model.context))}
+    filled, memory = fill_arena(ahead, buckets, memory, late)
+    show("forward of four layers, fill_arena", applied(model, filled)[Phase.FORWARD], of=event_of)
     show_places(memory, model)
+
+
+def applied(model: Captured, timeline: Timeline) -> dict[Phase, fx.GraphModule]:
+    """Copies of the graphs with their events as in a timeline."""
+    graphs = {phase: fx.GraphModule(module, copy.deepcopy(module.graph)) for phase, module in model.phases.items()}
+    apply_decisions(graphs, Decisions(timeline, frozenset(), MemoryPlan({}, 0)))
+    return graphs
 
 
 def residual() -> None:

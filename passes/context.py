@@ -27,20 +27,17 @@ class PassContext:
     """The machine whose durations the schedule is made for."""
     profile: Profile | None = None
     """Recorded durations, which count more than estimates."""
-    ahead: int = 1
-    """How many gathers may run ahead of the one in use."""
-    by_deadline: bool = False
-    """Whether gathers start as late as durations allow, instead of as early as ``ahead`` does."""
-    leading: int = 1
-    """How many gathers forward starts with, whatever durations say."""
-    arena_budget: int | None = None
-    """Bytes the arena may have; None means as few as the step needs."""
     experts: ExpertsReport = field(default_factory=ExpertsReport)
     """What the passes before autograd made of mixture-of-experts layers."""
     planned_experts: str | None = None
     """In a plan for another machine, ``hardware``: the option ``experts`` of the run."""
     observer: Observer | None = None
-    """Who logs and writes down what passes do, where somebody asked for it."""
+    """Logs and writes down what passes do, where that is asked for."""
 
     def bucket(self, ref: ParamRef) -> BucketPlan:
         return self.buckets[ref.bucket]
+
+    def say(self, message: str, *values: object) -> None:
+        """Log a line, where the compilation is watched."""
+        if self.observer is not None:
+            self.observer.say(message, *values)

@@ -16,11 +16,9 @@ from torch import fx
 from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import CutPoints
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.tuning import GRADIENT_BUCKETS
 from fxshard.schedule.events import Kind, Phase, insert
 from fxshard.schedule.params import GRADS, ParamRef
-
-ALIVE = 2
-"""Full gradient buckets that may exist at once."""
 
 
 def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -41,11 +39,11 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
         if taken_at:
             # Taken in the order in which they are reduced: one that is complete later must not hold up the one before.
             take_at = max(take_at, taken_at[-1], key=order.__getitem__)
-        if k >= ALIVE:
+        if k >= GRADIENT_BUCKETS:
             # A bucket that fills slowly is taken late, so that the one before the previous is always done by then.
-            take_at = max(take_at, reduced_at[k - ALIVE], key=order.__getitem__)
+            take_at = max(take_at, reduced_at[k - GRADIENT_BUCKETS], key=order.__getitem__)
             with graph.inserting_before(take_at):
-                _finish(graph, in_order[k - ALIVE], context, why=f"makes room for {bucket.name}")
+                _finish(graph, in_order[k - GRADIENT_BUCKETS], context, why=f"makes room for {bucket.name}")
         taken_at.append(take_at)
         with graph.inserting_before(take_at):
             views = _take(graph, index, writes, context, why=f"first gradient: {_param(bucket, writes, first)}")
@@ -60,7 +58,7 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
         reduced_at.append(reduce_at)
 
     with graph.inserting_before(output):
-        for index in in_order[-ALIVE:]:
+        for index in in_order[-GRADIENT_BUCKETS:]:
             _finish(graph, index, context, why="end of backward")
     output.args = (tuple(None if ref is not None else arg for ref, arg in _outputs(output)),)
     return module

@@ -10,23 +10,12 @@ from torch import fx
 
 from fxshard._torch.errors import ConfigError
 from fxshard.passes.context import PassContext
+from fxshard.passes.contract import check_contracts
 
 Pass = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
 
-NEEDED = {
-    "open_experts": "experts that run in MXFP8 are recognised behind it; precision= turns MXFP8 off",
-    "quantize_linears": "stage_mxfp8 and the MXFP8 products follow from it; precision= turns MXFP8 off",
-    "recompute_param_views": "without it forward would save views of gathered buckets whose memory is given back",
-    "insert_unshard": "parameters have no memory until they are gathered",
-    "stage_mxfp8": "parameters that rest in MXFP8 are read through it; precision= turns MXFP8 off",
-    "insert_reshard": "keep_resident and plan_memory need to know where a bucket may go",
-    "insert_reduce_scatter": "insert_all_reduce, write_gradients and the optimizer need reduced gradients",
-    "insert_all_reduce": "replicas would drift apart",
-}
-"""Passes that cannot be left out, and why."""
-
 AFTER_ALL = ("order_prefetch", "keep_resident", "plan_memory", "fill_arena")
-"""What works on a whole step, behind the lists. The options ``prefetch``, ``keep_resident`` and ``arena`` govern it."""
+"""What works on a whole step, after the lists. The options ``prefetch``, ``keep_resident`` and ``arena`` govern it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +64,17 @@ class PassList:
     backward: tuple[Place, ...]
     eval: tuple[Place, ...]
 
+    def __post_init__(self) -> None:
+        for where, listed in self.lists():
+            names = [place.name for place in listed]
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise ConfigError(
+                    f"two passes on the {where} graph are called {min(twice)!r}: passes are found by their name, "
+                    "give the function another one"
+                )
+        check_contracts({where: [place.name for place in listed] for where, listed in self.lists()})
+
     def before(self, name: str, run: Pass) -> PassList:
         """With a pass before the one called ``name``."""
         return self._edit(name, lambda place: (_own(run), place))
@@ -89,8 +89,6 @@ class PassList:
 
     def without(self, name: str) -> PassList:
         """Without the pass called ``name``. What others need cannot be dropped."""
-        if name in NEEDED and name in self.names:
-            raise ConfigError(f"the pass {name!r} cannot be dropped: {NEEDED[name]}. It can be replaced")
         return self._edit(name, lambda place: ())
 
     @property
@@ -125,13 +123,6 @@ class PassList:
             where: tuple(new for place in listed for new in (edit(place) if place.name == name else (place,)))
             for where, listed in self.lists()
         }
-        for where, listed in edited.items():
-            twice = {place.name for place in listed if [other.name for other in listed].count(place.name) > 1}
-            if twice:
-                raise ConfigError(
-                    f"two passes on the {where} graph are called {min(twice)!r}: passes are found by their name, "
-                    "give the function another one"
-                )
         return PassList(**edited)
 
 

@@ -9,21 +9,27 @@ from torch import fx
 
 from fxshard._torch.errors import BudgetError, FxshardError, PassError
 from fxshard.passes.context import PassContext
+from fxshard.passes.contract import facts_after
 from fxshard.passes.pass_list import PassList, Place
+from fxshard.passes.verify_each import verify_pass
 
 
 def run_passes(where: str, listed: Iterable[Place], module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Run passes in order over the graph that is called ``where``."""
+    facts: frozenset[str] = frozenset()
     for place in listed:
         watch = context.observer.begin(where, place.title, module) if context.observer is not None else None
         module = _run(where, place, module, context)
+        if context.options.debug.verify_each_pass:
+            facts = facts_after([place.name], facts)
+            verify_pass(_what(where, place), where, module, context, facts)
         if watch is not None:
             watch.done(module)
     return module
 
 
 def _run(where: str, place: Place, module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    what = f"the pass {place.title} on the {where} graph"
+    what = _what(where, place)
     interface = _interface(module) if place.own else None
     try:
         result = place.run(module, context)
@@ -38,6 +44,10 @@ def _run(where: str, place: Place, module: fx.GraphModule, context: PassContext)
     if interface is not None:
         _check(what, interface, result)
     return result
+
+
+def _what(where: str, place: Place) -> str:
+    return f"the pass {place.title} on the {where} graph"
 
 
 def _check(what: str, interface: tuple[int, int], module: fx.GraphModule) -> None:

@@ -149,11 +149,15 @@ def test_log_and_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypa
     with caplog.at_level(logging.INFO, logger="fxshard"):
         schedule = planned(fxshard.PASSES)
     assert "forward: insert_unshard: " in caplog.text and "+4 unshard, +4 wait" in caplog.text
-    assert "backward: order_prefetch: " in caplog.text and "gathers ahead: the arena needs" in caplog.text
+    assert "order_prefetch: 1 gathers ahead: the arena needs" in caplog.text
+    assert (
+        "keep_resident: kept from forward to backward: " in caplog.text and "fill_arena: forward starts" in caplog.text
+    )
+    assert "backward: apply_decisions: " in caplog.text
     assert re.search(r"joint: recompute_param_views: .* nodes as before, something noted on \d+", caplog.text)
     (folder,) = tmp_path.glob("rank-0/capture-*")
     watched = {file.name.split(".")[0].split("-")[2] for file in folder.glob("*-*.after.txt")}
-    assert watched >= {"insert_unshard", "keep_resident", "plan_memory", "order_prefetch", "fill_arena"}
+    assert watched >= {"insert_unshard", "insert_reduce_scatter", "apply_decisions"}
     before, after = (
         next(folder.glob(f"*-forward-insert_reshard.{when}.txt")).read_text() for when in ("before", "after")
     )

@@ -17,18 +17,21 @@ from fxshard.frontend.sharding import plan_model
 from fxshard.optim.config import AdamW, Muon
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes import pipeline
+from fxshard.passes.apply_decisions import apply_decisions
 from fxshard.passes.context import PassContext
+from fxshard.passes.decide import Decisions
 from fxshard.passes.options import Options
 from fxshard.passes.order_prefetch import order_prefetch
-from fxshard.passes.plan_memory import plan_memory
+from fxshard.passes.plan_memory import plan_memory, with_slots
 from fxshard.passes.sharding_plan import ShardingPlan
+from fxshard.passes.timeline import Timeline
 from fxshard.plan import cost
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.domain import data_parallel
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.units import find_units
-from fxshard.schedule.events import META, Kind, Phase, event_of, events
+from fxshard.schedule.events import META, Kind, Phase, event_of
 from fxshard.schedule.params import GRADS, PARAM, ParamRef
 from fxshard.schedule.record import record, resident_bytes, stretches
 from fxshard.schedule.schedule import Schedule
@@ -170,11 +173,12 @@ def capture(
 
 def _fsdp2(modules: Graphs, context: PassContext, resident: int) -> tuple[Graphs, Any]:
     """Each gather starts when the bucket before it is in use, and what forward uses last stays for backward."""
-    for phase, module in modules.items():
-        modules[phase] = order_prefetch(module, replace(context, phase=phase))
-    last = [event for _, event in events(modules[Phase.FORWARD].graph) if event.kind is Kind.WAIT][-1].bucket_index
-    for phase, kind in ((Phase.FORWARD, Kind.RESHARD), (Phase.BACKWARD, Kind.UNSHARD)):
-        for node, event in list(events(modules[phase].graph)):
-            if event.kind is kind and event.bucket_index == last:
-                modules[phase].graph.erase_node(node)
-    return modules, plan_memory(modules, context)
+    ordered = Timeline.of(modules).each(lambda part: order_prefetch(part, depth=1))
+    last = [event for event in ordered.events if event.kind is Kind.WAIT and event.phase is Phase.FORWARD][
+        -1
+    ].bucket_index
+    ordered = ordered.keeping(last)
+    memory = plan_memory(ordered, context.buckets)
+    timeline = with_slots(ordered, context.buckets, memory)
+    apply_decisions(modules, Decisions(timeline, frozenset({last}), memory))
+    return modules, memory

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.mxfp8 import BLOCK
-from fxshard.plan.choice import LARGEST_SHARE, LayoutKind, choose_layout, span_units
+from fxshard.plan.choice import LayoutKind, choose_layout, span_units
 from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
 from fxshard.plan.gather_modes import Gather
 from fxshard.plan.layout import Layout, TensorSpec, aligned
@@ -18,6 +18,7 @@ from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.mxfp8_policy import MXFP8, choose_linears
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement, bytes_at_rest
 from fxshard.plan.precision import Precision
+from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
 
 

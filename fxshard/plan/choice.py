@@ -22,10 +22,6 @@ LAYOUTS: tuple[LayoutKind, ...] = ("auto", "rows", "whole")
 THERE_AND_BACK = 4 + 2
 """Bytes an element of a travelling matrix costs: fp32 to its owner, the bf16 direction back."""
 
-LARGEST_SHARE = 4
-"""A bucket spans at most this fraction of the units: nothing hides the reduction of the last one, and under ZeRO-2 its
-full gradients take room in the arena."""
-
 
 @dataclass(frozen=True)
 class Chosen:

@@ -13,9 +13,7 @@ from functools import cached_property
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.choice import crosses
 from fxshard.plan.matrices import least_loaded, matrix_cost
-
-BATCH_BYTES = 2**29
-"""What one rank receives at most at a time, unless a single matrix is larger."""
+from fxshard.plan.tuning import BATCH_BYTES
 
 SENT_ITEMSIZE = 4
 """Matrices travel in fp32: an owner that normalises what was rounded before would compute something else."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fxshard.plan.tuning import GRADIENT_BUCKETS
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.exchange_rules import exchanges_go_there_and_back
 from fxshard.schedule.replica_rules import replicas_are_added_up_once
@@ -22,9 +23,6 @@ from fxshard.schedule.step import READ, WRITE, ScheduleError, Step, error_at
 from fxshard.schedule.verify_memory import dependencies_point_backwards, no_arena_overlap, peak_is_what_it_says
 
 __all__ = ["RULES", "ScheduleError", "Step", "verify"]
-
-GRADIENT_BUCKETS = 2
-"""Full gradient buckets that may be alive at once: the one being filled and the one being reduced."""
 
 
 def verify(schedule: Schedule) -> None:

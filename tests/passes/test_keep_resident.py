@@ -10,8 +10,9 @@ from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.order_prefetch import order_prefetch
-from fxshard.passes.plan_memory import plan_memory
-from fxshard.schedule.events import Kind, Phase, events
+from fxshard.passes.plan_memory import plan_memory, with_slots
+from fxshard.passes.timeline import Timeline
+from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context
 
@@ -40,60 +41,64 @@ def backward() -> fx.GraphModule:
     return draft.output(*reversed(grads), dy, grads=[*[ParamRef(i, 0) for i in range(LAYERS)], None])
 
 
-def step(frame: PassContext) -> dict[Phase, fx.GraphModule]:
+def inserted(frame: PassContext) -> dict[Phase, fx.GraphModule]:
     modules = {Phase.FORWARD: forward(), Phase.BACKWARD: backward()}
     for phase, module in modules.items():
         here = replace(frame, phase=phase)
         insert_reshard(insert_unshard(module, here), here)
         if phase is Phase.BACKWARD:
             insert_reduce_scatter(module, here)
-        order_prefetch(module, here)
     return modules
 
 
-def gathers(modules: dict[Phase, fx.GraphModule]) -> int:
-    return sum(event.kind is Kind.UNSHARD for module in modules.values() for _, event in events(module.graph))
+def step(frame: PassContext) -> Timeline:
+    """One gather ahead."""
+    return Timeline.of(inserted(frame)).each(lambda part: order_prefetch(part, 1))
+
+
+def gathers(timeline: Timeline) -> int:
+    return sum(event.kind is Kind.UNSHARD for event in timeline.events)
 
 
 def test_what_is_kept_without_a_budget_costs_no_memory() -> None:
     frame = context(*BUCKETS)
-    before = plan_memory(step(frame), frame).bytes
-    modules = step(frame)
-    kept = keep_resident(modules, frame)
+    timeline, kept = keep_resident(step(frame), frame)
     assert LAYERS - 1 in kept  # what forward uses last, backward uses first
-    assert plan_memory(modules, frame).bytes <= before
-    assert gathers(modules) == 2 * LAYERS - len(kept)
+    assert plan_memory(timeline, BUCKETS).bytes <= plan_memory(step(frame), BUCKETS).bytes
+    assert gathers(timeline) == 2 * LAYERS - len(kept)
 
 
 def test_a_budget_keeps_as_much_as_it_allows() -> None:
     frame = context(*BUCKETS)
-    kept = []
+    base = plan_memory(step(frame), BUCKETS).bytes
+    counts = []
     for extra in (0, 2, 100):
-        modules = step(frame)
-        base = plan_memory(step(frame), frame).bytes
         budget = base + extra * BUCKETS[0].gathered_bytes
-        within = replace(frame, arena_budget=budget)
-        kept.append(len(keep_resident(modules, within)))
-        assert plan_memory(modules, within).bytes <= budget
-    assert kept[0] < kept[1] < kept[2] == LAYERS
+        timeline, kept = keep_resident(step(frame), frame, budget)
+        counts.append(len(kept))
+        assert plan_memory(timeline, BUCKETS).bytes <= budget
+    assert counts[0] < counts[1] < counts[2] == LAYERS
 
 
 def test_it_can_be_turned_off() -> None:
     frame = context(*BUCKETS, keep_resident=False)
-    modules = step(frame)
-    assert keep_resident(modules, frame) == frozenset()
-    assert gathers(modules) == 2 * LAYERS
+    assert keep_resident(step(frame), frame) == (step(frame), frozenset())
 
 
 def test_a_kept_bucket_is_one_buffer_from_forward_to_backward() -> None:
     frame = context(*BUCKETS)
-    modules = step(frame)
-    (index, *_) = sorted(keep_resident(modules, frame), reverse=True)
-    plan_memory(modules, frame)
+    timeline, kept = keep_resident(step(frame), frame)
+    placed = with_slots(timeline, BUCKETS, plan_memory(timeline, BUCKETS))
     slots = [
         event.slot
-        for module in modules.values()
-        for _, event in events(module.graph)
-        if event.bucket_index == index and event.kind in (Kind.UNSHARD, Kind.WAIT)
+        for event in placed.events
+        if event.bucket_index == max(kept) and event.kind in (Kind.UNSHARD, Kind.WAIT)
     ]
     assert len(slots) == 3 and len(set(slots)) == 1 and slots[0] is not None
+
+
+def test_a_kept_bucket_says_so() -> None:
+    frame = context(*BUCKETS)
+    timeline, kept = keep_resident(step(frame), frame)
+    noted = {event.bucket_index for event in timeline.events if event.why.startswith("kept since forward, first use")}
+    assert noted == kept

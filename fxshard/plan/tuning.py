@@ -1,0 +1,63 @@
+"""Numbers that were chosen, not derived: what each does, and what it was measured on.
+
+Figures of machines are in :mod:`fxshard.plan.hardware`; numbers that follow from a format or a formula stand where they
+are used. "Simulated" figures are those of ``docs/planning-figures.md``.
+"""
+
+from __future__ import annotations
+
+FARTHEST = 2
+"""Gathers that may run ahead of forward if durations ask for it; more do where there is room for them anyway.
+
+Not measured; why it is not another number is not recorded."""
+
+FARTHEST_IN_BACKWARD = 1
+"""The same for backward, where gathers take turns with reductions: a second one would hold up a reduction that memory
+waits for.
+
+Simulated for what ``fill_arena`` moves: llama-8b on gb200 with 64 ranks takes 120.5 ms where gathers go ahead of
+reductions, and 118.4 ms where they do not."""
+
+MARGIN = 1.25
+"""Estimates of how long a gather takes are stretched by this: one that starts a little early costs little, a late one
+stalls compute.
+
+Not measured; why it is a quarter is not recorded."""
+
+PLAINLY_LEADING = 2
+"""Gathers that start with forward whatever room there is; ``fill_arena`` finds places for others among them.
+
+Not measured on its own; why it is not another number is not recorded."""
+
+LEADING = 8
+"""Gathers that forward starts with at most, if there is room for them. An optimizer step starts these early.
+
+Simulated on moe-16b with 8 ranks: the three rows take 346.8, 334.6 and 170.1 ms with two, and 335.1, 323.6 and 164.2 ms
+with those for which there is room. The two Llamas do not change. That eight is the right limit was not measured."""
+
+MORE = 1
+"""Gathers for which ``fill_arena`` may add room where most are late, without a memory budget.
+
+Not measured on its own; simulated on moe-16b, h200, 8 ranks, all that ``fill_arena`` does together: 337.4 ms without
+it and 323.6 ms with it."""
+
+MORE_IN_BUDGET = 8
+"""The same within a memory budget, which says how much memory there is.
+
+Not measured on its own; as above under a roomy budget: 270.0 ms without ``fill_arena`` and 259.0 ms with it."""
+
+GRADIENT_BUCKETS = 2
+"""Full gradient buckets that may be alive at once: the one being filled and the one being reduced.
+
+Not measured; chosen because the acceptance list allows no more (S5)."""
+
+LARGEST_SHARE = 4
+"""A bucket spans at most this fraction of the units: nothing hides the reduction of the last one, and under ZeRO-2 its
+full gradients take room in the arena.
+
+Not measured; why it is a quarter is not recorded."""
+
+BATCH_BYTES = 2**29
+"""What one rank receives at most at a time when matrices travel to their owners, unless a single matrix is larger.
+
+Not measured; why it is half a GiB is not recorded."""

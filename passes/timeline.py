@@ -1,0 +1,141 @@
+"""The events of a step as data, read from the graphs once: what the rules that order a step work on.
+
+Gathers are what a step can be ordered by; all other events stay where they are. So the timeline of a graph is its other
+events, each with what is computed before it, and its gathers, each with the event after which it starts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from fxshard.plan.cost import node_flops, node_traffic
+from fxshard.schedule.events import Event, Kind, Phase, event_of
+
+START = -1
+"""In place of an event: the beginning of the graph."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An event, and the compute between the previous one that is no gather and this one."""
+
+    event: Event
+    node: int
+    """Which of the graph's runtime nodes it is, counted from 0."""
+    flops: int = 0
+    traffic: int = 0
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The start of a gather."""
+
+    event: Event
+    node: int
+    after: int = START
+    """The runtime node after which it stands, which is no gather. It keeps the place of one that is removed."""
+
+    @property
+    def bucket(self) -> int:
+        return self.event.bucket_index
+
+
+@dataclass(frozen=True)
+class PhaseTimeline:
+    """The events of one graph. A *place* is a number of others after which a gather stands."""
+
+    phase: Phase
+    others: tuple[Entry, ...]
+    gathers: tuple[Gather, ...]
+
+    @classmethod
+    def of(cls, phase: Phase, graph: fx.Graph) -> PhaseTimeline:
+        others: list[Entry] = []
+        gathers: list[Gather] = []
+        flops = traffic = 0
+        for node in graph.nodes:
+            event, number = event_of(node), len(others) + len(gathers)
+            if event is None:
+                flops += node_flops(node)
+                traffic += node_traffic(node)
+            elif event.kind is Kind.UNSHARD:
+                gathers.append(Gather(event, number, others[-1].node if others else START))
+            else:
+                others.append(Entry(event, number, flops, traffic))
+                flops = traffic = 0
+        return cls(phase, tuple(others), tuple(gathers))
+
+    @cached_property
+    def entries(self) -> tuple[Entry | Gather, ...]:
+        """All of them in order."""
+        both: list[Entry | Gather] = [*self.others, *self.gathers]
+        return tuple(sorted(both, key=lambda e: (e.after, 1) if isinstance(e, Gather) else (e.node, 0)))
+
+    def places(self, kind: Kind) -> dict[int, int]:
+        """{bucket: the place right before its event of a kind}"""
+        return {entry.event.bucket_index: i for i, entry in enumerate(self.others) if entry.event.kind is kind}
+
+    def place(self, gather: Gather) -> int:
+        return bisect_right([entry.node for entry in self.others], gather.after)
+
+    def node_before(self, place: int) -> int:
+        return self.others[place - 1].node if place else START
+
+    def without(self, kind: Kind, bucket: int) -> PhaseTimeline:
+        """Without a bucket's events of a kind; what was computed before one is computed before the next."""
+        others: list[Entry] = []
+        flops = traffic = 0
+        for entry in self.others:
+            flops, traffic = flops + entry.flops, traffic + entry.traffic
+            if (entry.event.kind, entry.event.bucket_index) != (kind, bucket):
+                others.append(replace(entry, flops=flops, traffic=traffic))
+                flops = traffic = 0
+        gathers = tuple(gather for gather in self.gathers if (Kind.UNSHARD, gather.bucket) != (kind, bucket))
+        return replace(self, others=tuple(others), gathers=gathers)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of a step, graph after graph."""
+
+    phases: tuple[PhaseTimeline, ...]
+
+    @classmethod
+    def of(cls, modules: Mapping[Phase, fx.GraphModule]) -> Timeline:
+        return cls(tuple(PhaseTimeline.of(phase, module.graph) for phase, module in modules.items()))
+
+    @cached_property
+    def entries(self) -> tuple[Entry | Gather, ...]:
+        return tuple(entry for part in self.phases for entry in part.entries)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        return tuple(entry.event for entry in self.entries)
+
+    def of_phase(self, phase: Phase) -> PhaseTimeline | None:
+        return next((part for part in self.phases if part.phase is phase), None)
+
+    def each(self, change: Callable[[PhaseTimeline], PhaseTimeline]) -> Timeline:
+        return Timeline(tuple(map(change, self.phases)))
+
+    def with_events(self, events: Iterable[Event]) -> Timeline:
+        """The same with other records of its events, in order."""
+        given = iter(events)
+
+        def change(part: PhaseTimeline) -> PhaseTimeline:
+            records = {entry.node: next(given) for entry in part.entries}
+            others = tuple(replace(entry, event=records[entry.node]) for entry in part.others)
+            gathers = tuple(replace(gather, event=records[gather.node]) for gather in part.gathers)
+            return replace(part, others=others, gathers=gathers)
+
+        return self.each(change)
+
+    def keeping(self, bucket: int) -> Timeline:
+        """With a bucket that stays gathered from forward to backward."""
+        gone = {Phase.FORWARD: Kind.RESHARD, Phase.BACKWARD: Kind.UNSHARD}
+        return self.each(lambda part: part.without(gone[part.phase], bucket) if part.phase in gone else part)
