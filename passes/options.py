@@ -1,4 +1,4 @@
-"""What a user chooses of a compilation, in one frozen value behind ``compile``, ``shard`` and ``plan``."""
+"""What a user chooses of a compilation, in one frozen value: for ``compile``, ``shard`` and ``plan``."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def with_slots(timeline: Timeline, buckets: Buckets, plan: MemoryPlan) -> Timeli
 
 
 def _what(event: Event, buckets: Buckets) -> str:
-    """What an event takes memory for. A staged bucket is elsewhere; a gather only passes through the arena."""
+    """What an event takes memory for. A staged bucket has other memory; a gather only passes through the arena."""
     if event.kind is Kind.UNSHARD and buckets[event.bucket_index].staged_in_arena:
         return "staging"
     return _OPENS[event.kind]

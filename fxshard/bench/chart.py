@@ -8,7 +8,7 @@ from html import escape
 
 WIDTH, LABELS, BAR, GAP, MARGIN = 720, 190, 22, 8, 24
 LONGEST = WIDTH - LABELS - MARGIN - 150
-"""Pixels of the longest bar; what is written behind it needs the rest."""
+"""Pixels of the longest bar; what is written after it needs the rest."""
 
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 } .note { fill: #656d76 } .title { font-weight: 600 }
@@ -61,11 +61,11 @@ def to_svg(charts: Sequence[Chart], heading: str) -> str:
 
 def _bar(name: str, value: float, chart: Chart, y: int, length: float) -> list[str]:
     ratio = chart.ratio(value)
-    behind = f"{value:.4g}" + (f"   {ratio:.3f}×" if ratio is not None else "")
+    label = f"{value:.4g}" + (f"   {ratio:.3f}×" if ratio is not None else "")
     text = y + BAR - 7
     kind = "ours" if "fxshard" in name else "peer"
     return [
         f'<text x="{MARGIN + LABELS - 10}" y="{text}" text-anchor="end">{escape(name)}</text>',
         f'<rect class="{kind}" x="{MARGIN + LABELS}" y="{y}" width="{max(length, 1):.1f}" height="{BAR}" rx="3"/>',
-        f'<text class="note" x="{MARGIN + LABELS + length + 8:.1f}" y="{text}" xml:space="preserve">{behind}</text>',
+        f'<text class="note" x="{MARGIN + LABELS + length + 8:.1f}" y="{text}" xml:space="preserve">{label}</text>',
     ]

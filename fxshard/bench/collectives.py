@@ -39,7 +39,7 @@ class Collective:
     begin_ms: float
     ms: float
     bare_ms: float
-    """Without a kernel beside it that computes."""
+    """Without a kernel that computes at the same time."""
     sent: int
     """Elements that this rank gives."""
     blocks: int
@@ -128,7 +128,7 @@ def turns(events: Iterable[Event]) -> Turns | None:
 
 
 def _ran(events: Iterable[Event]) -> tuple[list[Event], list[Event]]:
-    """All that has a duration, and of it what ran on the device behind the beginning of the first step."""
+    """All that has a duration, and of it what ran on the device after the beginning of the first step."""
     complete = [e for e in events if e.get("ph") == "X"]
     begin = min((e["ts"] for e in complete if e["name"] == STEP and e.get("cat") == "user_annotation"), default=0.0)
     return complete, [e for e in complete if e.get("cat") in DEVICE and e["ts"] >= begin]

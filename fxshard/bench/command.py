@@ -42,7 +42,7 @@ class Bench:
 BENCHES = {
     "train": Bench(
         "fxshard.bench.train",
-        "training steps beside FSDP2, DDP and torch.compile",
+        "training steps against FSDP2, DDP and torch.compile",
         ranks=True,
         gpus=True,
         names={
@@ -52,11 +52,11 @@ BENCHES = {
             "--device": names.DEVICES,
         },
     ),
-    "optimizer": Bench("fxshard.bench.optimizer", "a Muon step beside torch.optim.Muon and AdamW"),
-    "quantize": Bench("fxshard.bench.quantize", "quantizing to MXFP8 beside a copy and Transformer Engine"),
+    "optimizer": Bench("fxshard.bench.optimizer", "a Muon step against torch.optim.Muon and AdamW"),
+    "quantize": Bench("fxshard.bench.quantize", "quantizing to MXFP8 against a copy and Transformer Engine"),
     "moe": Bench(
         "fxshard.bench.moe",
-        "a mixture of experts beside eager torch and torch.compile",
+        "a mixture of experts against eager torch and torch.compile",
         names={"--contenders": names.MOE},
     ),
     "compile-time": Bench(
@@ -67,7 +67,7 @@ BENCHES = {
     "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator", tables=True),
     "checkpoint": Bench(
         "fxshard.bench.checkpoint",
-        "saving and loading beside FSDP2",
+        "saving and loading against FSDP2",
         ranks=True,
         names={"--contenders": names.CHECKPOINT, "--size": names.CHECKPOINT_SIZES},
     ),
@@ -83,8 +83,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     benches = known()
     parser = commands.add_parser(
         "bench",
-        help="measure fxshard beside its peers, in one run",
-        description="Measure fxshard beside its peers on the same model, in turns, in one run, and print ratios.\n"
+        help="measure fxshard against its peers, in one run",
+        description="Measure fxshard against its peers on the same model, in turns, in one run, and print ratios.\n"
         "Runs on GPUs and, with smaller models, on a CPU. Ranks are started here; torchrun is not needed.",
         epilog="benchmarks:\n"
         + "\n".join(f"  {name:<14}{bench.about}" for name, bench in benches.items())

@@ -26,7 +26,7 @@ def _of_model(model: str, results: list[dict[str, Any]]) -> list[Chart]:
     traces = {result["name"]: result["trace"] for result in results if result.get("trace")}
     if any(trace["communication_ms"] for trace in traces.values()):
         exposed = ((name, t["communication_ms"] * (1 - (t["hidden"] or 0))) for name, t in traces.items())
-        charts.append(Chart("communication with no compute beside it", "ms", tuple(exposed), base))
+        charts.append(Chart("communication with no compute at the same time", "ms", tuple(exposed), base))
     if traces:
         idle = tuple((name, trace["idle_ms"]) for name, trace in traces.items())
         charts.append(Chart("nothing running on the device, within a step", "ms", idle, base))

@@ -1,4 +1,4 @@
-"""Experts on a device: the fused operator beside torch's grouped GEMM with an eager activation, and that compiled.
+"""Experts on a device: the fused operator against torch's grouped GEMM with an eager activation, and that compiled.
 
 python -m fxshard.bench.moe --shapes 8x4096x2048,64x2048x1408 --tokens 16384
 python -m fxshard.bench.moe --shapes 1x4096x11008 --contenders dense,dense-fused --kernels   # a dense MLP
@@ -6,7 +6,7 @@ python -m fxshard.bench.moe --shapes 1x4096x11008 --contenders dense,dense-fused
 Contenders take turns; figures are medians over rounds. ``forward`` and ``step`` (forward and backward) are times on the
 device alone: calls are queued before the first of them starts. ``host`` is what Python takes to launch a step on an
 idle device; where steps follow one another it is hidden behind them as long as it is shorter. On a CPU it is the step.
-``saved`` is what forward leaves behind for backward, ``peak`` what forward and backward need at once, gradients
+``saved`` is what forward keeps for backward, ``peak`` what forward and backward need at once, gradients
 included; both on CUDA only. ``--kernels`` times the products of a step one by one as well, against torch's, and against
 ordinary ones if there is a single expert.
 """
@@ -91,7 +91,7 @@ def _step(contender: Contender, layer: Layer) -> tuple[torch.Tensor, ...]:
 
 
 def memory(contender: Contender, layer: Layer) -> tuple[int, int]:
-    """Bytes that forward leaves behind beside its output, and what a step needs at once, results included."""
+    """Bytes that forward keeps besides its output, and what a step needs at once, results included."""
     if not layer.x.is_cuda:
         return 0, 0
     torch.cuda.synchronize()

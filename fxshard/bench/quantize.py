@@ -90,7 +90,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     parser.add_argument("--rows", type=int, default=16384 if cuda else 1024)
     parser.add_argument("--columns", type=int, default=8192 if cuda else 512)
-    parser.add_argument("--tiles", default="", help="tiles to compare beside the default one: columns/warps,...")
+    parser.add_argument("--tiles", default="", help="tiles to compare with the default one: columns/warps,...")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
     if cuda and not runs_on(torch.device("cuda")):

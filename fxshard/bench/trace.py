@@ -86,7 +86,7 @@ def read(path: Path) -> list[Event]:
 def analyse(events: Iterable[Event], step: str = STEP) -> Traced | None:
     """What the annotated steps did; None if nothing ran on a device.
 
-    The device's events are those that begin behind the beginning of the first step: a trace is expected to end with
+    The device's events are those that begin after the beginning of the first step: a trace is expected to end with
     its last step.
     """
     complete = [event for event in events if event.get("ph") == "X"]
