@@ -283,6 +283,15 @@ def local_version(tensor: torch.Tensor) -> int:
     return 0 if local is None else local._version
 
 
+CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
+"""What Dynamo calls a checkpointed region with: its graph, then that graph's inputs. torch 2.11, 2.13."""
+
+
+def chooses_attention(node: fx.Node) -> bool:
+    """Whether a node restricts the kernels for attention: ``torch.nn.attention.sdpa_kernel``. torch 2.11, 2.13."""
+    return node.op == "call_function" and "sdpa_kernel" in getattr(node.target, "__name__", "")
+
+
 PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
 """A tensor subclass with this as ``__torch_function__`` gives plain tensors, at no cost. torch 2.11, 2.13."""
 
