@@ -105,7 +105,7 @@ def _hides_writes(node: fx.Node) -> bool:
     """Whether a call does not say what it writes to. A checkpointed region has a graph of its own that does."""
     if node.op == "call_method":
         return str(node.target).startswith("__")
-    if node.op != "call_function" or node.target is private.CHECKPOINT:
+    if node.op != "call_function" or private.calls_checkpointed(node):
         return False
     if private.written_arguments(node.target, node.args, node.kwargs) is not None:
         return False

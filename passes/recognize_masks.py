@@ -98,7 +98,7 @@ def _checkpoint_arguments(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     given: dict[fx.Node, set[Any]] = {}
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            if node.target is private.CHECKPOINT and isinstance(node.args[0], fx.Node):
+            if private.calls_checkpointed(node) and isinstance(node.args[0], fx.Node):
                 region = getattr(part, str(node.args[0].target))
                 for placeholder, source in zip(region.graph.find_nodes(op="placeholder"), node.args[1:], strict=True):
                     given.setdefault(placeholder, set()).add(source)
@@ -132,22 +132,53 @@ def _make_causal(node: fx.Node) -> fx.Node:
     kwargs = {"dropout_p": argument(node, 4, "dropout_p", 0.0), **node.kwargs, "attn_mask": None, "is_causal": True}
     kwargs = {name: given for name, given in kwargs.items() if name not in _OPERANDS[:3]}
     heads = heads_before_repetition(node, query, key, values)
-    grouped = {**kwargs, "enable_gqa": True}
-    if heads is not None and _same_layout(node, (query, *heads), grouped):
-        args, kwargs = (query, *heads), grouped
-    else:
-        args = (query, key, values)
-        if not _same_layout(node, args, kwargs):
-            raise Masked("is causal, but the result without it would lie differently in memory")
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(F.scaled_dot_product_attention, args, kwargs)
-    stand_in(new, node)
-    new.meta["example_value"] = node.meta["example_value"]
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
-    if heads is not None and args[1] is heads[0]:
+    if heads is not None:
+        try:
+            new = _replace(node, (query, *heads), {**kwargs, "enable_gqa": True})
+        except Masked:  # no kernel takes them
+            return _replace(node, (query, key, values), kwargs)
         erase_repetition((key, values), heads)
+        return new
+    return _replace(node, (query, key, values), kwargs)
+
+
+def _replace(node: fx.Node, operands: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Put another call in the place of ``node``. Its result lies in memory as that of ``node`` did: a view of it may
+    depend on that. Where kernels differ in this, it is copied; mostly the model does so next, and finds it done.
+    """
+    expected = value(node)
+    assert expected is not None
+    with private.as_fake_as(expected), torch.set_grad_enabled(expected.requires_grad):
+        found = _computed(operands, kwargs, expected.dtype)
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            raise Masked("is causal, but without it the result has another shape or dtype")
+        copies: tuple[tuple[Any, ...], ...] = ()
+        if found.stride() != expected.stride():
+            copies = (("contiguous",),)
+            if expected.dim() == 4 and expected.transpose(1, 2).is_contiguous():
+                copies = (("transpose", 1, 2), *copies, ("transpose", 1, 2))
+            elif not expected.is_contiguous():
+                raise Masked("is causal, but without it the result lies differently in memory")
+        with node.graph.inserting_before(node):
+            new = last = node.graph.call_function(F.scaled_dot_product_attention, operands, kwargs)
+            last.meta["example_value"] = found
+            for name, *args in copies:
+                last, found = node.graph.call_method(name, (last, *args)), getattr(found, name)(*args)
+                last.meta["example_value"] = found
+                stand_in(last, node)
+    stand_in(new, node)
+    node.replace_all_uses_with(last)
+    node.graph.erase_node(node)
     return new
+
+
+def _computed(operands: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """What torch gives for a call, in ``dtype`` as under autocast."""
+    tensors = [tensor.to(dtype) for operand in operands if (tensor := value(operand)) is not None]
+    try:
+        return F.scaled_dot_product_attention(*tensors, **kwargs)
+    except RuntimeError as error:
+        raise Masked(f"is causal, but torch does not take the call without it: {error}") from error
 
 
 _OPERANDS = ("query", "key", "value", "attn_mask")
@@ -167,15 +198,3 @@ def _check_operands(node: fx.Node, operands: Iterable[Any], mask: fx.Node) -> No
     for size, own in zip(reversed(shape(mask)[:-2]), reversed(query[:-2]), strict=False):
         if size != 1 and not (isinstance(own, int) and own == size):
             raise Masked("gives the result another size than queries have")
-
-
-def _same_layout(node: fx.Node, operands: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether torch takes a call and its result lies in memory as that of ``node`` does, for views of it."""
-    expected = value(node)
-    assert expected is not None
-    try:
-        with torch.set_grad_enabled(expected.requires_grad):
-            found = F.scaled_dot_product_attention(*map(value, operands), **kwargs)  # type: ignore[arg-type]
-    except RuntimeError:  # no kernel takes it
-        return False
-    return found.shape == expected.shape and found.stride() == expected.stride() and found.dtype == expected.dtype

@@ -189,6 +189,14 @@ def another_like(value: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+@contextlib.contextmanager
+def as_fake_as(value: torch.Tensor) -> Iterator[None]:
+    """Compute with values of Dynamo's graph: what torch makes on the way is of their fake mode, which is not the one
+    that Dynamo gives a backend. torch 2.11, 2.13."""
+    with no_dispatch_modes(), getattr(value, "fake_mode", None) or contextlib.nullcontext():
+        yield
+
+
 def memory_of(value: torch.Tensor) -> int:
     """The same number for tensors that share memory, also for fake ones, which have none. torch 2.11, 2.13."""
     return value.untyped_storage()._cdata
@@ -283,8 +291,12 @@ def local_version(tensor: torch.Tensor) -> int:
     return 0 if local is None else local._version
 
 
-CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
-"""What Dynamo calls a checkpointed region with: its graph, then that graph's inputs. torch 2.11, 2.13."""
+def calls_checkpointed(node: fx.Node) -> bool:
+    """Whether a node runs a checkpointed region. It is given the region's graph, then that graph's inputs.
+
+    torch 2.11, 2.13.
+    """
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
 
 
 def chooses_attention(node: fx.Node) -> bool:
