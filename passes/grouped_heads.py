@@ -19,19 +19,19 @@ WIDEST_HEAD = 256
 def heads_before_repetition(
     node: fx.Node, query: fx.Node, key: fx.Node, values: fx.Node
 ) -> tuple[fx.Node, fx.Node] | None:
-    """Key and value before their heads were repeated, where both were and a fused kernel takes them so."""
+    """Key and value before their heads were repeated, where both were and attention can be asked to take them so.
+
+    Of torch's kernels for CUDA those of flash attention and cuDNN do, in half precision: that is for the caller to see.
+    """
     keys_of, values_of = _repeated(key, node), _repeated(values, node)
     if keys_of is None or values_of is None:
         return None
-    q, k, v, result = value(query), value(keys_of), value(values_of), value(node)
-    assert q is not None and k is not None and v is not None and result is not None
+    q, k, v = value(query), value(keys_of), value(values_of)
+    assert q is not None and k is not None and v is not None
     if q.dim() != 4 or not q.shape[1] == shape(key)[1] == shape(values)[1]:
         return None
     if k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[-1] > WIDEST_HEAD:
         return None
-    half = result.dtype in (torch.float16, torch.bfloat16)  # the result's: autocast has its say before the kernel
-    if q.is_cuda and not (half and torch.backends.cuda.flash_sdp_enabled()):
-        return None  # of torch's kernels on CUDA, flash attention takes groups; the others would repeat heads
     if any(private.chooses_attention(other) for other in node.graph.nodes):
         return None
     return keys_of, values_of

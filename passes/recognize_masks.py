@@ -34,9 +34,7 @@ class Masked(Exception):
 def recognize_masks(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     masks = _Masks(module)
     rewrite_nested(module, lambda graph: _rewrite(graph, masks, context))
-    masks.erase_unused()
-    module.recompile()
-    return module
+    return rewrite_nested(module, masks.erase_unused)
 
 
 def _rewrite(graph: fx.Graph, masks: _Masks, context: PassContext) -> None:
@@ -85,12 +83,12 @@ class _Masks:
         if reason is not None:
             raise Masked(reason)
 
-    def erase_unused(self) -> None:
-        """What made causal masks, as far as nothing else takes it."""
-        causal = [mask for mask, reason in self._reasons.items() if reason is None]
+    def erase_unused(self, graph: fx.Graph) -> None:
+        """What made causal masks in a graph, as far as nothing else takes it."""
+        causal = [mask for mask, reason in self._reasons.items() if reason is None and mask.graph is graph]
         for node in sorted({source for mask in causal for source in constant_sources(mask)}, reverse=True):
             if not node.users:
-                node.graph.erase_node(node)
+                graph.erase_node(node)
 
 
 def _checkpoint_arguments(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
@@ -134,7 +132,7 @@ def _make_causal(node: fx.Node) -> fx.Node:
     heads = heads_before_repetition(node, query, key, values)
     if heads is not None:
         try:
-            new = _replace(node, (query, *heads), {**kwargs, "enable_gqa": True})
+            new = _replace(node, (query, *heads), {**kwargs, "enable_gqa": True}, fused=True)
         except Masked:  # no kernel takes them
             return _replace(node, (query, key, values), kwargs)
         erase_repetition((key, values), heads)
@@ -142,14 +140,18 @@ def _make_causal(node: fx.Node) -> fx.Node:
     return _replace(node, (query, key, values), kwargs)
 
 
-def _replace(node: fx.Node, operands: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+def _replace(node: fx.Node, operands: tuple[Any, ...], kwargs: dict[str, Any], *, fused: bool = False) -> fx.Node:
     """Put another call in the place of ``node``. Its result lies in memory as that of ``node`` did: a view of it may
     depend on that. Where kernels differ in this, it is copied; mostly the model does so next, and finds it done.
+    ``fused``: only if torch has a kernel for the call, and does not compute it in steps.
     """
     expected = value(node)
     assert expected is not None
     with private.as_fake_as(expected), torch.set_grad_enabled(expected.requires_grad):
-        found = _computed(operands, kwargs, expected.dtype)
+        with _Kernel() as kernel:
+            found = _computed(operands, kwargs, expected.dtype)
+        if fused and not kernel.fused:
+            raise Masked("is causal, but without it no kernel takes the call")
         if found.shape != expected.shape or found.dtype != expected.dtype:
             raise Masked("is causal, but without it the result has another shape or dtype")
         copies: tuple[tuple[Any, ...], ...] = ()
@@ -178,7 +180,16 @@ def _computed(operands: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dt
     try:
         return F.scaled_dot_product_attention(*tensors, **kwargs)
     except RuntimeError as error:
-        raise Masked(f"is causal, but torch does not take the call without it: {error}") from error
+        raise Masked(f"is causal, but torch refuses the call without it: {str(error).splitlines()[0]}") from error
+
+
+class _Kernel(private.OperatorObserver):
+    """Sees whether attention is one operator, as it is for torch's fused kernels, or computed in steps."""
+
+    fused = False
+
+    def before(self, operator: Any, args: Any, kwargs: Any) -> None:
+        self.fused |= private.operator_name(operator).startswith("_scaled_dot_product")
 
 
 _OPERANDS = ("query", "key", "value", "attn_mask")
@@ -191,7 +202,7 @@ def _check_operands(node: fx.Node, operands: Iterable[Any], mask: fx.Node) -> No
         raise Masked("belongs to tensors of a class of their own")
     length, (query, key, _) = shape(mask)[-1], (shape(operand) for operand in operands)
     if not all(isinstance(size, int) and size == length for size in (query[-2], key[-2])):
-        raise Masked("has not the length of queries and keys")
+        raise Masked("is not as long as queries and keys")
     batch = shape(node)[:-2]
     if len(query) - 2 != len(batch) or len(shape(mask)) > len(shape(node)):
         raise Masked("gives the result more dimensions than queries have")
