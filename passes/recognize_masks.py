@@ -176,9 +176,9 @@ def _replace(node: fx.Node, operands: tuple[Any, ...], kwargs: dict[str, Any], *
 
 def _computed(operands: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
     """What torch gives for a call, in ``dtype`` as under autocast."""
-    tensors = [tensor.to(dtype) for operand in operands if (tensor := value(operand)) is not None]
+    query, key, values = (tensor.to(dtype) for operand in operands if (tensor := value(operand)) is not None)
     try:
-        return F.scaled_dot_product_attention(*tensors, **kwargs)
+        return F.scaled_dot_product_attention(query, key, values, **kwargs)
     except RuntimeError as error:
         raise Masked(f"is causal, but torch refuses the call without it: {str(error).splitlines()[0]}") from error
 
