@@ -110,7 +110,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     changed = private.written_arguments(node.target, node.args, node.kwargs)  # which operators say themselves
     if changed is None:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        by_name = name.endswith("_") and not name.endswith("__")
+        by_name = name.endswith("_") and not name.endswith("__") and node.target not in _NOT_IN_PLACE
         in_place = bool(node.args) and (by_name or node.target in _IN_PLACE or _asked_in_place(node))
         changed = [node.args[0]] if in_place else []
         changed.append(node.kwargs.get("out"))
@@ -138,6 +138,7 @@ _IN_PLACE = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
     *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.setitem),
 )
+_NOT_IN_PLACE = (operator.and_, operator.or_, operator.not_, operator.is_)  # named so for Python's sake
 
 
 def changed_between(inputs: Iterable[fx.Node], first: fx.Node, last: fx.Node) -> fx.Node | None:

@@ -8,6 +8,7 @@ from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.options import Options
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
+from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.params import ParamRef
@@ -29,6 +30,8 @@ class PassContext:
     """Recorded durations, which count more than estimates."""
     experts: ExpertsReport = field(default_factory=ExpertsReport)
     """What the passes before autograd made of mixture-of-experts layers."""
+    attention: AttentionReport = field(default_factory=AttentionReport)
+    """What the passes before autograd made of attention masks."""
     planned_experts: str | None = None
     """In a plan for another machine, ``hardware``: the option ``experts`` of the run."""
     observer: Observer | None = None

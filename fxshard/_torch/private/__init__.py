@@ -189,6 +189,14 @@ def another_like(value: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+@contextlib.contextmanager
+def as_fake_as(value: torch.Tensor) -> Iterator[None]:
+    """Compute with values of Dynamo's graph: what torch makes on the way is of their fake mode, which is not the one
+    that Dynamo gives a backend. torch 2.11, 2.13."""
+    with no_dispatch_modes(), getattr(value, "fake_mode", None) or contextlib.nullcontext():
+        yield
+
+
 def memory_of(value: torch.Tensor) -> int:
     """The same number for tensors that share memory, also for fake ones, which have none. torch 2.11, 2.13."""
     return value.untyped_storage()._cdata
@@ -287,6 +295,19 @@ def local_version(tensor: torch.Tensor) -> int:
     """The version of the rows that a DTensor wraps; 0 for a plain tensor. torch 2.11, 2.13."""
     local = getattr(tensor, "_local_tensor", None)
     return 0 if local is None else local._version
+
+
+def calls_checkpointed(node: fx.Node) -> bool:
+    """Whether a node runs a checkpointed region. It is given the region's graph, then that graph's inputs.
+
+    torch 2.11, 2.13.
+    """
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
+
+
+def chooses_attention(node: fx.Node) -> bool:
+    """Whether a node restricts the kernels for attention: ``torch.nn.attention.sdpa_kernel``. torch 2.11, 2.13."""
+    return node.op == "call_function" and "sdpa_kernel" in getattr(node.target, "__name__", "")
 
 
 PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl

@@ -1,0 +1,551 @@
+"""recognize_masks: a causal mask is recognised, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fxshard.passes import constant_values
+from fxshard.passes.context import PassContext
+from fxshard.passes.options import Options
+from fxshard.passes.recognize_masks import recognize_masks
+from fxshard.schedule.attention_report import AttentionReport
+from fxshard.schedule.events import Phase
+
+S, DIM = 5, 4
+INF = float("inf")
+
+
+class Rewritten:
+    """A captured function before and after the pass."""
+
+    def __init__(self, run: Callable[..., Any], *args: Any, dynamic: bool = False) -> None:
+        context = PassContext((), Options(), Phase.FORWARD)
+        self.report: AttentionReport = context.attention
+
+        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.before = copy.deepcopy(module)
+            self.after = recognize_masks(module, context)
+            self.inputs = list(inputs)
+            return self.before.forward
+
+        torch._dynamo.reset()
+        torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+
+    def attention(self) -> list[fx.Node]:
+        graphs = [part.graph for part in self.after.modules() if isinstance(part, fx.GraphModule)]
+        return [node for graph in graphs for node in graph.nodes if node.target is F.scaled_dot_product_attention]
+
+    def compare(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The output and the gradients of all inputs that have one, of the original and of what the pass made."""
+        return _results(self.before, self.inputs), _results(self.after, self.inputs)
+
+
+def _results(module: fx.GraphModule, inputs: list[Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    (output,) = module(*inputs)
+    leaves = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def check_equal(found: Rewritten) -> None:
+    before, after = found.compare()
+    assert all(map(torch.equal, before, after))
+
+
+def check_close(found: Rewritten, tolerance: float) -> None:
+    """The output is the same; gradients of heads that were repeated are sums in another order."""
+    (expected, *before), (output, *after) = found.compare()
+    assert torch.equal(output, expected)
+    for mine, theirs in zip(after, before, strict=True):
+        assert (mine - theirs).norm() <= tolerance * theirs.norm()
+
+
+def qkv(heads: int = 4, kv: int = 4, dtype: torch.dtype = torch.float32, dim: int = DIM, s: int = S) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, kv, kv)
+    return [torch.randn(2, n, s, dim, generator=generator).to(dtype).requires_grad_() for n in sizes]
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def make(kind: str, *, kv_heads: int = 2, **more: Any) -> nn.Module:
+    hf = pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 32, **more}
+    config, model = {
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+        "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM),
+        "mistral": (hf.MistralConfig, hf.MistralForCausalLM),
+        "gemma3": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM),
+    }[kind]
+    torch.manual_seed(0)
+    return model(config(**sizes))
+
+
+def rewritten_model(model: nn.Module, **more: Tensor) -> Rewritten:
+    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+
+    def loss(tokens: Tensor, more: dict[str, Tensor]) -> Tensor:
+        return model(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
+
+    return Rewritten(loss, tokens, more)
+
+
+def check_no_mask(found: Rewritten) -> None:
+    for node in found.attention():
+        assert node.kwargs["attn_mask"] is None and node.kwargs["is_causal"] is True
+    tensors = [node.meta.get("example_value") for node in found.after.graph.nodes]
+    assert not any(isinstance(each, Tensor) and each.dtype == torch.bool for each in tensors)
+
+
+@pytest.mark.shows("H1")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_a_model_from_transformers(kind: str) -> None:
+    found = rewritten_model(make(kind, **({"sliding_window": None} if kind == "mistral" else {})))
+    assert len(found.report.causal) == 2 and not found.report.masked
+    assert all(each.grouped and "self_attn" in each.where for each in found.report.causal)
+    check_no_mask(found)
+    assert not any("expand" in str(node.target) for node in found.after.graph.nodes)  # heads are not repeated
+    check_close(found, 1e-6)
+
+
+@pytest.mark.shows("H1")
+def test_without_groups_all_is_the_same_to_the_last_bit() -> None:
+    found = rewritten_model(make("llama", kv_heads=4))
+    assert len(found.report.causal) == 2 and not any(each.grouped for each in found.report.causal)
+    check_no_mask(found)
+    check_equal(found)
+
+
+@pytest.mark.shows("H1")
+def test_a_model_in_bf16() -> None:
+    found = rewritten_model(make("llama").bfloat16())
+    assert len(found.report.causal) == 2
+    check_no_mask(found)
+    check_close(found, 1e-2)
+
+
+@pytest.mark.shows("H1")
+def test_layers_in_checkpointed_regions() -> None:
+    model = make("llama")
+    model.gradient_checkpointing_enable()
+    found = rewritten_model(model.train())
+    assert len(found.report.causal) == 2 and not found.report.masked
+    assert all(node.kwargs["attn_mask"] is None for node in found.attention())
+    check_close(found, 1e-6)
+
+
+@pytest.mark.shows("H2")
+def test_sliding_windows_are_kept() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    found = rewritten_model(make("gemma3", layer_types=kinds, sliding_window=4))
+    (kept,) = found.report.masked
+    (causal,) = found.report.causal
+    assert kept.reason == "is not causal" and "layers.0" in kept.where and "layers.1" in causal.where
+    assert [node.kwargs["is_causal"] for node in found.attention()] == [False, True]
+    check_close(found, 1e-6)
+
+
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_what_the_user_gives_is_kept(name: str) -> None:
+    """All ones and plain positions in this step say nothing about the next."""
+    given = {"attention_mask": torch.ones(2, 12, dtype=torch.int64), "position_ids": torch.arange(12).expand(2, 12)}
+    found = rewritten_model(make("llama"), **{name: given[name]})
+    assert not found.report.causal and len(found.report.masked) == 2
+    assert all("an input of the graph" in each.reason and name in each.reason for each in found.report.masked)
+    assert all(isinstance(node.kwargs["attn_mask"], fx.Node) for node in found.attention())
+
+
+# -- masks as people write them --------------------------------------------------------------------------------------
+
+
+def lower() -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool).tril()
+
+
+CAUSAL: dict[str, Callable[[], Tensor]] = {
+    "tril": lower,
+    "tril of ones": lambda: torch.tril(torch.ones(S, S)).bool(),
+    "not triu": lambda: ~torch.triu(torch.ones(S, S, dtype=torch.bool), diagonal=1),
+    "positions": lambda: (torch.arange(S)[None, :] <= torch.arange(S)[:, None]).expand(2, 4, S, S),
+    "triu of -inf": lambda: torch.full((S, S), -INF).triu(1),
+    "masked_fill": lambda: torch.zeros(S, S).masked_fill(lower().logical_not(), -INF)[None, None],
+    "where": lambda: torch.where(lower(), 0.0, -INF),
+    "a window of all": lambda: lower() & ~torch.ones(S, S, dtype=torch.bool).tril(-S),
+    "both": lambda: torch.logical_and(lower(), torch.ones(1, S, dtype=torch.bool)),
+    "to": lambda: lower().to("cpu").to(torch.float32).to(torch.bool),
+}
+
+
+@pytest.mark.shows("H1")
+@pytest.mark.parametrize("form", CAUSAL)
+def test_a_causal_mask_is_recognised(form: str) -> None:
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, CAUSAL[form](), 0.0, False), *qkv())
+    assert len(found.report.causal) == 1, found.report
+    assert [node.op for node in found.after.graph.nodes] == [*["placeholder"] * 3, "call_function", "output"]
+    check_equal(found)
+
+
+@pytest.mark.shows("H1")
+def test_views_of_the_result_still_work() -> None:
+    """A mask of three dimensions is not for torch's fused kernel, which orders its result as the query is."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, lower()[None]).view(2, -1)
+
+    found = Rewritten(attend, *qkv())
+    assert len(found.report.causal) == 1
+    assert [str(node.target) for node in found.after.graph.nodes][-3:] == ["contiguous", "view", "output"]
+    for mine, theirs in zip(*found.compare(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.shows("H1")
+def test_under_autocast() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), lower())
+
+    found = Rewritten(attend, *qkv(kv=2))
+    assert found.report.causal[0].grouped
+    check_close(found, 1e-2)
+
+
+@pytest.mark.shows("H1")
+def test_dropout_stays() -> None:
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, lower(), 0.5, scale=0.1), *qkv())
+    (node,) = found.attention()
+    assert node.kwargs["dropout_p"] == 0.5 and node.kwargs["scale"] == 0.1
+    check_equal(found)
+
+
+def _written_later() -> Tensor:
+    mask = lower()
+    mask[0, 1] = True
+    return mask
+
+
+def _written_through_a_view() -> Tensor:
+    mask = lower()
+    mask[1:, 1:].transpose(0, 1).fill_(False)
+    return mask
+
+
+def _one_slice_differs() -> Tensor:
+    return torch.stack([lower(), lower(), lower(), lower().fliplr()]).expand(2, 4, S, S)
+
+
+@torch.library.custom_op("fxshard_tests::mask_of_another", mutates_args=())
+def mask_of_another(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).tril()
+
+
+@mask_of_another.register_fake
+def _(size: int) -> Tensor:
+    return torch.empty(size, size, dtype=torch.bool)
+
+
+@torch._dynamo.allow_in_graph
+def opaque() -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool).tril()
+
+
+OTHERS: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "all true": (lambda: torch.ones(S, S, dtype=torch.bool), "is not causal"),
+    "offset": (lambda: torch.ones(S, S, dtype=torch.bool).tril(1), "is not causal"),
+    "offset down": (lambda: torch.ones(S, S).tril(-1).bool() | torch.eye(S).bool().flip(0), "is not causal"),
+    "window": (lambda: lower() & lower().triu(-2), "is not causal"),
+    "transposed": (lambda: lower().transpose(0, 1), "is not causal"),
+    "one slice": (_one_slice_differs, "is not causal"),
+    "bias": (lambda: torch.full((S, S), -INF).triu(1) + 0.5, "is not causal"),
+    "lowest": (lambda: torch.full((S, S), torch.finfo(torch.float32).min).triu(1), "is not causal"),
+    "whole numbers as bias": (lambda: lower().float(), "is not causal"),
+    "one row for all": (lambda: torch.ones(1, S, dtype=torch.bool), "is not square"),
+    "random": (lambda: torch.rand(S, S).tril() >= 0, "rand"),
+    "dropout": (lambda: F.dropout(torch.zeros(S, S), 0.5) + torch.full((S, S), -INF).triu(1), "dropout"),
+    "uninitialised": (lambda: torch.empty(S, S).tril() * 0 + torch.full((S, S), -INF).triu(1), "empty"),
+    "written later": (_written_later, "may be written to"),
+    "written through a view": (_written_through_a_view, "may be written to"),
+    "a custom operator": (lambda: mask_of_another(S), "mask_of_another"),
+    "an opaque function": (opaque, "opaque"),
+    "rounded elsewhere": (lambda: torch.linspace(0, 1, S)[:, None] >= torch.linspace(0, 1, S), "linspace"),
+    "positions with fractions": (lambda: torch.arange(0, 1, 1 / S)[:, None] >= torch.arange(0, 1, 1 / S), "arange"),
+}
+
+
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("form", OTHERS)
+def test_another_mask_is_kept(form: str) -> None:
+    make_mask, reason = OTHERS[form]
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=make_mask()), *qkv())
+    (kept,) = found.report.masked
+    assert reason in kept.reason and not found.report.causal
+    (node,) = found.attention()
+    assert isinstance(node.kwargs["attn_mask"], fx.Node)
+
+
+class Holding(nn.Module):
+    """A model that holds its mask: it is causal today."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        mask = torch.full((S, S), -INF).triu(1)
+        if how == "parameter":
+            self.mask = nn.Parameter(mask)
+        elif how == "buffer":
+            self.register_buffer("mask", mask)
+        else:
+            self.mask = mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask + torch.zeros(S, S))
+
+
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("how", ["parameter", "buffer", "attribute"])
+def test_a_mask_that_the_model_holds_is_kept(how: str) -> None:
+    found = Rewritten(Holding(how), *qkv())
+    (kept,) = found.report.masked
+    assert "mask" in kept.reason and not found.report.causal
+
+
+@pytest.mark.shows("H2")
+def test_a_constant_of_the_graphs_module_is_kept() -> None:
+    module = graph_of(lower())
+    module.register_buffer("mask", lower())
+    (made,) = (node for node in module.graph.nodes if node.target is torch.tensor)
+    made.op, made.target, made.args, made.kwargs = "get_attr", "mask", (), {}
+    context = PassContext((), Options(), Phase.FORWARD)
+    recognize_masks(module, context)
+    (kept,) = context.attention.masked
+    assert "depends on mask, which the module holds" in kept.reason
+
+
+@pytest.mark.shows("H2")
+def test_symbolic_sizes_are_left_alone() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, q.new_ones(q.shape[2], q.shape[2], dtype=torch.bool).tril())
+
+    found = Rewritten(attend, *qkv(), dynamic=True)
+    assert len(found.report.masked) == 1 and not found.report.causal
+
+
+@pytest.mark.shows("H2")
+def test_queries_of_another_length_are_left_alone() -> None:
+    (q, _, _), (_, k, v) = qkv(), qkv(s=S + 2)
+    mask = lambda: torch.ones(S, S + 2, dtype=torch.bool).tril()  # noqa: E731
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask()), q, k, v)
+    (kept,) = found.report.masked
+    assert "is not square" in kept.reason
+
+
+def test_a_mask_that_is_too_large_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constant_values, "LARGEST", S * S - 1)
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, lower()), *qkv())
+    (kept,) = found.report.masked
+    assert "too many" in kept.reason
+
+
+def test_what_else_uses_the_mask_keeps_it() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = lower()
+        return F.scaled_dot_product_attention(q, k, v, mask) + mask.sum() * q
+
+    found = Rewritten(attend, *qkv())
+    assert len(found.report.causal) == 1
+    assert any(node.target == "tril" for node in found.after.graph.nodes)
+    check_equal(found)
+
+
+# -- any mask at all -------------------------------------------------------------------------------------------------
+
+
+def graph_of(mask: Tensor) -> fx.GraphModule:
+    """Attention with a mask of these numbers, as Dynamo would put it down."""
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in "qkv"]
+    for node, tensor in zip(operands, qkv(s=mask.shape[-2], dtype=_dtype(mask)), strict=True):
+        node.meta["example_value"] = tensor
+    made = graph.call_function(torch.tensor, (mask.tolist(),), {"dtype": mask.dtype})
+    made.meta["example_value"] = mask
+    out = graph.call_function(F.scaled_dot_product_attention, tuple(operands), {"attn_mask": made})
+    tensors = [node.meta["example_value"] for node in operands]
+    out.meta["example_value"] = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    graph.output((out,))
+    return fx.GraphModule({}, graph)
+
+
+def _dtype(mask: Tensor) -> torch.dtype:
+    return torch.float32 if mask.dtype == torch.bool else mask.dtype
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Element by element."""
+    size, kind = mask.shape[-1], mask.dtype
+    kept, left_out = (True, False) if kind == torch.bool else (0.0, -INF)
+    for part in mask.reshape(-1, size, size).tolist():
+        for r, row in enumerate(part):
+            if any(element != (kept if c <= r else left_out) for c, element in enumerate(row)):
+                return False
+    return True
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Tensor:
+    """Causal masks, and such as differ from one in something."""
+    size = draw(st.integers(1, 6))
+    leading = draw(st.sampled_from([(), (1,), (1, 1), (2, 1), (1, 4), (2, 4)]))
+    kind = draw(st.sampled_from([torch.bool, torch.float32, torch.bfloat16]))
+    diagonal = draw(st.sampled_from([0, 0, 0, 1, -1, size]))
+    keep = torch.ones(*leading, size, size, dtype=torch.bool).tril(diagonal)
+    if draw(st.integers(0, 3)) == 0:
+        keep &= ~torch.ones(size, size, dtype=torch.bool).tril(-draw(st.integers(1, size)))
+    numbers = draw(st.sampled_from([-INF, -INF, -INF, torch.finfo(torch.bfloat16).min, -1e4]))
+    mask = keep if kind == torch.bool else torch.zeros(keep.shape, dtype=kind).masked_fill(~keep, numbers)
+    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
+        place = tuple(draw(st.integers(0, n - 1)) for n in mask.shape)
+        other = [0.0, -INF, 0.5, -1e-30, float("nan"), -1e4]
+        mask[place] = draw(st.booleans()) if kind == torch.bool else draw(st.sampled_from(other))
+    return mask
+
+
+@pytest.mark.shows("H2")
+@settings(max_examples=300, deadline=None)
+@given(masks())
+def test_a_mask_counts_as_causal_if_and_only_if_every_element_does(mask: Tensor) -> None:
+    module = graph_of(mask)
+    expected = module(*qkv(s=mask.shape[-1], dtype=_dtype(mask)))[0]
+    context = PassContext((), Options(), Phase.FORWARD)
+    recognize_masks(module, context)
+    assert len(context.attention.causal) == is_causal(mask)
+    assert len(context.attention.masked) == 1 - is_causal(mask)
+    found = module(*qkv(s=mask.shape[-1], dtype=_dtype(mask)))[0]
+    rounding = 2e-2 if mask.dtype == torch.bfloat16 else 1e-6  # masks of some shapes go to another kernel
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
+
+
+@pytest.mark.shows("H2")
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_one_element_anywhere_makes_another_mask(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 40))
+    mask = torch.ones(2, 1, size, size, dtype=torch.bool).tril()
+    place = tuple(data.draw(st.integers(0, n - 1)) for n in mask.shape)
+    mask[place] = ~mask[place]
+    context = PassContext((), Options(), Phase.FORWARD)
+    recognize_masks(graph_of(mask), context)
+    assert not context.attention.causal
+
+
+# -- heads -----------------------------------------------------------------------------------------------------------
+
+
+def repeat_kv(x: Tensor, n: int = 2) -> Tensor:
+    batch, heads, length, dim = x.shape
+    return x[:, :, None, :, :].expand(batch, heads, n, length, dim).reshape(batch, heads * n, length, dim)
+
+
+REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "repeat_kv": repeat_kv,
+    "repeat_interleave": lambda x: x.repeat_interleave(2, dim=1),
+    "torch.repeat_interleave": lambda x: torch.repeat_interleave(x, 2, -3),
+    "unsqueeze": lambda x: x.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2),
+}
+
+
+@pytest.mark.shows("H1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", REPEATED)
+def test_repeated_heads_are_passed_as_they_are(form: str, dtype: torch.dtype) -> None:
+    repeat = REPEATED[form]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, repeat(k), repeat(v), attn_mask=lower())
+
+    found = Rewritten(attend, *qkv(kv=2, dtype=dtype))
+    assert found.report.causal[0].grouped
+    assert [node.op for node in found.after.graph.nodes] == [*["placeholder"] * 3, "call_function", "output"]
+    check_close(found, 1e-6 if dtype is torch.float32 else 1e-2)
+
+
+def _changed_in_between(x: Tensor) -> Tensor:
+    x = x * 1
+    repeated = repeat_kv(x)
+    x.mul_(2)
+    return repeated
+
+
+def _without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return repeat_kv(x)
+
+
+NOT_REPEATED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "in another order": (lambda x: x.repeat(1, 2, 1, 1), repeat_kv),
+    "expanded in another order": (lambda x: x[:, None].expand(-1, 2, -1, -1, -1).flatten(1, 2), repeat_kv),
+    "values only": (lambda x: torch.cat([x, x], 1), repeat_kv),
+    "along the sequence": (lambda x: repeat_kv(x).flip(2), repeat_kv),
+    "an index": (lambda x: repeat_kv(x[:, [1, 0]][:, :, None, ::1].squeeze(2)) * 2, repeat_kv),
+    "changed in between": (_changed_in_between, repeat_kv),
+    "changed after": (lambda x: repeat_kv(x).mul_(2), repeat_kv),
+    "without gradients": (_without_gradients, repeat_kv),
+    "values narrower": (repeat_kv, lambda x: repeat_kv(x[..., :2])),
+}
+
+
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("form", NOT_REPEATED)
+def test_other_heads_are_left_alone(form: str) -> None:
+    keys, values = NOT_REPEATED[form]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, keys(k), values(v), attn_mask=lower())[..., :2] + k.sum() * 0
+
+    found = Rewritten(attend, *qkv(kv=2))
+    assert len(found.report.causal) == 1 and not found.report.causal[0].grouped
+    check_equal(found)
+
+
+@pytest.mark.parametrize("why", ["heads too wide", "dropout", "a choice of kernels"])
+def test_heads_that_kernels_do_not_take_are_repeated(why: str) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dropout = 0.5 if why == "dropout" else 0.0
+        if why != "a choice of kernels":
+            return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), lower(), dropout)
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), lower())
+
+    found = Rewritten(attend, *qkv(kv=2, dim=264 if why == "heads too wide" else DIM))
+    assert not found.report.causal[0].grouped
+    assert any(node.target is operator.getitem for node in found.after.graph.nodes)
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_how_many_and_why() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        x = F.scaled_dot_product_attention(q, k, v, lower())
+        x = F.scaled_dot_product_attention(x, k, v, lower())
+        return F.scaled_dot_product_attention(x, k, v, given)
+
+    found = Rewritten(attend, *qkv(), lower())
+    assert str(found.report).splitlines() == [
+        "the model itself and 1 more: causal, without a mask",
+        "the model itself: keeps its mask, which depends on l_given_, an input of the graph",
+    ]
+    assert "no attention" in str(AttentionReport())
