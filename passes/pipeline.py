@@ -23,6 +23,7 @@ from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.open_experts import open_experts
 from fxshard.passes.pass_list import Pass, PassList, places
 from fxshard.passes.quantize_linears import quantize_linears
+from fxshard.passes.recognize_masks import recognize_masks
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.run import run_passes
 from fxshard.passes.save_residuals import save_residuals
@@ -33,7 +34,10 @@ from fxshard.passes.write_gradients import write_gradients
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.events import Phase
 
-BEFORE_AUTOGRAD: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swiglu)
+EXPERTS: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swiglu)
+"""What ``experts="off"`` leaves out."""
+
+BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, *EXPERTS)
 """On Dynamo's graph: what these put there brings its own backward."""
 
 JOINT: tuple[Pass, ...] = (open_experts, quantize_linears, recompute_param_views, save_residuals)
@@ -72,7 +76,7 @@ def before_autograd(module: fx.GraphModule, context: PassContext) -> fx.GraphMod
     """Run the passes over the graph that Dynamo captured, in place."""
     passes = chosen(context).captured
     if context.options.experts == "off":
-        passes = tuple(place for place in passes if place.own)
+        passes = tuple(place for place in passes if place.run not in EXPERTS)
     if passes:
         module = run_passes("captured", passes, module, context)
         module.recompile()

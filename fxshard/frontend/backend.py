@@ -20,6 +20,7 @@ from fxshard.passes.pipeline import before_autograd
 from fxshard.passes.scheduling import schedule
 from fxshard.passes.stages import Scheduled
 from fxshard.runtime.agreement import COMMUNICATION
+from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer, observer
 from fxshard.schedule.params import ParamRef
@@ -55,6 +56,8 @@ class Backend:
         self.captures = 0
         self.layers_folded = 0
         """Layers that did not go through autograd, being like those that did."""
+        self.attention: list[AttentionReport] = []
+        """What became of attention masks, for each captured graph."""
         self.compiled = CompiledGraphs()
         self.used: set[ParamRef] = set()
         """Parameters that some graph uses."""
@@ -83,7 +86,9 @@ class Backend:
             watching.say("Dynamo gave %d nodes", len(graph.graph.nodes))
         refs = [self._ref(value) for value in graph_inputs(graph)]
         plan = self.sharding.plan(one_graph=self.one_graph)
-        graph = before_autograd(graph, plan.context(Phase.FORWARD, watching))
+        context = plan.context(Phase.FORWARD, watching)
+        graph = before_autograd(graph, context)
+        self.attention.append(context.attention)
         if self.one_graph or not any(refs):
             return self.compile(graph, refs, example_inputs, watching)
         again = duplicate(graph)  # before AOTAutograd has worked on it

@@ -209,6 +209,7 @@ class ShardedModule(nn.Module):
             reads,
             [name for name in names if name not in used and name not in reads],
             replays.report() if replays is not None else None,
+            *backend.attention[-1:],
         )
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxshard.runtime.replay import Captures
+from fxshard.schedule.attention_report import AttentionReport
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,16 @@ class Report:
     cuda_graphs: Captures | None
     """How often programs were captured, replayed, or ran through and why; None without ``cuda_graphs=True``."""
 
+    attention: AttentionReport = field(default_factory=AttentionReport)
+    """Which attention masks were recognised as causal, and which were kept, and why; of the graph captured last."""
+
     def __str__(self) -> str:
         made = self.compilations
         lines = [
             f"{made.captures} graphs captured, {made.segments} segments, {made.compiled} of them compiled, "
             f"{made.layers_folded} layers not traced because they repeat others"
         ]
+        lines += str(self.attention).splitlines() if self.attention.causal or self.attention.masked else []
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]
         lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]
         lines += [f"not used: {name}" for name in self.unused_parameters]

@@ -193,7 +193,9 @@ def another_like(value: torch.Tensor) -> torch.Tensor:
 def as_fake_as(value: torch.Tensor) -> Iterator[None]:
     """Compute with values of Dynamo's graph: what torch makes on the way is of their fake mode, which is not the one
     that Dynamo gives a backend. torch 2.11, 2.13."""
-    with no_dispatch_modes(), getattr(value, "fake_mode", None) or contextlib.nullcontext():
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), getattr(value, "fake_mode", None) or contextlib.nullcontext():
         yield
 
 
