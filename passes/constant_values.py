@@ -101,10 +101,15 @@ def _check_unwritten(sources: list[fx.Node], graphs: Iterable[fx.Graph]) -> None
                     raise NotConstant(f"may be written to by {node.name}")
 
 
+_NAMES = "eq ne lt le gt ge and or xor invert getitem add radd sub rsub mul rmul neg"
+_READING = {f"__{name}__" for name in _NAMES.split(" ")}
+"""Methods that Dynamo calls by these names, and that write to nothing."""
+
+
 def _hides_writes(node: fx.Node) -> bool:
     """Whether a call does not say what it writes to. A checkpointed region has a graph of its own that does."""
     if node.op == "call_method":
-        return str(node.target).startswith("__")
+        return str(node.target).startswith("__") and str(node.target) not in _READING
     if node.op != "call_function" or private.calls_checkpointed(node):
         return False
     if private.written_arguments(node.target, node.args, node.kwargs) is not None:

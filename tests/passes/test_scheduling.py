@@ -32,7 +32,7 @@ print(hashlib.sha256(private.dumps(scheduled()[0])).hexdigest())
 
 def scheduled() -> tuple[Scheduled, ShardingPlan]:
     with torch.device("meta"):
-        model = Llama(layers=8)
+        model = Llama(layers=2)
     options = Options(lowering="eager", hardware="h200")
     buckets = plan_model(model, [data_parallel(8, 1, "mean", "cuda")], options)
     plan = ShardingPlan(buckets, options, ranks=8, hardware=hardware("h200"), own_optimizer=True, one_graph=True)
