@@ -31,6 +31,7 @@ class Stack(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
         self.register_buffer("scales", torch.arange(1.0, LAYERS + 1))
         self.rule = rule
+        self.multipliers: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         seen: list[Tensor] = []
@@ -52,8 +53,8 @@ def odd_at(place: int, change: Callable[[Tensor], Tensor]) -> Rule:
     return rule
 
 
-def by_weight(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return x + torch.tanh(layer(x)) * layer.weight.multiplier  # type: ignore[union-attr]
+def by_number(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    return x + torch.tanh(layer(x)) * model.multipliers[i]
 
 
 def reaching_back(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
@@ -77,9 +78,8 @@ def used_again(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Ten
 
 
 def with_multipliers(values: Callable[[int], float]) -> Stack:
-    model = Stack(by_weight)
-    for i, layer in enumerate(model.layers):
-        layer.weight.multiplier = values(i)
+    model = Stack(by_number)
+    model.multipliers = [values(i) for i in range(LAYERS)]
     return model
 
 
