@@ -39,6 +39,7 @@ from fxshard.passes.order_prefetch import late_gathers, latest_starts, order_pre
 from fxshard.passes.pipeline import INSERTING
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.passes.quantize_linears import quantize_linears
+from fxshard.passes.recognize_masks import recognize_masks
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.save_residuals import save_residuals
 from fxshard.passes.split_segments import split_segments
@@ -297,6 +298,28 @@ class Always(TorchExperts):
     takes_dense = True
 
 
+class Masked(nn.Module):
+    """Attention as transformers writes it where the whole model is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(1, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        at = torch.arange(4)
+        mask = at[None, None, None, :] <= at[None, None, :, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum()
+
+
+def masks() -> None:
+    """One attention, with a mask that is the causal one."""
+    model = captured(Masked(), torch.randn(1, 4, 8))
+    show("attention, as Dynamo captured it", model.dynamo)
+    show("attention, recognize_masks", recognize_masks(model.dynamo, model.context))
+    print(model.context.attention)
+
+
 def dense() -> None:
     """One gated MLP, by an implementation that takes it."""
     add_implementation("always", Always)
@@ -332,7 +355,7 @@ def show(
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (experts, dense, opened, mxfp8, schedule, residual, filled, deferred, replicas)
+PARTS = (masks, experts, dense, opened, mxfp8, schedule, residual, filled, deferred, replicas)
 
 
 def main() -> None:
