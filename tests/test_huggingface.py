@@ -105,6 +105,7 @@ def compilations(layers: int, **options: object) -> int:
     model = fxshard.compile(LlamaForCausalLM(config), lowering="eager")
     tokens = torch.arange(32).view(2, 16)
     model(input_ids=tokens, labels=tokens, **options).loss.backward()
+    assert len(model.report.attention.causal) == layers, "the mask is recognised"
     return model.report.compilations.compiled
 
 
