@@ -120,7 +120,7 @@ def test_a_file_a_table_and_a_picture(tmp_path: Path) -> None:
     assert found is not None
     text = table({"fxshard": found, "on a CPU": None})
     assert "50.0%" in text and "1 × cudaStreamSynchronize (0.01 ms) in aten::nonzero" in text
-    result = {"name": "fxshard", "step_ms": 1.0, "peak_gib": 0.0, "first_step_s": 1.0, "host_ms": 1.0}
+    result = {"model": "toy", "name": "fxshard", "step_ms": 1.0, "peak_gib": 0.0, "first_step_s": 1.0, "host_ms": 1.0}
     trace = {"communication_ms": found.communication_ms, "hidden": found.hidden, "idle_ms": found.idle_ms}
     bars = {chart.title: chart.bars for chart in CHARTS["train"]([{**result, "trace": trace}])}
     assert bars["communication with no compute at the same time"] == (("fxshard", 0.25),)

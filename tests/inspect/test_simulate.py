@@ -221,7 +221,7 @@ def test_ten_thousand_events_take_a_moment() -> None:
         events += [replace(event, waits_for=tuple(need + shift for need in event.waits_for)) for event in layers.events]
     long = replace(layers, events=tuple(events))
     best = min(_seconds_to_simulate(long) for _ in range(3))
-    assert best < 0.2, f"{best:.3f} s for {len(events)} events"
+    assert best < 0.6, f"{best:.3f} s for {len(events)} events"
 
 
 def _seconds_to_simulate(schedule: Schedule) -> float:

@@ -424,7 +424,7 @@ def masks(draw: st.DrawFn) -> Tensor:
 
 
 @pytest.mark.shows("H2")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(masks())
 def test_a_mask_counts_as_causal_if_and_only_if_every_element_does(mask: Tensor) -> None:
     module = graph_of(mask)

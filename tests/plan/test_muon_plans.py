@@ -21,6 +21,7 @@ from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, plan_s
 from fxshard.plan.units import find_units
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.updates import updates
+from tests.thorough import thorough
 from tests.toy import Llama
 
 
@@ -127,7 +128,7 @@ def test_a_step_updates_every_bucket_once_and_lands_what_it_sends(ranks: int, ze
             assert all(ready[index] > i for index in op.batch.buckets)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [thorough(1), 3])
 def test_the_schedule_counts_the_work_of_the_busiest_rank_once(zero: int) -> None:
     """Who holds matrices alone is dealt fewer that travel: the two are not added up for different ranks."""
     model = llama(layers=4)

@@ -70,7 +70,7 @@ def disturbed(zero: int) -> tuple[Run, Run]:
 
 
 @pytest.mark.shows("Q4")
-@pytest.mark.parametrize("zero", [thorough(1), 2, 3])
+@pytest.mark.parametrize("zero", [thorough(1), thorough(2), 3])
 def test_gathering_quantized_parameters_changes_nothing(ranks: Pool, zero: int) -> None:
     for runs in ranks(2, on_and_off, zero):
         for name, one in runs.items():
