@@ -123,7 +123,7 @@ def test_a_file_a_table_and_a_picture(tmp_path: Path) -> None:
     result = {"model": "toy", "name": "fxshard", "step_ms": 1.0, "peak_gib": 0.0, "first_step_s": 1.0, "host_ms": 1.0}
     trace = {"communication_ms": found.communication_ms, "hidden": found.hidden, "idle_ms": found.idle_ms}
     bars = {chart.title: chart.bars for chart in CHARTS["train"]([{**result, "trace": trace}])}
-    assert bars["communication with no compute at the same time"] == (("fxshard", 0.25),)
+    assert bars["toy: communication with no compute at the same time"] == (("fxshard", 0.25),)
 
 
 def test_a_trace_without_a_device_or_without_steps() -> None:
