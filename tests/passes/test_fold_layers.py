@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
+from fxshard.bench import models as bench
 from tests.thorough import thorough
 from tests.toy import Llama
 
@@ -182,3 +183,10 @@ def test_near_misses_give_the_same(name: str) -> None:
 def test_a_llama_with_two_inputs(lowering: str) -> None:
     tokens = torch.randint(0, 96, (2, 8))
     assert folded(Llama(layers=7), (tokens, tokens), lowering=lowering) > 0
+
+
+@pytest.mark.thorough
+def test_layers_in_mxfp8() -> None:
+    model = bench.Llama(bench.LlamaConfig(vocab=64, dim=64, layers=8, heads=2, hidden=128))
+    tokens = torch.randint(0, 64, (2, 32))
+    assert folded(model, (tokens, tokens), precision=fxshard.MXFP8()) > 0

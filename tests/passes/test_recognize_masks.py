@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxshard.passes import constant_values
 from fxshard.passes.context import PassContext
@@ -21,61 +18,7 @@ from fxshard.passes.options import Options
 from fxshard.passes.recognize_masks import recognize_masks
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
-
-S, DIM = 5, 4
-INF = float("inf")
-
-
-class Rewritten:
-    """A captured function before and after the pass."""
-
-    def __init__(self, run: Callable[..., Any], *args: Any, dynamic: bool = False) -> None:
-        context = PassContext((), Options(), Phase.FORWARD)
-        self.report: AttentionReport = context.attention
-
-        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            self.before = copy.deepcopy(module)
-            self.after = recognize_masks(module, context)
-            self.inputs = list(inputs)
-            return self.before.forward
-
-        torch._dynamo.reset()
-        torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
-
-    def attention(self) -> list[fx.Node]:
-        graphs = [part.graph for part in self.after.modules() if isinstance(part, fx.GraphModule)]
-        return [node for graph in graphs for node in graph.nodes if node.target is F.scaled_dot_product_attention]
-
-    def compare(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The output and the gradients of all inputs that have one, of the original and of what the pass made."""
-        return _results(self.before, self.inputs), _results(self.after, self.inputs)
-
-
-def _results(module: fx.GraphModule, inputs: list[Any]) -> list[Tensor]:
-    torch.manual_seed(0)
-    (output,) = module(*inputs)
-    leaves = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
-    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
-
-
-def check_equal(found: Rewritten) -> None:
-    before, after = found.compare()
-    assert all(map(torch.equal, before, after))
-
-
-def check_close(found: Rewritten, tolerance: float) -> None:
-    """The output is the same; gradients of heads that were repeated are sums in another order."""
-    (expected, *before), (output, *after) = found.compare()
-    assert torch.equal(output, expected)
-    for mine, theirs in zip(after, before, strict=True):
-        assert (mine - theirs).norm() <= tolerance * theirs.norm()
-
-
-def qkv(heads: int = 4, kv: int = 4, dtype: torch.dtype = torch.float32, dim: int = DIM, s: int = S) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = (heads, kv, kv)
-    return [torch.randn(2, n, s, dim, generator=generator).to(dtype).requires_grad_() for n in sizes]
-
+from tests.passes.masked import INF, Rewritten, S, check_close, check_equal, lower, qkv, repeat_kv
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
@@ -170,10 +113,6 @@ def test_what_the_user_gives_is_kept(name: str) -> None:
 
 
 # -- masks as people write them --------------------------------------------------------------------------------------
-
-
-def lower() -> Tensor:
-    return torch.ones(S, S, dtype=torch.bool).tril()
 
 
 CAUSAL: dict[str, Callable[[], Tensor]] = {
@@ -449,89 +388,6 @@ def test_one_element_anywhere_makes_another_mask(data: st.DataObject) -> None:
     context = PassContext((), Options(), Phase.FORWARD)
     recognize_masks(graph_of(mask), context)
     assert not context.attention.causal
-
-
-# -- heads -----------------------------------------------------------------------------------------------------------
-
-
-def repeat_kv(x: Tensor, n: int = 2) -> Tensor:
-    batch, heads, length, dim = x.shape
-    return x[:, :, None, :, :].expand(batch, heads, n, length, dim).reshape(batch, heads * n, length, dim)
-
-
-REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "repeat_kv": repeat_kv,
-    "repeat_interleave": lambda x: x.repeat_interleave(2, dim=1),
-    "torch.repeat_interleave": lambda x: torch.repeat_interleave(x, 2, -3),
-    "unsqueeze": lambda x: x.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2),
-}
-
-
-@pytest.mark.shows("H1")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", REPEATED)
-def test_repeated_heads_are_passed_as_they_are(form: str, dtype: torch.dtype) -> None:
-    repeat = REPEATED[form]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, repeat(k), repeat(v), attn_mask=lower())
-
-    found = Rewritten(attend, *qkv(kv=2, dtype=dtype))
-    assert found.report.causal[0].grouped
-    assert [node.op for node in found.after.graph.nodes] == [*["placeholder"] * 3, "call_function", "output"]
-    check_close(found, 1e-6 if dtype is torch.float32 else 1e-2)
-
-
-def _changed_in_between(x: Tensor) -> Tensor:
-    x = x * 1
-    repeated = repeat_kv(x)
-    x.mul_(2)
-    return repeated
-
-
-def _without_gradients(x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return repeat_kv(x)
-
-
-NOT_REPEATED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "in another order": (lambda x: x.repeat(1, 2, 1, 1), repeat_kv),
-    "expanded in another order": (lambda x: x[:, None].expand(-1, 2, -1, -1, -1).flatten(1, 2), repeat_kv),
-    "values only": (lambda x: torch.cat([x, x], 1), repeat_kv),
-    "along the sequence": (lambda x: repeat_kv(x).flip(2), repeat_kv),
-    "an index": (lambda x: repeat_kv(x[:, [1, 0]][:, :, None, ::1].squeeze(2)) * 2, repeat_kv),
-    "changed in between": (_changed_in_between, repeat_kv),
-    "changed after": (lambda x: repeat_kv(x).mul_(2), repeat_kv),
-    "without gradients": (_without_gradients, repeat_kv),
-    "values narrower": (repeat_kv, lambda x: repeat_kv(x[..., :2])),
-}
-
-
-@pytest.mark.shows("H2")
-@pytest.mark.parametrize("form", NOT_REPEATED)
-def test_other_heads_are_left_alone(form: str) -> None:
-    keys, values = NOT_REPEATED[form]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, keys(k), values(v), attn_mask=lower())[..., :2] + k.sum() * 0
-
-    found = Rewritten(attend, *qkv(kv=2))
-    assert len(found.report.causal) == 1 and not found.report.causal[0].grouped
-    check_equal(found)
-
-
-@pytest.mark.parametrize("why", ["heads too wide", "dropout", "a choice of kernels"])
-def test_heads_that_kernels_do_not_take_are_repeated(why: str) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dropout = 0.5 if why == "dropout" else 0.0
-        if why != "a choice of kernels":
-            return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), lower(), dropout)
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), lower())
-
-    found = Rewritten(attend, *qkv(kv=2, dim=264 if why == "heads too wide" else DIM))
-    assert not found.report.causal[0].grouped
-    assert any(node.target is operator.getitem for node in found.after.graph.nodes)
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
