@@ -299,6 +299,7 @@ def _work(job: Job) -> Value | Failure:
             world_size=job.ranks,
             timeout=timedelta(seconds=job.timeout + 60),  # the pool is to notice first, and to say who is late
         )
+        dist.barrier()  # a rank that failed now would close connections that its peers are still making
         fn, args, kwargs = pickle.loads(job.call)
         return Value(pickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:  # sys.exit included: the worker goes on living
