@@ -20,9 +20,11 @@ SCRATCH = 2
 
 def accumulating(step: Schedule) -> Schedule:
     """Forward and backward of ``step`` without its reductions and its optimizer. No budget bounds what is kept."""
-    from fxshard.schedule.record import with_dependencies
+    from fxshard.schedule.dependencies import with_dependencies
 
+    used = {event.bucket_index: i for i, event in reversed(list(step.of(Kind.WAIT, phase=Phase.FORWARD)))}
     carried = [event for _, event in step.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)]
+    carried.sort(key=lambda event: used[event.bucket_index])  # in the forward's order, not in that of updates
     first = [replace(event, phase=Phase.FORWARD, why="no optimizer phase before gathers it") for event in carried]
     within = [_kept(event, step.buckets[event.bucket_index]) for event in step.events if _stays(event)]
     events = [*first, *within]

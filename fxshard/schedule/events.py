@@ -79,7 +79,7 @@ class Event:
     held: int = 0
     """Bytes of activations alive after a compute event."""
     waits_for: tuple[int, ...] = ()
-    """Positions of the events that must be over before this one may start."""
+    """Positions of the events that must be over before this one starts. A reshard and a finish: what ends there."""
     copies: Copies = Copies.NONE
     """Which quantized copies a gather brings or a wait gives, where parameters rest quantized."""
 

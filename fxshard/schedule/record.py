@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice, takewhile
 
 import torch
@@ -17,6 +16,7 @@ from fxshard.plan.cost import node_flops, node_traffic, tensor_bytes
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.aliases import is_view, readers
 from fxshard.schedule.constants import is_constant
+from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import META, Event, Kind, Phase, event_of
 from fxshard.schedule.params import PARAM
 from fxshard.schedule.schedule import Schedule
@@ -188,70 +188,3 @@ def _carried(
 def _group(events: list[Event]) -> str:
     """The model's own process group, as a graph's collectives name it."""
     return next((event.group for event in events if event.kind in (Kind.UNSHARD, Kind.REDUCE)), "none")
-
-
-def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
-    """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
-    latest: dict[tuple[Kind, int], int] = {}
-    last_write: dict[int, int] = {}
-    last_read: dict[int, int] = {}
-    last_reduces: dict[int, Kind] = {}  # the last of each stream, which is in order
-    travelling: dict[tuple[str, ...], int] = {}  # {matrices: the last event of their exchange}
-    returned: dict[int, int] = {}
-    places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
-    ahead = {  # what the step before gathered
-        e.bucket_index: i for i, e in enumerate(events) if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER
-    }
-    linked: list[Event] = []
-    for i, event in enumerate(events):
-        index, needs = event.bucket_index, set()
-        if event.kind is Kind.WAIT:
-            needs.add(latest.get((Kind.UNSHARD, index)))
-        elif event.kind is Kind.COMPUTE:
-            needs |= {latest.get((Kind.WAIT, bucket)) for bucket in event.reads}
-            needs |= {latest.get((Kind.GRAD, bucket)) for bucket in event.writes}
-            last_write.update(dict.fromkeys(event.writes, i))
-            last_read.update(dict.fromkeys(event.reads, i))
-        elif event.kind is Kind.RESHARD:
-            needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
-        elif event.kind in (Kind.REDUCE, Kind.ACCUMULATE):
-            needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
-        elif event.kind in (Kind.ALL_REDUCE, Kind.FINISH):
-            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ACCUMULATE, index))}
-        elif event.kind is Kind.UPDATE:  # backward ends when all its reductions have
-            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ALL_REDUCE, index)), returned.get(index)}
-            needs |= last_reduces.keys()
-        elif event.kind is Kind.EXCHANGE:
-            needs |= last_reduces.keys()
-            returned.update(dict.fromkeys(event.writes, i))
-        if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER:
-            needs.add(latest.get((Kind.UPDATE, index)))
-        if event.phase is Phase.OPTIMIZER and event.kind in (Kind.COMPUTE, Kind.EXCHANGE):
-            needs.add(travelling.get(event.params))
-            travelling[event.params] = i
-        if event.kind in (Kind.REDUCE, Kind.ALL_REDUCE):
-            last_reduces = {at: kind for at, kind in last_reduces.items() if kind is not event.kind} | {i: event.kind}
-        if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
-            needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
-        if event.kind is Kind.WAIT:
-            # What was staged is quantized by then, as a part of the gather; a bucket that stays has no slot after.
-            opened = latest.get((Kind.UNSHARD, index))
-            if opened is not None and events[opened].slot is not None and buckets[index].staged_in_arena:
-                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
-                places.append((opened, events[opened]))
-        if event.kind in (Kind.RESHARD, Kind.FINISH):
-            opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
-            if opened is None:
-                opened = ahead.get(index)
-            if opened is not None and events[opened].slot is not None:
-                freed = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
-                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
-                places.append((freed, events[opened]))
-        latest[event.kind, index] = i
-        linked.append(replace(event, waits_for=tuple(sorted(need for need in needs if need is not None))))
-    return linked
-
-
-def _overlap(a: Event, b: Event) -> bool:
-    assert a.slot is not None and b.slot is not None
-    return a.slot.offset < b.slot.end and b.slot.offset < a.slot.end

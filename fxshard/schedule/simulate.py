@@ -19,6 +19,7 @@ from fxshard.plan.collectives import all_to_all_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
+from fxshard.schedule.dependencies import needed_before
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.profile import Profile, as_durations
 from fxshard.schedule.schedule import Schedule
@@ -208,7 +209,7 @@ class _Run:
 def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bool, start: _Start) -> _Run:
     """Take, again and again, the event that can start first: all others start later, so nothing is overtaken."""
     events = schedule.events
-    needs, earliest = _needs(events), _earliest(events, start)
+    needs, earliest = needed_before(events), _earliest(events, start)
     streams: dict[str, list[int]] = {COMPUTE: [], GATHER: [], REDUCE: [], REPLICAS: []}
     for i in range(len(events) - 1, -1, -1):  # the next event of a stream is its last entry
         streams[STREAMS.get(events[i].kind, COMPUTE)].append(i)
@@ -247,21 +248,6 @@ def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bo
 
 def _for_next_step(event: Event) -> bool:
     return event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER
-
-
-def _needs(events: tuple[Event, ...]) -> list[tuple[int, ...]]:
-    """What each event waits for. A reshard and a finish mark a place in the program: compute does not stop for them.
-
-    An event that waits for a finish therefore waits for the reduction that it finishes.
-    """
-    needs: list[tuple[int, ...]] = []
-    for event in events:
-        found = event.waits_for if event.kind not in (Kind.RESHARD, Kind.FINISH) else ()
-        for need in found:
-            if 0 <= need < len(events) and events[need].kind is Kind.FINISH:
-                found += events[need].waits_for
-        needs.append(found)
-    return needs
 
 
 def _earliest(events: tuple[Event, ...], start: _Start) -> dict[int, float]:

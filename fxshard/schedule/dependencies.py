@@ -1,0 +1,101 @@
+"""What must be over before an event starts: what the runtime enforces with streams and tokens.
+
+Streams are in order, so an event says only what they do not order by themselves. ``tests/test_ordering.py`` holds this
+against what the runtime waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fxshard.plan.buckets import BucketPlan
+from fxshard.schedule.events import Event, Kind, Phase
+
+MARKS = (Kind.RESHARD, Kind.FINISH)
+"""What marks a place in the program. Compute does not stop for it: what takes the memory next waits."""
+
+
+def needed_before(events: Sequence[Event]) -> list[tuple[int, ...]]:
+    """The events that each event stands still for, if they are not over; earlier ones of its stream are, anyway.
+
+    ``waits_for`` of a reshard or a finish says what ends there. So what waits for a finish waits for the reduction that
+    it finishes.
+    """
+    needs: list[tuple[int, ...]] = []
+    for event in events:
+        found = event.waits_for if event.kind not in MARKS else ()
+        for need in found:
+            if 0 <= need < len(events) and events[need].kind is Kind.FINISH:
+                found += events[need].waits_for
+        needs.append(found)
+    return needs
+
+
+def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
+    """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
+    latest: dict[tuple[Kind, int], int] = {}
+    last_write: dict[int, int] = {}
+    last_read: dict[int, int] = {}
+    last_reduces: dict[int, Kind] = {}  # the last of each stream, which is in order
+    travelling: dict[tuple[str, ...], int] = {}  # {matrices: the last event of their exchange}
+    returned: dict[int, int] = {}
+    computed: int | None = None  # the last event of the compute stream
+    places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
+    ahead = {  # what the step before gathered
+        e.bucket_index: i for i, e in enumerate(events) if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER
+    }
+    linked: list[Event] = []
+    for i, event in enumerate(events):
+        index, needs = event.bucket_index, set()
+        if event.kind is Kind.WAIT:
+            needs.add(latest.get((Kind.UNSHARD, index)))
+        elif event.kind is Kind.COMPUTE:
+            needs |= {latest.get((Kind.WAIT, bucket)) for bucket in event.reads}
+            needs |= {latest.get((Kind.GRAD, bucket)) for bucket in event.writes}
+            last_write.update(dict.fromkeys(event.writes, i))
+            last_read.update(dict.fromkeys(event.reads, i))
+        elif event.kind is Kind.RESHARD:
+            needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
+        elif event.kind in (Kind.REDUCE, Kind.ACCUMULATE):
+            needs |= {last_write.get(index), latest.get((Kind.GRAD, index))}
+        elif event.kind in (Kind.ALL_REDUCE, Kind.FINISH):
+            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ACCUMULATE, index))}
+        elif event.kind is Kind.UPDATE:  # backward ends when all its reductions have
+            needs |= {latest.get((Kind.REDUCE, index)), latest.get((Kind.ALL_REDUCE, index)), returned.get(index)}
+            needs |= last_reduces.keys()
+        elif event.kind is Kind.EXCHANGE:
+            needs |= {*last_reduces, computed}  # compute puts together what travels
+            returned.update(dict.fromkeys(event.writes, i))
+        if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER:
+            needs.add(latest.get((Kind.UPDATE, index)))
+        if event.phase is Phase.OPTIMIZER and event.kind in (Kind.COMPUTE, Kind.EXCHANGE):
+            needs.add(travelling.get(event.params))
+            travelling[event.params] = i
+        if event.kind in (Kind.REDUCE, Kind.ALL_REDUCE):
+            last_reduces = {at: kind for at, kind in last_reduces.items() if kind is not event.kind} | {i: event.kind}
+        if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
+            needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
+        if event.kind is Kind.WAIT:
+            # What was staged is quantized by then, as a part of the gather; a bucket that stays has no slot after.
+            opened = latest.get((Kind.UNSHARD, index))
+            if opened is not None and events[opened].slot is not None and buckets[index].staged_in_arena:
+                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
+                places.append((opened, events[opened]))
+        if event.kind in (Kind.RESHARD, Kind.FINISH):
+            opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
+            if opened is None:
+                opened = ahead.get(index)
+            if opened is not None and events[opened].slot is not None:
+                freed = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
+                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
+                places.append((freed, events[opened]))
+        latest[event.kind, index] = i
+        computed = i if event.stream == "compute" else computed
+        linked.append(replace(event, waits_for=tuple(sorted(need for need in needs if need is not None))))
+    return linked
+
+
+def _overlap(a: Event, b: Event) -> bool:
+    assert a.slot is not None and b.slot is not None
+    return a.slot.offset < b.slot.end and b.slot.offset < a.slot.end
