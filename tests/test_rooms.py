@@ -22,6 +22,7 @@ ROOMS = (
     "lowering",
     "frontend",
     "checkpoint",
+    "integrations",
     "bench",
     "cli",
 )

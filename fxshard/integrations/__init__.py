@@ -1,0 +1,1 @@
+"""fxshard inside the tools that people train with. Each module needs its tool installed, and imports it."""

@@ -1,0 +1,160 @@
+"""Accelerate: an ``Accelerator`` whose ``prepare`` shards and compiles models with fxshard.
+
+from fxshard.integrations.accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16", options={"zero": 3})
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+
+from fxshard._torch.errors import ConfigError
+from fxshard.checkpoint import load, save
+from fxshard.frontend.api import compile
+from fxshard.frontend.module import ShardedModule
+from fxshard.integrations.optimizers import carry_over, check_unused, names_of, owns
+from fxshard.plan.precision import Precision
+
+FOLDER = "fxshard"
+"""Where ``save_state`` puts a sharded model with its optimizer, inside the folder it is given; numbered from 0."""
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` with fxshard in place of DDP or FSDP.
+
+    ``options``: what ``fxshard.compile`` is given (``zero``, ``mesh``, ``units``, ``precision``, ``memory_budget``, …).
+    ``mixed_precision="bf16"`` computes in bf16 with masters and reductions in fp32, as FSDP2 does, without autocast.
+    Optimizers and schedulers that were made for the plain model go on working: ``prepare`` carries their parameters
+    over to the shards. ``save_state`` and ``load_state`` are collective, and work on another number of ranks.
+    """
+
+    def __init__(self, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._options = dict(options or {})
+        if self.distributed_type not in _TYPES:
+            raise ConfigError(
+                f"fxshard shards models itself, and was asked to do so inside {self.distributed_type.value}: "
+                "leave fsdp_plugin, deepspeed_plugin and their environment variables out"
+            )
+        if self.mixed_precision not in ("no", "bf16"):
+            raise ConfigError(
+                f"mixed_precision={self.mixed_precision!r}: fxshard computes in bf16 (mixed_precision='bf16'), "
+                "or in MXFP8 (options={'precision': fxshard.MXFP8()})"
+            )
+
+    # -- preparing ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shard the models that train, carry optimizers over, and prepare the rest as Accelerate does."""
+        given = list(args)
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        for i, model in enumerate(args):
+            if isinstance(model, nn.Module) and _trains(model) and model not in self._models:
+                names = names_of(model)
+                for optimizer in optimizers:
+                    check_unused(optimizer, names)
+                given[i] = sharded = self._sharded(model)
+                for optimizer in optimizers:
+                    carry_over(optimizer, names, sharded)
+        return super().prepare(*given, device_placement=device_placement)
+
+    def _sharded(self, model: nn.Module) -> ShardedModule:
+        if not isinstance(model, ShardedModule):
+            model = self.unwrap_model(model, keep_fp32_wrapper=False)  # as it was before an evaluation prepared it
+            options = dict(self._options)
+            if self.mixed_precision == "bf16":
+                options.setdefault("precision", Precision(param=torch.bfloat16, reduce=torch.float32))
+            model = compile(model.to(self.device) if self.device_placement else model, **options)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate then leaves it as it is
+        return model
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
+        """Clip by the norm over all ranks' shards."""
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for model in self._sharded_models():
+            if {id(parameter) for parameter in parameters} == {id(parameter) for parameter in model.parameters()}:
+                return model.clip_grad_norm_(float(max_norm), float(norm_type))
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Whole parameters, on every rank. Collective."""
+        if isinstance(model, ShardedModule):
+            return model.full_state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save everything that was prepared; what is sharded, by every rank its part. Collective."""
+        with self._sharded_apart():
+            written = super().save_state(output_dir, safe_serialization, **kwargs)
+        for i, (model, optimizer) in enumerate(self._pairs()):
+            folder, before = Path(written, f"{FOLDER}_{i}"), Path(written, f"{FOLDER}_{i}.before")
+            if self.is_main_process and folder.exists():
+                folder.rename(before)  # until the new one is complete
+            self.wait_for_everyone()
+            save(model, folder, optimizer=optimizer)
+            if self.is_main_process and before.exists():
+                shutil.rmtree(before)
+        return written
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Load what ``save_state`` wrote, also on another number of ranks. Collective."""
+        with self._sharded_apart():
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
+        for i, (model, optimizer) in enumerate(self._pairs()):
+            load(model, folder / f"{FOLDER}_{i}", optimizer=optimizer)
+
+    def _newest_state(self) -> Path:
+        """The last of the folders that Accelerate named itself."""
+        folders = Path(self.project_dir, "checkpoints").iterdir()
+        return max(folders, key=lambda folder: int(folder.name.rsplit("_", 1)[-1]))
+
+    @contextlib.contextmanager
+    def _sharded_apart(self) -> Iterator[None]:
+        """Accelerate saves and loads in here, and does not see what is sharded: it writes from one rank alone."""
+        models, optimizers = self._models, self._optimizers
+        sharded = {id(p): p for model in self._sharded_models() for p in model.parameters()}
+        self._models = [model for model in models if not isinstance(model, ShardedModule)]
+        self._optimizers = [optimizer for optimizer in optimizers if not owns(optimizer, sharded)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _sharded_models(self) -> list[ShardedModule]:
+        return [model for model in self._models if isinstance(model, ShardedModule)]
+
+    def _pairs(self) -> Iterable[tuple[ShardedModule, torch.optim.Optimizer | None]]:
+        """The sharded models, each with the optimizer that was prepared for it."""
+        for model in self._sharded_models():
+            own = {id(parameter): parameter for parameter in model.parameters()}
+            found = [wrapped.optimizer for wrapped in self._optimizers if owns(wrapped, own)]
+            if len(found) > 1:
+                raise ConfigError(
+                    f"{len(found)} optimizers were prepared for one model: a checkpoint of a sharded model has one; "
+                    "give one optimizer several parameter groups"
+                )
+            yield model, found[0] if found else None
+
+
+_TYPES = tuple(kind for kind in accelerate.DistributedType if kind.value in ("NO", "MULTI_CPU", "MULTI_GPU"))
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())

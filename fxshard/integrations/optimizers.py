@@ -1,0 +1,43 @@
+"""Optimizers that were made for a plain model, carried over to its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fxshard._torch.errors import ConfigError
+from fxshard.frontend.module import ShardedModule
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """{identity of a parameter: its name}, asked for before the model is sharded."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def check_unused(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse an optimizer that has state of a plain model's parameters, before the model is sharded."""
+    if optimizer.state and owns(optimizer, names):
+        raise ConfigError(
+            f"this {type(optimizer).__name__} has state of the plain model's parameters: prepare it before its first "
+            "step, or save the state and load it after prepare()"
+        )
+
+
+def carry_over(optimizer: torch.optim.Optimizer, names: Mapping[int, str], model: ShardedModule) -> None:
+    """Let an optimizer update a sharded model where it was made for the plain one.
+
+    Groups and what they say stay as they are, and so does the optimizer: a learning-rate scheduler goes on working.
+    Parameters of other models are left alone.
+    """
+    sharded = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [
+            sharded[names[id(parameter)]] if id(parameter) in names else parameter for parameter in group["params"]
+        ]
+
+
+def owns(optimizer: torch.optim.Optimizer, parameters: Mapping[int, object]) -> bool:
+    """Whether an optimizer updates any of some parameters, given by identity."""
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])

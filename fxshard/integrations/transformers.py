@@ -1,0 +1,117 @@
+"""transformers: a ``Trainer`` of any class, TRL's included, whose model fxshard shards and compiles.
+
+from transformers import Trainer
+from fxshard.integrations.transformers import sharded
+
+trainer = sharded(Trainer, zero=3)(model=model, args=args, train_dataset=data)
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from fxshard._torch.errors import CheckpointError
+from fxshard.checkpoint import load, save
+from fxshard.checkpoint.hugging_face import load_safetensors
+from fxshard.frontend.module import ShardedModule
+from fxshard.integrations.accelerate import FOLDER, Accelerator
+
+Class = TypeVar("Class", bound=type[Trainer])
+
+
+def sharded(trainer: Class, **options: Any) -> Class:
+    """A subclass of a ``Trainer`` that trains with fxshard. ``options``: what ``fxshard.compile`` is given.
+
+    ``TrainingArguments(bf16=True)`` computes in bf16 with fp32 masters and reductions. Checkpoints have the weights as
+    ``save_pretrained`` writes them, and a folder from which training resumes, on any number of ranks.
+    ``fsdp``, ``deepspeed`` and ``torch_compile`` of the arguments stay unset.
+
+    >>> trainer = sharded(Trainer, zero=3)(model=model, args=args, train_dataset=data)
+    """
+    made = type(trainer.__name__, (_Sharded, trainer), {"__doc__": trainer.__doc__, "__module__": trainer.__module__})
+    made._compile_options = options
+    return made  # type: ignore[return-value]
+
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class _Sharded(_Base):
+    """What a ``Trainer`` does differently where its model is sharded."""
+
+    _compile_options: dict[str, Any] = {}
+
+    # -- preparing ---------------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        gather = self.gather_function
+        self.accelerator = Accelerator(**self._accelerator_args, options=self._compile_options)
+        settings = gather.keywords if isinstance(gather, functools.partial) else {}
+        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, **settings)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        # The plain model is empty now: as with FSDP, this is the model from here on.
+        self.model = self.callback_handler.model = self.model_wrapped
+        return prepared
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as ``from_pretrained`` reads it. Collective."""
+        if not isinstance(self.model, ShardedModule):
+            return super().save_model(output_dir, _internal_call)
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        self.model.save_pretrained(folder)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not isinstance(self.model, ShardedModule):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save(self.model, Path(output_dir, FOLDER), optimizer=self.optimizer.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        model = self.model_wrapped
+        if checkpoint is None or not isinstance(model, ShardedModule):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        folder = Path(checkpoint, FOLDER)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no folder {FOLDER!r}: it was saved by a Trainer without fxshard, whose optimizer "
+                "state is not sharded; start from its weights instead (from_pretrained) and do not resume"
+            )
+        load(model, folder, optimizer=self.optimizer.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        target = self.model if model is None else model
+        if not isinstance(target, ShardedModule):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_safetensors(target, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if not isinstance(self.model, ShardedModule):
+            return super()._load_best_model()
+        load_safetensors(self.model, self.state.best_model_checkpoint)

@@ -1,0 +1,65 @@
+"""What a launcher sets up for tools that ask the environment, and small models and data to train in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+VOCAB = 64
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """This rank as ``torchrun`` starts it; what Accelerate remembers of it is gone after."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # asked for, and not used: there is a process group
+        "OMP_NUM_THREADS": "1",
+    }
+    with mock.patch.dict(os.environ, environment):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def llama(**config: Any) -> nn.Module:
+    """A small random Llama, the same in every process."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "use_cache": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
+
+
+def rows(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:
+    """A data set: each row is drawn by its number."""
+    found = []
+    for i in range(count):
+        tokens = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(i))
+        found.append({"input_ids": tokens, "labels": tokens})
+    return found
