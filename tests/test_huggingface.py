@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
+from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.thorough import thorough
 
@@ -35,6 +37,10 @@ def make(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
+    if kind == "checkpointed":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL | {"num_hidden_layers": 2}))
+        model.gradient_checkpointing_enable()
+        return model
     if kind == "gpt2":
         sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "use_cache": False}
         return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
@@ -60,25 +66,45 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return found
 
 
-def both(kind: str, options: dict[str, Any]) -> tuple[list[float], list[float], list[str]]:
+def of_fsdp2(kind: str) -> list[float]:
     from torch.distributed.fsdp import fully_shard
 
-    model = fxshard.compile(make(kind), lowering="eager", **options)
-    mine = losses(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     peer = make(kind)
     for layer in peer.get_submodule(LAYERS.get(kind, "model.layers")).children():
         fully_shard(layer)
     fully_shard(peer)
-    return mine, losses(peer, torch.optim.AdamW(peer.parameters(), lr=1e-2)), model.report.unused_parameters
+    return losses(peer, torch.optim.AdamW(peer.parameters(), lr=1e-2))
+
+
+def both(kind: str, options: dict[str, Any]) -> tuple[list[float], list[float], list[str]]:
+    model = fxshard.compile(make(kind), lowering="eager", **options)
+    mine = losses(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return mine, of_fsdp2(kind), model.report.unused_parameters
 
 
 @pytest.mark.shows("E3")
-@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gpt2", {"fullgraph": False})])
-def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str, options: dict[str, Any]) -> None:
-    """GPT-2 logs a warning on its way to the loss, which breaks the graph."""
-    for mine, peer, unused in ranks(2, both, kind, options, timeout=170):
+@pytest.mark.shows("H5")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
+    """In one graph, although GPT-2 logs a warning on its way to the loss."""
+    for mine, peer, unused in ranks(2, both, kind, {}, timeout=170):
         assert mine == pytest.approx(peer, rel=1e-6)
         assert not unused
+
+
+def checkpointed() -> tuple[list[float], list[float], Counter[str]]:
+    model = fxshard.compile(make("checkpointed"), lowering="eager", debug=fxshard.Debug(keep_resident=False))
+    mine = losses(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    gathers = model.schedule.of(Kind.UNSHARD, phase=Phase.BACKWARD)
+    return mine, of_fsdp2("checkpointed"), Counter(event.bucket for _, event in gathers)
+
+
+@pytest.mark.shows("H8")
+def test_gradient_checkpointing_trains_like_fsdp2(ranks: Pool) -> None:
+    for mine, peer, gathers in ranks(2, checkpointed, timeout=170):
+        assert mine == pytest.approx(peer, rel=1e-6)
+        assert set(gathers.values()) == {1}
+        assert {"model.layers.0", "model.layers.1"} <= gathers.keys()
 
 
 @pytest.mark.shows("E3")

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from fxshard._torch import private
 from fxshard._torch.errors import CheckpointError, ConfigError
 from fxshard.checkpoint import folder
+from fxshard.checkpoint.conversion import as_in_memory
 from fxshard.checkpoint.fit import Stored, match_model, targets
 from fxshard.checkpoint.held import MODEL, of_model
 from fxshard.checkpoint.planners import Target
 from fxshard.checkpoint.saving import check_model, wait_for_save
+from fxshard.frontend.exporting import INDEX, SafetensorsWriter, whole_tensors
 from fxshard.frontend.module import ShardedModule
-from fxshard.runtime.bucket import Bucket
 
-INDEX = "model.safetensors.index.json"
 Rename = Callable[[str], str | None]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -31,8 +30,9 @@ def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | Non
     """Load weights from safetensors files, each rank reading only its own rows. Collective.
 
     ``paths``: a file, several, or a folder as Hugging Face lays it out. ``rename`` maps a name in the files to the
-    model's, or to None to leave it out. Values are converted to the dtype that the model keeps. Experts may be stored
-    one by one or together. Everything is checked first. Returns notes on what was stored in another layout.
+    model's, or to None to leave it out; without it, names of a model from ``transformers`` are taken as that library
+    takes them. Values are converted to the dtype that the model keeps. Experts may be stored one by one or together.
+    Everything is checked first. Returns notes on what was stored in another layout.
 
     >>> fxshard.checkpoint.load_safetensors(model, "Qwen3-0.6B", rename=lambda name: name.removeprefix("model."))
     """
@@ -42,6 +42,7 @@ def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | Non
     with ExitStack() as open_files:
         try:
             where = _contents(paths, rename, open_files)
+            where = where if rename is not None else as_in_memory(model._inner, where, model.state_dict().keys())
         except (CheckpointError, OSError) as error:
             where = {}
             problems.append(str(error))
@@ -78,14 +79,15 @@ def save_safetensors(
     path = Path(path)
     problem = folder.prepare(path) if ranks.rank == 0 else None
     ranks.settle([problem] if problem else [], "nothing was saved")
-    writer = _Writer(folder.partial(path), file_bytes) if ranks.rank == 0 else None
+    writer = SafetensorsWriter(folder.partial(path), file_bytes) if ranks.rank == 0 else None
     failure: str | None = None
-    for key, value in _whole_tensors(model):
+    for names, value in whole_tensors(model.state_dict(keep_vars=True), model._sharding.buckets):
         if writer is None or failure is not None:
             continue  # the others are still gathering: go on with them
         try:
             value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            writer.add(rename(key) if rename is not None else key, value)
+            for name in names:
+                writer.add(rename(name) if rename is not None else name, value)
         except Exception as error:
             failure = str(error)
     if writer is not None and failure is None:
@@ -160,65 +162,3 @@ def _copy(wanted: Sequence[Target], where: dict[str, Any]) -> list[str]:
         except Exception as error:
             return [f"{target.key}: {error}"]
     return []
-
-
-def _whole_tensors(model: ShardedModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the state dict, gathered bucket by bucket."""
-    keys: dict[int, list[str]] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        keys.setdefault(id(value), []).append(key)
-    for bucket in model._sharding.buckets:
-        for parameter, view in zip(bucket.params, _gathered(bucket), strict=True):
-            for key in keys.pop(id(parameter)):
-                yield key, view.detach().cpu()
-    for key, value in model.state_dict(keep_vars=True).items():
-        if id(value) in keys:
-            yield key, value.detach().cpu()
-
-
-def _gathered(bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    flat, layout, group = bucket.master, bucket.plan.layout, bucket.channels.gather
-    if layout.ranks > 1:
-        assert group is not None
-        flat = torch.empty(layout.numel, dtype=bucket.master.dtype, device=bucket.device)
-        private.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
-    return bucket.views(flat)
-
-
-class _Writer:
-    """Fills one file after the other; their final names are known when all are written."""
-
-    def __init__(self, folder: Path, file_bytes: int) -> None:
-        self._folder, self._file_bytes = folder, file_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._files: list[list[str]] = []
-        self._total = self._size = 0
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        if self._pending and self._size + value.nbytes > self._file_bytes:
-            self._flush()
-        self._pending[name] = value.contiguous().clone()  # a file must not hold two views of one memory
-        self._size += value.nbytes
-        self._total += value.nbytes
-
-    def close(self) -> None:
-        self._flush()
-        count = len(self._files)
-        names = (
-            [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-            if count > 1
-            else ["model.safetensors"]
-        )
-        for i, name in enumerate(names):
-            (self._folder / f"{i}.safetensors").rename(self._folder / name)
-        if count > 1:
-            index = {key: name for name, keys in zip(names, self._files, strict=True) for key in keys}
-            content = {"metadata": {"total_size": self._total}, "weight_map": index}
-            (self._folder / INDEX).write_text(json.dumps(content, indent=1))
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self._pending, self._folder / f"{len(self._files)}.safetensors", metadata={"format": "pt"})
-        self._files.append(list(self._pending))
-        self._pending, self._size = {}, 0

@@ -21,7 +21,8 @@ def capture(
     """``model`` under ``torch.compile`` with a backend of its own.
 
     Dynamo counts recompilations per code object, and two models of one class share their forward's. Each capture
-    therefore calls the model through code of its own: the ninth model of a class compiles like the first.
+    therefore calls the model through code of its own: the ninth model of a class compiles like the first. Calls of
+    loggers in ``forward`` are left out of the graph; ``transformers`` has them in many models.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -29,7 +30,13 @@ def capture(
 
     code = call.__code__.replace(co_name=f"{type(model).__name__}_{id(backend):x}")
     own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
-    return torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
+    compiled = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with private.without_logging():  # not around torch.compile: a graph is captured when its first input comes
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
-from fxshard.frontend import state
+from fxshard.frontend import likeness, state
 from fxshard.frontend.backend import Backend
 from fxshard.frontend.capture import FAILURES, cast_floats, explained
+from fxshard.frontend.emptied import refuse_uses
 from fxshard.frontend.mirror import mirror, refresh_buffers
 from fxshard.frontend.report import Compilations, Report
 from fxshard.frontend.sharding import Sharding
@@ -43,8 +44,6 @@ class ShardedModule(nn.Module):
 
     def __init__(self, inner: nn.Module, sharding: Sharding, backend: Backend) -> None:
         super().__init__()
-        # Not registered as a submodule: its parameters are hollow and have no place in parameters() or state_dict().
-        object.__setattr__(self, "_inner", inner)
         object.__setattr__(self, "_compiled", None)
         self._sharding = sharding
         self._backend = backend
@@ -55,6 +54,10 @@ class ShardedModule(nn.Module):
         by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
         mirror(inner, self, by_identity)
         self.training = inner.training
+        # Not registered as a submodule: its parameters are hollow and have no place in parameters() or state_dict().
+        object.__setattr__(self, "_inner", inner)
+        refuse_uses(inner)
+        self.__class__ = likeness.class_for(ShardedModule, type(inner))
 
     def bind(self, compile: Callable[[], Callable[..., Any]], *, fullgraph: bool = True) -> None:
         """Run what ``compile`` gives from now on, and ask it again to reschedule; ``fxshard.compile`` calls this."""
@@ -63,6 +66,33 @@ class ShardedModule(nn.Module):
             self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places())
         object.__setattr__(self, "_compile", compile)
         object.__setattr__(self, "_compiled", compile())  # an nn.Module too, and no submodule of ours
+
+    # -- looking like the model --------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Sharded parameters, buffers and submodules; then data of the plain model, and methods, which run on it."""
+        for own in ("_parameters", "_buffers", "_modules"):
+            if name in self.__dict__.get(own, ()):
+                return self.__dict__[own][name]
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = likeness.attribute(self, inner, name)
+        return likeness.method(self, value) if likeness.is_method(value, inner) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Data of the plain model is set there, where forward reads it."""
+        inner = self.__dict__.get("_inner")
+        if inner is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif isinstance(value, nn.Module | nn.Parameter) or name in inner._modules or name in inner._parameters:
+            raise StateError(
+                f"{name!r} cannot be replaced in a sharded model: replace it in the plain model, before fxshard.compile"
+            )
+        elif name in self._buffers or name in inner.__dict__ or hasattr(type(inner), name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -301,6 +331,11 @@ class ShardedModule(nn.Module):
         return clip_gradients(sharding.buckets, sharding.channels, device, max_norm, norm_type)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
+        """``to()``, ``cuda()``, ``float()`` and the like: accepted where they change nothing."""
+        kinds = {(value.device, value.dtype) for value in (*self.parameters(), *self.buffers())}
+        empty = [torch.empty(0, device=device, dtype=dtype) for device, dtype in kinds]
+        if all(fn(tensor) is tensor for tensor in empty):
+            return self
         raise StateError(
             "a sharded model cannot be moved or cast: move or cast the plain model before fxshard.compile, "
             "or choose the compute dtype with precision=fxshard.Precision(...)"

@@ -1,0 +1,46 @@
+"""What is left of the plain model after sharding has no values: using it is an error that says what to use instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fxshard._torch.errors import StateError
+from fxshard.frontend.sharding import sharding_of
+from fxshard.runtime.hollow import is_hollow
+
+_hook: Any = None
+
+
+def refuse_uses(plain: nn.Module) -> None:
+    """From now on a call of the emptied model is refused, and so is the step of an optimizer made for it."""
+    global _hook
+    plain.register_forward_pre_hook(_before_forward)
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_forward(plain: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():  # Dynamo captures the emptied model, and finds nothing here
+        return
+    first = next(plain.parameters(), None)
+    found = sharding_of(first)
+    between_graphs = found is not None and found[0].engine.observed
+    if is_hollow(first) and not between_graphs:
+        raise StateError(
+            f"this {type(plain).__name__} was given to fxshard.compile or fxshard.shard, which took its parameters: "
+            "call the model that they returned"
+        )
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if any(sharding_of(parameter) is not None for parameter in group["params"]):
+            raise StateError(
+                f"this {type(optimizer).__name__} was made before the model was sharded, and would update parameters "
+                "that are empty now: make it from model.parameters() of the sharded model, or give "
+                "optimizer=fxshard.AdamW(...) to fxshard.compile"
+            )

@@ -1,0 +1,132 @@
+"""``save_pretrained`` of a sharded model: the files that ``transformers`` writes, without the model in one place."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Collection, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fxshard._torch.errors import CheckpointError, ConfigError
+from fxshard.frontend.exporting import SafetensorsWriter, whole_tensors
+
+if TYPE_CHECKING:
+    from fxshard.frontend.module import ShardedModule
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def save_pretrained(
+    model: ShardedModule,
+    save_directory: str | PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    **unknown: Any,
+) -> None:
+    """Write a folder that ``from_pretrained`` reads: configuration, generation configuration, weights. Collective.
+
+    Units are gathered one after the other, and the first rank writes; its memory holds a unit and a file of at most
+    ``max_shard_size``. ``dtype``: what floating-point weights are converted to; by default they are saved as they are
+    kept, in full. Files of an earlier save in the same folder are replaced once all new ones are written.
+    """
+    if unknown:
+        raise ConfigError(
+            f"save_pretrained({', '.join(unknown)}=...): a sharded model writes its own weights, from its first rank; "
+            "it takes save_directory, max_shard_size and dtype. Call it on every rank"
+        )
+    plain, agreement = model._inner, model._sharding.agreement
+    final, size = Path(save_directory), _bytes(max_shard_size)
+    aside = final.with_name(final.name + ".partial")
+    first = model._sharding.channels.shard == 0 and model._sharding.channels.replica == 0
+    export = _Export(plain, aside, size, dtype) if first else None
+    failed = export.attempt(export.begin) if export is not None else None
+    if not any(agreement.share(failed)):
+        for names, value in whole_tensors(model.state_dict(keep_vars=True), model._sharding.buckets):
+            if export is not None and failed is None:  # after a failure the other ranks are still gathering
+                failed = export.attempt(export.add, names, value)
+        if export is not None and failed is None:
+            failed = export.attempt(export.finish, final)
+    if first:
+        shutil.rmtree(aside, ignore_errors=True)
+    problem = next((each for each in agreement.share(failed) if each), None)
+    if problem is not None:
+        raise CheckpointError(f"{final} was not saved: {problem}")
+
+
+def _bytes(size: int | str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", str(size).upper())
+    if found is None:
+        raise ConfigError(f'max_shard_size={size!r}: expected bytes, or a number with a unit, as "5GB"')
+    return int(found[1]) * UNITS[found[2] or ""]
+
+
+class _Export:
+    """What the first rank writes."""
+
+    def __init__(self, plain: nn.Module, aside: Path, file_bytes: int, dtype: torch.dtype | None) -> None:
+        self._plain, self._aside, self._dtype = plain, aside, dtype
+        self._writer = SafetensorsWriter(aside, file_bytes)
+        self._tied = _tied(plain)
+        self._left_out = getattr(plain, "_keys_to_ignore_on_save", None) or ()
+        self._kept: torch.dtype | None = None
+
+    def attempt(self, do: Any, *args: Any) -> str | None:
+        """Why something could not be done: the other ranks are told, and all raise the same."""
+        try:
+            do(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def begin(self) -> None:
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir(parents=True)
+
+    def add(self, names: tuple[str, ...], value: torch.Tensor) -> None:
+        """A tensor under the name that ``transformers`` reads: one of them where it is tied."""
+        if value.is_floating_point():
+            value = value if self._dtype is None else value.to(self._dtype)
+            self._kept = self._kept or value.dtype
+        name = next((name for name in names if name not in self._tied), names[0])
+        if name not in self._left_out:
+            for stored, part in _as_stored(self._plain, {name: value}).items():
+                self._writer.add(stored, part)
+
+    def finish(self, final: Path) -> None:
+        self._writer.close()
+        config: Any = self._plain.config
+        before = config.dtype, config.architectures
+        # As transformers does; what is written is what the files have, not what this model computes in.
+        config.dtype, config.architectures = str(self._kept).removeprefix("torch."), [type(self._plain).__name__]
+        config.save_pretrained(self._aside)
+        config.dtype, config.architectures = before
+        if callable(can := getattr(self._plain, "can_generate", None)) and can():
+            self._plain.generation_config.save_pretrained(self._aside)  # type: ignore[operator, union-attr]
+        final.mkdir(parents=True, exist_ok=True)
+        new = {file.name for file in self._aside.iterdir()}
+        for old in final.iterdir():
+            if old.name not in new and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name):
+                old.unlink()
+        for name in new:
+            (self._aside / name).replace(final / name)
+
+
+def _tied(plain: nn.Module) -> Collection[str]:
+    """Names that ``transformers`` may tie to others when it loads, and does not store then."""
+    found = getattr(plain, "all_tied_weights_keys", None) or getattr(plain, "_tied_weights_keys", None)
+    return found or ()
+
+
+def _as_stored(plain: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Tensors in the names and shapes of published files, where ``transformers`` (5 and later) keeps others in memory:
+    its experts are stored one by one."""
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    return revert(plain, dict(tensors)) if revert is not None else tensors

@@ -1,0 +1,97 @@
+"""Weights for code that is not compiled: methods of the model other than ``forward``, ``generate`` above all.
+
+While such code runs, hollow parameters get memory with the gathered weights; afterwards they are hollow again. Nothing
+that training uses is touched: not the shards, not the arena, not a random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fxshard._torch import private
+from fxshard._torch.errors import StateError
+from fxshard.runtime.engine import Engine
+
+Place = tuple[int, int]
+"""A parameter as (bucket, position in it)."""
+
+
+class BorrowedWeights:
+    """Buckets gathered outside programs, in the compute dtype, and given back together."""
+
+    def __init__(self, engine: Engine, hollow: dict[Place, nn.Parameter]) -> None:
+        self._engine, self._hollow = engine, hollow
+        self._before: dict[Place, torch.Tensor] = {}
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def gather(self, index: int) -> None:
+        """Give the parameters of a bucket memory. Collective."""
+        if index in self._versions:
+            return
+        with torch.no_grad():
+            views = self._engine.unsharded(index)
+        self._versions[index] = (views[0], views[0]._version)  # views of one buffer count together
+        for position, view in enumerate(views):
+            parameter = self._hollow[index, position]
+            self._before[index, position] = parameter.data
+            parameter.data = view
+
+    def give_back(self) -> list[str]:
+        """Make the parameters hollow again; returns the buckets that were written to."""
+        for place, before in self._before.items():
+            self._hollow[place].data = before
+        written = [index for index, (view, version) in self._versions.items() if view._version != version]
+        self._before, self._versions = {}, {}
+        return [self._engine.buckets[index].plan.name for index in written]
+
+
+@contextmanager
+def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, all_at_once: bool) -> Iterator[None]:
+    """Weights for ``method``: ``all_at_once`` before it begins, or a bucket when a parameter of it is first used.
+
+    Gathering is collective: all ranks call the method. Without a use of weights there is none.
+    """
+    weights = BorrowedWeights(engine, hollow)
+    try:
+        if all_at_once:
+            for index in range(len(engine.buckets)):
+                weights.gather(index)
+            yield
+        else:
+            with _FirstUses(weights, hollow, method):
+                yield
+    finally:
+        written = weights.give_back()
+    if written:
+        raise StateError(
+            f"{method}() wrote to parameters of {', '.join(written[:3])}, but what it had were gathered ones, and "
+            "shards do not follow: load weights again, and call it on the plain model, before fxshard.compile"
+        )
+
+
+class _FirstUses(private.OperatorObserver):
+    """Gathers the bucket of each parameter that an operation is about to read."""
+
+    def __init__(self, weights: BorrowedWeights, hollow: dict[Place, nn.Parameter], method: str) -> None:
+        super().__init__()
+        self._weights, self._method = weights, method
+        self._place = {id(parameter): place for place, parameter in hollow.items()}
+
+    def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
+        for value in tree_leaves((args, kwargs)):
+            place = self._place.get(id(value)) if isinstance(value, nn.Parameter) else None
+            if place is None:
+                continue
+            if torch.is_grad_enabled() and value.requires_grad:
+                raise StateError(
+                    f"{self._method}() computes with parameters while gradients are recorded, and only forward is "
+                    "compiled: train through model(...), or call it below torch.no_grad()"
+                )
+            self._weights.gather(place[0])
+        return None
