@@ -348,7 +348,7 @@ class ShardedModule(nn.Module):
         )
 
     def _get_name(self) -> str:
-        return f"ShardedModule[{type(self._inner).__name__}]"
+        return type(self._inner).__name__  # trainers look a model up by it
 
 
 _RETURNS_PARAMETER = (

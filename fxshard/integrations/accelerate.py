@@ -38,6 +38,9 @@ class Accelerator(accelerate.Accelerator):
     over to the shards. ``save_state`` and ``load_state`` are collective, and work on another number of ranks.
     """
 
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
     def __init__(self, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._options = dict(options or {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer
@@ -34,21 +34,20 @@ def sharded(trainer: Class, **options: Any) -> Class:
 
     >>> trainer = sharded(Trainer, zero=3)(model=model, args=args, train_dataset=data)
     """
-    made = type(trainer.__name__, (_Sharded, trainer), {"__doc__": trainer.__doc__, "__module__": trainer.__module__})
-    made._compile_options = options
-    return made  # type: ignore[return-value]
+    own = {"__doc__": trainer.__doc__, "__module__": trainer.__module__, "_compile_options": options}
+    return type(trainer.__name__, (_Sharded, trainer), own)  # type: ignore[return-value]
 
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+_Mixin: Any = object
+"""Stands before a class of trainers, whichever it is."""
 
 
-class _Sharded(_Base):
+class _Sharded(_Mixin):
     """What a ``Trainer`` does differently where its model is sharded."""
 
     _compile_options: dict[str, Any] = {}
+    accelerator: Any
+    gather_function: Any
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,161 @@
+"""``transformers.Trainer`` with fxshard: the losses, evaluations and checkpoints of ``Trainer`` with FSDP2."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxshard
+from tests.integrations.launched import launched, llama, rows
+from tests.pool import Pool
+
+pytest.importorskip("accelerate", reason="needs Accelerate: pip install accelerate")
+pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+
+STEPS = 20
+FSDP2 = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+
+
+def trainer(folder: Path, own: bool, **settings: Any) -> Any:
+    """A Trainer over 80 rows, four of which make a batch on two ranks: an epoch and a half are twenty steps."""
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    args = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=2,
+        max_steps=STEPS,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=STEPS // 2,
+        save_steps=STEPS // 2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        warmup_steps=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **(settings if own else {**settings, **FSDP2}),
+    )
+    cls = sharded(Trainer, lowering="eager") if own else Trainer
+    return cls(model=llama(), args=args, train_dataset=rows(56), eval_dataset=rows(8))
+
+
+def history(done: Any) -> list[tuple[float, ...]]:
+    """What a Trainer logged: (loss, gradient norm, learning rate) of steps, (loss,) of evaluations."""
+    found: list[tuple[float, ...]] = []
+    for entry in done.state.log_history:
+        if "eval_loss" in entry:
+            found.append((entry["eval_loss"],))
+        elif "loss" in entry:
+            found.append((entry["loss"], float(entry["grad_norm"]), entry["learning_rate"]))
+    return found
+
+
+def runs(folder: str) -> dict[str, Any]:
+    """fxshard, FSDP2, and fxshard resumed in the middle of the second epoch."""
+    import transformers
+
+    from tests.pool import forget
+
+    mine, again, peer = (Path(folder, name) for name in ("mine", "again", "peer"))
+    found: dict[str, Any] = {}
+    with launched():
+        straight = trainer(mine, own=True)
+        found["before training"] = straight.evaluate()["eval_loss"]
+        straight.train()
+        found["fxshard"] = history(straight)
+        straight.save_model(str(mine / "saved"))
+        found["weights"] = straight.model.full_state_dict()
+        straight.accelerator.wait_for_everyone()
+        if straight.is_world_process_zero():
+            shutil.copytree(mine / f"checkpoint-{STEPS // 2}", again / f"checkpoint-{STEPS // 2}")
+        straight.accelerator.wait_for_everyone()
+    forget()
+    with launched():
+        resumed = trainer(again, own=True)
+        resumed.train(resume_from_checkpoint=True)
+        found["resumed"] = history(resumed)
+    with launched():
+        other = trainer(peer, own=False)
+        other.train()
+        found["fsdp2"] = history(other)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(mine / "saved")
+    found["loaded"] = dict(loaded.state_dict())
+    found["files"] = sorted(path.name for path in (mine / f"checkpoint-{STEPS}").iterdir())
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return ranks(2, runs, str(tmp_path_factory.mktemp("trainer")))[0]
+
+
+@pytest.mark.shows("I1")
+def test_losses_are_those_of_fsdp2(found: dict[str, Any]) -> None:
+    assert len(found["fxshard"]) == STEPS + 2
+    for mine, peer in zip(found["fxshard"], found["fsdp2"], strict=True):
+        assert mine == pytest.approx(peer, rel=1e-5)
+    assert found["fxshard"][-1][0] < found["before training"]
+
+
+@pytest.mark.shows("I3")
+def test_a_run_resumed_in_the_middle_of_an_epoch_continues_bitwise(found: dict[str, Any]) -> None:
+    assert found["resumed"] == found["fxshard"]
+
+
+def test_what_was_saved_is_a_model_of_transformers(found: dict[str, Any]) -> None:
+    weights, loaded = found["weights"], found["loaded"]
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    assert {"config.json", "model.safetensors", "scheduler.pt", "fxshard", "trainer_state.json"} <= {*found["files"]}
+    assert "optimizer.pt" not in found["files"]
+
+
+def best_and_smoothed(folder: str) -> dict[str, Any]:
+    """Label smoothing, bf16 and the best model at the end; a second ``train`` of the same Trainer."""
+    found: dict[str, Any] = {}
+    settings = {"label_smoothing_factor": 0.1, "load_best_model_at_end": True, "save_total_limit": 1}
+    with launched():
+        mine = trainer(Path(folder, "mine"), own=True, **settings)
+        mine.train()
+        found["mine"] = history(mine)
+        found["best"] = mine.evaluate()["eval_loss"], mine.state.best_metric
+    with launched():
+        peer = trainer(Path(folder, "peer"), own=False, **settings)
+        peer.train()
+        found["peer"] = history(peer)
+    return found
+
+
+def test_label_smoothing_and_the_best_model(ranks: Pool, tmp_path: Path) -> None:
+    found = ranks(2, best_and_smoothed, str(tmp_path))[0]
+    for mine, peer in zip(found["mine"], found["peer"], strict=True):
+        assert mine == pytest.approx(peer, rel=1e-5)
+    last, best = found["best"]
+    assert last == best
+
+
+def refusal(folder: str) -> str:
+    from transformers import Trainer, TrainingArguments
+
+    with launched():
+        args = TrainingArguments(folder, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+        plain = Trainer(model=llama(), args=args, train_dataset=rows(4))
+        plain.train()
+        plain._save_checkpoint(plain.model, None)
+    with launched():
+        mine = trainer(Path(folder), own=True)
+        with pytest.raises(fxshard.CheckpointError) as caught:
+            mine.train(resume_from_checkpoint=True)
+        return str(caught.value)
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_not_resumed(ranks: Pool, tmp_path: Path) -> None:
+    assert "without fxshard" in ranks(1, refusal, str(tmp_path))[0]
