@@ -28,7 +28,6 @@ PAGES.remove("docs/api.md")  # signatures, made from the code
 NOT_RUN = {
     "docs/howto/expert-groups.md": "64 GPUs",
     "docs/howto/hsdp.md": "64 GPUs",
-    "docs/howto/huggingface.md": "an outline; examples/huggingface.py is run",
     "docs/howto/multi-node.md": "GPUs",
 }
 """Pages whose code needs what is not here, and what that is. What it calls is looked up all the same."""
@@ -78,6 +77,15 @@ def what_readers_have() -> dict[str, Any]:
     return names | {"loader": [(x, y)] * 2, "batches": [(x, y)] * 3, "micro_batches": [(x, y)] * 2}
 
 
+def pretrained(folder: str) -> None:
+    """A small model as the hub has large ones."""
+    transformers = pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+    sizes = {"vocab_size": CONFIG.vocab, "hidden_size": CONFIG.dim, "intermediate_size": CONFIG.hidden}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = transformers.Qwen3Config(**sizes, **heads, num_hidden_layers=CONFIG.layers, eos_token_id=2)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in NOT_RUN])
 @pytest.mark.timeout(400)
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +100,9 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if page == "docs/howto/checkpoints.md":
         names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(names["model"].optimizer)
         fxshard.checkpoint.save_safetensors(names["model"], "path/to/Qwen3-0.6B")
+    if page == "docs/howto/huggingface.md":
+        pretrained("path/to/Qwen3-0.6B")
+        names["batches"] = [{"input_ids": names["x"], "labels": names["x"]}] * 2
     for number, code in enumerate(blocks(page)):
         exec(compile(code, f"{page}, block {number}", "exec"), names)
 

@@ -126,6 +126,21 @@ def test_gradient_norms_count_every_element_once(ranks: Pool) -> None:
             assert by_us == pytest.approx(expected, rel=1e-5)
 
 
+def wholes(layout: str) -> list[bool]:
+    torch.manual_seed(0)
+    plain = Mlp()
+    values = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    model = fxshard.shard(plain, layout=layout)
+    names = [name for name, _ in model.named_parameters()]
+    return [torch.equal(model.get_parameter(name).full_tensor(), values[name]) for name in names]
+
+
+@pytest.mark.parametrize("layout", ["rows", "whole"])
+def test_full_tensor_is_the_parameter_however_rows_are_cut(ranks: Pool, layout: str) -> None:
+    for same in ranks(3, wholes, layout):
+        assert same and all(same)
+
+
 @pytest.mark.parametrize("layout", ["rows", "whole"])
 def test_state_goes_out_and_back(ranks: Pool, layout: str) -> None:
     assert ranks(2, state_round_trip, layout) == [True, True]

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -53,12 +54,10 @@ class Converted:
 
 def as_in_memory(plain: nn.Module, stored: Mapping[str, Slice], names: Collection[str]) -> dict[str, Slice]:
     """Stored tensors by the model's names. Where ``transformers`` does not know the model, they stay as they are."""
-    loading, mapping = (
-        sys.modules.get(f"transformers.{name}") for name in ("core_model_loading", "conversion_mapping")
-    )
-    if loading is None or mapping is None or not hasattr(plain, "base_model_prefix"):
+    loading = sys.modules.get("transformers.core_model_loading")
+    if loading is None or not hasattr(plain, "base_model_prefix"):
         return dict(stored)
-    known = mapping.get_model_conversion_mapping(plain) or []
+    known = import_module("transformers.conversion_mapping").get_model_conversion_mapping(plain) or []
     converters = [each for each in known if isinstance(each, loading.WeightConverter)]
     renamings = [each for each in known if isinstance(each, loading.WeightRenaming)]
     in_model = dict.fromkeys(names, True)

@@ -27,28 +27,27 @@ class BorrowedWeights:
 
     def __init__(self, engine: Engine, hollow: dict[Place, nn.Parameter]) -> None:
         self._engine, self._hollow = engine, hollow
-        self._before: dict[Place, torch.Tensor] = {}
-        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+        self._before: dict[Place, tuple[torch.Tensor, int]] = {}
+        """What parameters were, and their versions when they got memory."""
 
     def gather(self, index: int) -> None:
         """Give the parameters of a bucket memory. Collective."""
-        if index in self._versions:
+        if (index, 0) in self._before:
             return
         with torch.no_grad():
             views = self._engine.unsharded(index)
-        self._versions[index] = (views[0], views[0]._version)  # views of one buffer count together
         for position, view in enumerate(views):
             parameter = self._hollow[index, position]
-            self._before[index, position] = parameter.data
-            parameter.data = view
+            before, parameter.data = parameter.data, view
+            self._before[index, position] = (before, parameter._version)
 
     def give_back(self) -> list[str]:
-        """Make the parameters hollow again; returns the buckets that were written to."""
-        for place, before in self._before.items():
+        """Make the parameters hollow again; returns the names of those that were written to."""
+        written = [place for place, (_, version) in self._before.items() if self._hollow[place]._version != version]
+        for place, (before, _) in self._before.items():
             self._hollow[place].data = before
-        written = [index for index, (view, version) in self._versions.items() if view._version != version]
-        self._before, self._versions = {}, {}
-        return [self._engine.buckets[index].plan.name for index in written]
+        self._before = {}
+        return [self._engine.buckets[index].plan.params[position] for index, position in written]
 
 
 @contextmanager
@@ -70,7 +69,7 @@ def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, 
         written = weights.give_back()
     if written:
         raise StateError(
-            f"{method}() wrote to parameters of {', '.join(written[:3])}, but what it had were gathered ones, and "
+            f"{method}() wrote to {', '.join(written[:3])}, but what it had were gathered parameters, and "
             "shards do not follow: load weights again, and call it on the plain model, before fxshard.compile"
         )
 

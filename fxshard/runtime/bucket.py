@@ -13,6 +13,7 @@ from fxshard.plan.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
+from fxshard.runtime.full_tensor import FullTensor
 from fxshard.runtime.home import Home
 from fxshard.runtime.rows import rows_of
 from fxshard.runtime.unreduced import guard
@@ -85,6 +86,8 @@ class Bucket:
             original = originals[fragment.name]
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
             parameter.__dict__.update(original.__dict__)
+            if self.mesh is not None and self.plan.layout.ranks > 1:
+                parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
             self.params.append(parameter)
             guard(parameter, self)
             watch(parameter, self.master, always=self.plan.resident)

@@ -1,0 +1,57 @@
+"""``parameter.full_tensor()``: torch's own assumes rows cut as ``torch.chunk`` does, and ours may be cut otherwise."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from fxshard._torch import private
+from fxshard._torch.errors import StateError
+
+if TYPE_CHECKING:
+    from fxshard.runtime.bucket import Bucket
+
+
+class FullTensor:
+    """What a sharded parameter has as ``full_tensor``. Collective among the ranks that share the parameter."""
+
+    def __init__(self, bucket: Bucket, name: str) -> None:
+        self._bucket, self._name = weakref.ref(bucket), name
+
+    def __call__(self) -> torch.Tensor:
+        """The whole parameter, in the dtype that is kept, as a tensor of its own."""
+        bucket = self._bucket()
+        if bucket is None:
+            _model_is_gone()
+        layout, group = bucket.plan.layout, bucket.channels.gather
+        assert group is not None
+        counts = [layout.fragment(rank, self._name).numel for rank in range(layout.ranks)]
+        local = bucket.local(self._name).detach().view(-1)
+        padded = local.new_zeros(max(counts))
+        padded[: len(local)] = local
+        gathered = local.new_empty(layout.ranks * len(padded))
+        private.all_gather(gathered, padded, group, async_op=False)
+        parts = gathered.view(layout.ranks, -1)
+        whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return whole.view(layout.slots[layout.index[self._name]].spec.shape)
+
+    def __reduce__(self) -> Any:
+        return _stand_in, ()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _stand_in()
+
+
+def _stand_in() -> Callable[[], NoReturn]:
+    """A copy of a parameter is not that parameter."""
+    return _model_is_gone
+
+
+def _model_is_gone() -> NoReturn:
+    raise StateError(
+        "full_tensor() of a parameter whose model does not exist any more, or of a copy of one: take "
+        "model.full_state_dict() while there is a model"
+    )
