@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py
 
-What to look at: the model is used as it is, ``model(input_ids=..., labels=...).loss``; the loss falls; the last line
-says over how many ranks and in how many buckets it was sharded. Any causal language model with ``labels`` works the
-same way; see docs/howto/huggingface.md.
+What to look at: the model is used as it is, ``model(input_ids=..., labels=...).loss``; the loss falls; ``generate``
+continues the sequence that was learnt, and ``save_pretrained`` writes what ``from_pretrained`` reads. The last line
+says over how many ranks and in how many buckets the model was sharded. Any causal language model with ``labels`` works
+the same way, and weights of a published one are read by each rank for itself; see docs/howto/huggingface.md.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import fxshard
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save", metavar="FOLDER", help="where to write the trained model")
     parser.add_argument("--lowering", default="inductor", choices=["inductor", "eager"])
     options = parser.parse_args()
 
@@ -37,7 +39,6 @@ def main() -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        use_cache=False,
     )
     model = fxshard.compile(LlamaForCausalLM(config), optimizer=fxshard.AdamW(lr=3e-3), lowering=options.lowering)
 
@@ -52,7 +53,15 @@ def main() -> None:
         model.optimizer.zero_grad()
         if rank == 0 and (step % 5 == 0 or step == options.steps - 1):
             print(f"step {step:3d}  loss {loss.item():.4f}")
+    model.eval()
+    continued = model.generate(
+        pattern[None, :16], max_new_tokens=16, do_sample=False, eos_token_id=None
+    )  # on every rank
+    if options.save:
+        model.save_pretrained(options.save)
     if rank == 0:
+        right = (continued[0, 16:] == pattern[16:32]).sum().item()
+        print(f"generate: {right} of 16 tokens are those of the sequence")
         print(str(model.schedule).splitlines()[0])
     if dist.is_initialized():
         dist.destroy_process_group()

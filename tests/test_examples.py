@@ -87,11 +87,13 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_huggingface_on_one_process(run: Here) -> None:
+def test_huggingface_on_one_process(run: Here, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the hf extra")
-    shown = run("examples/huggingface.py", "--lowering", "eager", "--steps", "4")
+    shown = run("examples/huggingface.py", "--lowering", "eager", "--steps", "4", "--save", str(tmp_path / "out"))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
     assert len(losses) == 2 and losses[1] < losses[0]
+    assert "of 16 tokens are those of the sequence" in shown
+    assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
 def test_custom_pass(run: Here) -> None:
