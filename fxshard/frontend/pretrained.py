@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fxshard._torch.errors import CheckpointError, ConfigError
+from fxshard.frontend.adapters import has_adapter, save_adapter
 from fxshard.frontend.exporting import SafetensorsWriter, whole_tensors
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ def save_pretrained(
 
     Units are gathered one after the other, and the first rank writes; its memory holds a unit and a file of at most
     ``max_shard_size``. ``dtype``: what floating-point weights are converted to; by default they are saved as they are
-    kept, in full. Files of an earlier save in the same folder are replaced once all new ones are written.
+    kept, in full. Files of an earlier save in the same folder are replaced once all new ones are written. Of a peft
+    model the adapter is written, as peft does.
     """
+    if has_adapter(model._inner):
+        return save_adapter(model, save_directory, **unknown)
     if unknown:
         raise ConfigError(
             f"save_pretrained({', '.join(unknown)}=...): a sharded model writes its own weights, from its first rank; "
