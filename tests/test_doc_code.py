@@ -100,8 +100,12 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if page == "docs/howto/checkpoints.md":
         names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(names["model"].optimizer)
         fxshard.checkpoint.save_safetensors(names["model"], "path/to/Qwen3-0.6B")
-    if page == "docs/howto/huggingface.md":
+    if page in ("docs/howto/accelerate.md", "docs/howto/trainer.md"):
+        pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
+        names["rows"] = [(x, y) for x, y in zip(names["x"], names["y"], strict=True)] * 4
+    if page in ("docs/howto/huggingface.md", "docs/howto/trainer.md"):
         pretrained("path/to/Qwen3-0.6B")
+        names["data"] = [{"input_ids": row, "labels": row} for row in names["x"]]
         names["batches"] = [{"input_ids": names["x"], "labels": names["x"]}] * 2
     for number, code in enumerate(blocks(page)):
         exec(compile(code, f"{page}, block {number}", "exec"), names)

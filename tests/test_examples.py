@@ -50,6 +50,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return here
 
 
+def test_trainer_on_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
+    shown = torchrun("examples/trainer.py", "--lowering", "eager", "--steps", "2", "--out", str(tmp_path))
+    assert shown.count("loss after 2 steps") == 1  # by rank 0 alone
+    assert (tmp_path / "final" / "model.safetensors").exists()
+
+
 def test_train_llama_on_two_processes() -> None:
     shown = torchrun("examples/train_llama.py", "--lowering", "eager", "--steps", "2")
     assert "at the first step" in shown

@@ -9,7 +9,6 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,9 @@ import accelerate
 import torch
 from torch import nn
 
-from fxshard._torch.errors import ConfigError
-from fxshard.checkpoint import load, save
-from fxshard.frontend.api import compile
-from fxshard.frontend.module import ShardedModule
+import fxshard
+from fxshard import ConfigError, Precision, ShardedModule
 from fxshard.integrations.optimizers import carry_over, check_unused, names_of, owns
-from fxshard.plan.precision import Precision
 
 FOLDER = "fxshard"
 """Where ``save_state`` puts a sharded model with its optimizer, inside the folder it is given; numbered from 0."""
@@ -77,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
             options = dict(self._options)
             if self.mixed_precision == "bf16":
                 options.setdefault("precision", Precision(param=torch.bfloat16, reduce=torch.float32))
-            model = compile(model.to(self.device) if self.device_placement else model, **options)
+            model = fxshard.compile(model.to(self.device) if self.device_placement else model, **options)
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate then leaves it as it is
         return model
 
@@ -104,14 +100,19 @@ class Accelerator(accelerate.Accelerator):
         with self._sharded_apart():
             written = super().save_state(output_dir, safe_serialization, **kwargs)
         for i, (model, optimizer) in enumerate(self._pairs()):
-            folder, before = Path(written, f"{FOLDER}_{i}"), Path(written, f"{FOLDER}_{i}.before")
-            if self.is_main_process and folder.exists():
-                folder.rename(before)  # until the new one is complete
-            self.wait_for_everyone()
-            save(model, folder, optimizer=optimizer)
-            if self.is_main_process and before.exists():
-                shutil.rmtree(before)
+            self.save_sharded(model, Path(written, f"{FOLDER}_{i}"), optimizer)
         return written
+
+    def save_sharded(self, model: ShardedModule, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
+        """``fxshard.save`` in place of what an earlier run left there, which goes when the new one is complete."""
+        before = folder.with_name(f"{folder.name}.before")
+        if self.is_main_process and folder.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            folder.rename(before)
+        self.wait_for_everyone()
+        fxshard.save(model, folder, optimizer=optimizer)
+        if self.is_main_process:
+            shutil.rmtree(before, ignore_errors=True)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -121,7 +122,7 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(input_dir, load_kwargs, **kwargs)
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
         for i, (model, optimizer) in enumerate(self._pairs()):
-            load(model, folder / f"{FOLDER}_{i}", optimizer=optimizer)
+            fxshard.load(model, folder / f"{FOLDER}_{i}", optimizer=optimizer)
 
     def _newest_state(self) -> Path:
         """The last of the folders that Accelerate named itself."""

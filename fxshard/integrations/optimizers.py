@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from fxshard._torch.errors import ConfigError
-from fxshard.frontend.module import ShardedModule
+from fxshard import ConfigError, ShardedModule
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

@@ -16,10 +16,9 @@ import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from fxshard._torch.errors import CheckpointError
-from fxshard.checkpoint import load, save
-from fxshard.checkpoint.hugging_face import load_safetensors
-from fxshard.frontend.module import ShardedModule
+import fxshard
+from fxshard import CheckpointError, ShardedModule
+from fxshard.checkpoint import load_safetensors
 from fxshard.integrations.accelerate import FOLDER, Accelerator
 
 Class = TypeVar("Class", bound=type[Trainer])
@@ -87,7 +86,7 @@ class _Sharded(_Mixin):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not isinstance(self.model, ShardedModule):
             return super()._save_optimizer_and_scheduler(output_dir)
-        save(self.model, Path(output_dir, FOLDER), optimizer=self.optimizer.optimizer)
+        self.accelerator.save_sharded(self.model, Path(output_dir, FOLDER), self.optimizer.optimizer)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -101,7 +100,7 @@ class _Sharded(_Mixin):
                 f"{checkpoint} has no folder {FOLDER!r}: it was saved by a Trainer without fxshard, whose optimizer "
                 "state is not sharded; start from its weights instead (from_pretrained) and do not resume"
             )
-        load(model, folder, optimizer=self.optimizer.optimizer)
+        fxshard.load(model, folder, optimizer=self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
