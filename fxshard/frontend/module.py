@@ -210,6 +210,7 @@ class ShardedModule(nn.Module):
             [name for name in names if name not in used and name not in reads],
             replays.report() if replays is not None else None,
             *backend.attention[-1:],
+            *backend.losses[-1:],
         )
 
     @property
