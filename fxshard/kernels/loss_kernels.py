@@ -21,11 +21,10 @@ def rows_loss(
     rows, classes = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
-        numbers = (classes, logits.stride(0))
-        constants = (cap.inner, cap.outer, cap.tanh, gradient, BLOCK)
+        constants = (classes, cap.inner, cap.outer, cap.tanh, gradient, BLOCK)
         tensors = (logits, labels, picked, counts, losses)
-        key = (constants, numbers, pointers(*tensors), logits.device)
-        _launches(key, (rows, 1, 1), (*tensors, *numbers, *constants))
+        key = (constants, logits.stride(0), pointers(*tensors), logits.device)
+        _launches(key, (rows, 1, 1), (*tensors, logits.stride(0), *constants))
     return losses
 
 
@@ -49,8 +48,8 @@ def _rows(
     picked,
     counts,
     losses,
-    classes,
     stride,
+    CLASSES: tl.constexpr,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
     TANH: tl.constexpr,
@@ -63,16 +62,16 @@ def _rows(
     if tl.load(counts + row) == 0:
         tl.store(losses + row, 0.0)
         if GRADIENT:
-            for start in range(0, classes, BLOCK):
-                inside = start + column < classes
+            for start in range(0, CLASSES, BLOCK):
+                inside = start + column < CLASSES
                 tl.store(own + start + column, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=inside)
         return
 
     # Each lane keeps the largest logit it has met and the sum of exponentials relative to that one.
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, classes, BLOCK):
-        inside = start + column < classes
+    for start in range(0, CLASSES, BLOCK):
+        inside = start + column < CLASSES
         x = _capped(tl.load(own + start + column, mask=inside, other=0.0), INNER, OUTER, TANH)
         x = tl.where(inside, x, -float("inf"))
         new = tl.where(x > largest, x, largest)
@@ -86,8 +85,8 @@ def _rows(
 
     if GRADIENT:
         label = tl.load(labels + row)
-        for start in range(0, classes, BLOCK):
-            inside = start + column < classes
+        for start in range(0, CLASSES, BLOCK):
+            inside = start + column < CLASSES
             x = tl.load(own + start + column, mask=inside, other=0.0).to(tl.float32) * INNER
             if TANH:
                 tanh = _tanh(x)

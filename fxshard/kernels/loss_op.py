@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels.loss_rows import Cap, rows_loss, wide
-from fxshard.kernels.ops import define
+from fxshard.kernels.ops import define, scaled
 
 Maybe = torch.Tensor | None
 
@@ -124,10 +124,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
 
 
 def _autograd(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    scale, *grads = ctx.saved_tensors
+    scale, of_hidden, *of_parameters = ctx.saved_tensors
     factor = grad * scale
-    wanted = zip(grads, ctx.dtypes, ctx.wanted, strict=True)
-    return (*((found * factor).to(dtype) if want else None for found, dtype, want in wanted), *(None,) * ctx.others)
+    # What follows fuses with the first; the others are nodes of their own, which can write into a gradient bucket.
+    grads = [(of_hidden * factor).to(ctx.dtypes[0]) if ctx.wanted[0] else None]
+    for found, dtype, want in zip(of_parameters, ctx.dtypes[1:], ctx.wanted[1:], strict=True):
+        grads.append(scaled(found, factor, dtype) if want else None)
+    return (*grads, *(None,) * ctx.others)
 
 
 chunked_cross_entropy = define(
