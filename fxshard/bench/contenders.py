@@ -45,6 +45,8 @@ def ours(
     optimizer: fxshard.AdamW | fxshard.Muon = ADAMW,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    # What is trained is the loss: models of transformers need not return logits next to it.
+    options = {"return_logits": False, **options}
     sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=optimizer, **options)
     return sharded, sharded.optimizer
 

@@ -62,10 +62,10 @@ def _forward(
 
 
 def _chunks(tokens: int, rows: int) -> list[slice]:
-    """Equal parts of at most ``rows`` tokens each, the last one maybe smaller."""
-    parts = -(-tokens // rows)
-    size = -(-tokens // max(parts, 1))
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(size, 1))]
+    """Parts of at most ``rows`` tokens, about equal: products prefer multiples of 128."""
+    parts = max(1, -(-tokens // rows))
+    size = min(rows, -(-tokens // (parts * 128)) * 128) or rows
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def _add_gradients(
