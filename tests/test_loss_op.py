@@ -109,6 +109,14 @@ def test_all_labels_ignored() -> None:
         assert all(torch.equal(mine, their) for mine, their in zip(grads, theirs, strict=True))
 
 
+def test_no_tokens() -> None:
+    given = leaves(0, 3, 7, torch.float32, bias=True)
+    loss, grads = chunked(given, torch.empty(0, dtype=torch.int64), None, 2, mean=True)
+    expected, theirs = plain(given, torch.empty(0, dtype=torch.int64), None, mean=True, dtype=torch.float32)
+    assert loss.isnan() and expected.isnan()
+    assert all(torch.equal(mine, their) for mine, their in zip(grads, theirs, strict=True))
+
+
 def test_values_that_are_not_finite_show() -> None:
     given, labels = leaves(6, 3, 7, torch.float32, bias=False), torch.arange(6)
     with torch.no_grad():

@@ -36,8 +36,9 @@ def _forward(
 ) -> tuple[torch.Tensor, ...]:
     gradient = of_hidden or of_weight
     grads = _empty_gradients(hidden, weight, bias, of_hidden, of_weight)
-    for grad in grads[1:]:
-        grad.zero_()
+    if not hidden.shape[0]:  # else the first chunk writes what others are added to
+        for grad in grads:
+            grad.zero_()
     counts = labels != ignore_index
     classes = labels.masked_fill(~counts, 0)
     losses = torch.zeros(hidden.shape[0], dtype=wide(hidden.dtype), device=hidden.device)
@@ -73,12 +74,14 @@ def _add_gradients(
 ) -> None:
     """Gradients of the chunk ``x`` from those of its logits; those of weight and bias are added up."""
     of_hidden, of_weight, of_bias = grads
+    add = part.start > 0
     if of_hidden.numel():
         _product(grad, weight, out=of_hidden[part])
     if of_weight.numel():
-        _product(grad.t(), x, out=of_weight, add=True)
+        _product(grad.t(), x, out=of_weight, add=add)
     if of_bias.numel():
-        of_bias += grad.sum(0, dtype=of_bias.dtype)
+        own = grad.sum(0, dtype=of_bias.dtype)
+        of_bias.copy_(of_bias + own if add else own)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
