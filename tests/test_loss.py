@@ -130,23 +130,18 @@ def test_accumulated_gradients(ranks: Pool) -> None:
 @pytest.mark.shows("H4")
 @pytest.mark.parametrize("make", [thorough(Language), Tied])
 def test_through_inductor_in_bf16(make: Any) -> None:
-    """Loss and gradients are as close to those in float32 as with full logits; no graph has a value of their size."""
+    """Gradients are as close to those in float32 as plain PyTorch's in bf16; no value is as large as logits."""
     x, y = batch(0, 1, 0, VOCAB)
-    exact = make()
+    exact, plain = make(), make().bfloat16()
     exact(x, y).backward()
-    errors = {}
-    for chunked in (True, False):
-        debug = fxshard.Debug(chunk_loss=chunked)
-        model = fxshard.compile(make(), precision=fxshard.Precision(torch.bfloat16, torch.float32), debug=debug)
-        loss = model(x, y)
-        loss.backward()
-        grads = {name: p.grad for name, p in model.named_parameters()}
-        errors[chunked] = {name: float((grads[name] - p.grad).norm()) for name, p in exact.named_parameters()}
-        if chunked:
-            check_no_logits(model.graphs, x.numel() - len(x))
-            assert len(model.report.loss.chunked) == 1 and "without" in str(model.report)
-    for name, error in errors[True].items():
-        assert error <= 1.3 * errors[False][name] + 1e-6, name
+    plain(x, y).backward()
+    model = fxshard.compile(make(), precision=fxshard.Precision(torch.bfloat16, torch.float32), debug=CHUNKED)
+    model(x, y).backward()
+    for name, parameter in model.named_parameters():
+        expected, theirs = exact.get_parameter(name).grad, plain.get_parameter(name).grad
+        assert (parameter.grad - expected).norm() <= 1.3 * (theirs - expected).norm(), name
+    check_no_logits(model.graphs, x.numel() - len(x))
+    assert len(model.report.loss.chunked) == 1 and "without" in str(model.report)
 
 
 def test_gradients_of_the_head_are_written_into_their_bucket_unrounded() -> None:
