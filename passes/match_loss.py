@@ -25,6 +25,7 @@ from fxshard.passes.calls import (
     cast_from,
     changed_between,
     dense_product,
+    same_dtype,
     shape,
     switches_modes,
     value,
@@ -102,8 +103,8 @@ def _match(loss: fx.Node) -> HeadLoss:
         node = _before(node)
     steps = [node, *reversed(steps)]
     hidden, weight, bias, transposed = found
-    _check_types(loss, steps, hidden, weight, bias)
     bias, cap = _elementwise(steps, bias)
+    _check_types(loss, steps, hidden, weight, bias)
     matched = HeadLoss(loss, node, hidden, weight, transposed, bias, tuple(steps), cap, labels, ignore_index, mean)
     _check_readers(matched)
     _check_between(matched)
@@ -256,8 +257,8 @@ def _elementwise(steps: list[fx.Node], bias: fx.Node | None) -> tuple[fx.Node | 
             factor = number if kind == "mul" else 1 / number
             inner, outer = (inner, outer * factor) if tanh else (inner * factor, outer)
         elif kind == "add":
-            if bias is not None or tanh or inner != 1.0:
-                raise _Miss(f"{_name(node)} adds to logits that are scaled or have a bias already")
+            if bias is not None or tanh or inner != 1.0 or not same_dtype(node, steps[0]):
+                raise _Miss(f"{_name(node)} adds to logits that are scaled, cast or have a bias already")
             bias = min((arg for arg in node.args[:2] if isinstance(arg, fx.Node)), key=lambda arg: len(shape(arg)))
     return bias, (inner, tanh, outer)
 
