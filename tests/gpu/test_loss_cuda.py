@@ -53,7 +53,7 @@ def test_as_accurate_as_full_logits(
     exact = full([leaf.detach().double().requires_grad_() for leaf in leaves], torch.float64)
     for found, theirs, exactly in zip(mine, plain, exact, strict=True):
         assert found.dtype == theirs.dtype
-        assert error(found, exactly) <= 1.2 * error(theirs, exactly) + 2e-6
+        assert error(found, exactly) <= 1.2 * error(theirs, exactly) + 1e-5
 
 
 @pytest.mark.shows("H4")
