@@ -22,6 +22,7 @@ from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.choose import add_implementation
 from fxshard.kernels.op import grouped_swiglu
 from fxshard.passes.apply_decisions import apply_decisions
+from fxshard.passes.chunk_loss import chunk_loss
 from fxshard.passes.context import PassContext
 from fxshard.passes.decide import Decisions
 from fxshard.passes.defer_wgrad import defer_wgrad
@@ -320,6 +321,28 @@ def masks() -> None:
     print(model.context.attention)
 
 
+class Head(nn.Module):
+    """A head and its loss, as many models end: each token is to predict the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 32, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        labels = torch.arange(8).view(2, 4)
+        logits = self.head(hidden).float()
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 32), labels[:, 1:].reshape(-1))
+
+
+def losses() -> None:
+    """One head, whose logits are small: chunks are asked for."""
+    model = captured(Head(), torch.randn(2, 4, 8))
+    show("a head and its loss, as Dynamo captured them", model.dynamo)
+    context = replace(model.context, options=Options(debug=fxshard.Debug(chunk_loss=True)))
+    show("a head and its loss, chunk_loss", chunk_loss(model.dynamo, context))
+    print(context.loss)
+
+
 def dense() -> None:
     """One gated MLP, by an implementation that takes it."""
     add_implementation("always", Always)
@@ -355,7 +378,7 @@ def show(
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (masks, experts, dense, opened, mxfp8, schedule, residual, filled, deferred, replicas)
+PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, filled, deferred, replicas)
 
 
 def main() -> None:

@@ -22,6 +22,9 @@ from fxshard._torch import private
 _CALLS: dict[str, tuple[Any, ...]] = {
     "mul": (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"),
     "add": (operator.add, operator.iadd, torch.add, "add", "add_"),
+    "div": (operator.truediv, torch.div, torch.divide, torch.true_divide, "div", "divide", "true_divide"),
+    "tanh": (torch.tanh, F.tanh, "tanh"),
+    "matmul": (operator.matmul, torch.matmul, torch.mm, "matmul", "mm"),
     "silu": (F.silu,),
     "sigmoid": (torch.sigmoid, F.sigmoid, "sigmoid"),
     "clamp": (torch.clamp, torch.clip, "clamp", "clip", "clamp_"),

@@ -10,6 +10,7 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
+from fxshard.schedule.loss_report import LossReport
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.params import ParamRef
 from fxshard.schedule.profile import Profile
@@ -32,6 +33,10 @@ class PassContext:
     """What the passes before autograd made of mixture-of-experts layers."""
     attention: AttentionReport = field(default_factory=AttentionReport)
     """What the passes before autograd made of attention masks."""
+    loss: LossReport = field(default_factory=LossReport)
+    """What the passes before autograd made of losses."""
+    ends_early: bool = False
+    """Whether Dynamo ended the captured graph before the model did, so that the model's own code reads its results."""
     planned_experts: str | None = None
     """In a plan for another machine, ``hardware``: the option ``experts`` of the run."""
     observer: Observer | None = None

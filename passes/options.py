@@ -52,15 +52,16 @@ def parse_bytes(budget: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Debug:
-    """Switches for finding out what a part of the compiler does. No one changes a result.
+    """Switches for finding out what a part of the compiler does. No one changes a result by more than rounding.
 
     ``prefetch``: how many all-gathers run ahead of the one in use, 0 gathers when needed; None lets the cost model
     decide when each one must start. ``keep_resident``: buckets stay unsharded between forward and backward where they
     fit. ``defer_wgrad``: weight-gradient products of backward run where they hide communication that nothing else
     hides. ``overlap``: collectives run during compute; off, each one is waited for where it starts. ``arena``: buffers
     have planned places in one allocation; off, each is allocated when needed. ``fold_layers``: layers that repeat go
-    through autograd once, not one by one. ``verify``: check every emitted schedule. ``verify_each_pass``: check the
-    graphs after each pass, too, so that an error names the pass that made it.
+    through autograd once, not one by one. ``chunk_loss``: losses are computed in chunks of tokens, without logits,
+    wherever that is possible; off, nowhere; None with ``return_logits=False``. ``verify``: check every schedule.
+    ``verify_each_pass``: check the graphs after each pass, too, so that an error names the pass that made it.
 
     >>> fxshard.compile(model, debug=fxshard.Debug(prefetch=0, keep_resident=False))
     """
@@ -71,6 +72,7 @@ class Debug:
     overlap: bool = True
     arena: bool = True
     fold_layers: bool = True
+    chunk_loss: bool | None = None
     verify: bool = True
     verify_each_pass: bool = False
 
@@ -80,8 +82,9 @@ class Debug:
             raise ConfigError(f"prefetch={ahead!r}: expected the number of gathers to run ahead, 0 or more, or None")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "prefetch" and not isinstance(value, bool):
-                raise ConfigError(f"Debug({field.name}={value!r}): expected True or False")
+            if field.name == "prefetch" or isinstance(value, bool) or (field.name == "chunk_loss" and value is None):
+                continue
+            raise ConfigError(f"Debug({field.name}={value!r}): expected True or False")
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Options:
     memory_budget: int | str | None = None
     hardware: str | Hardware | None = None
     experts: str = "auto"
+    return_logits: bool = True
     passes: PassList | None = None
     lowering: str = "inductor"
     cuda_graphs: bool = False
@@ -113,6 +117,8 @@ class Options:
             value = getattr(self, name)
             if value not in values:
                 raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, values))}")
+        if not isinstance(self.return_logits, bool):
+            raise ConfigError(f"return_logits={self.return_logits!r}: expected True or False")
         if not isinstance(self.debug, Debug):
             raise ConfigError(f"debug={self.debug!r}: expected fxshard.Debug(...)")
         if self.passes is not None:

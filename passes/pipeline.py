@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxshard.passes.apply_decisions import apply_decisions
+from fxshard.passes.chunk_loss import chunk_loss
 from fxshard.passes.context import PassContext
 from fxshard.passes.decide import decide
 from fxshard.passes.defer_wgrad import defer_wgrad
@@ -37,7 +38,7 @@ from fxshard.schedule.events import Phase
 EXPERTS: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swiglu)
 """What ``experts="off"`` leaves out."""
 
-BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, *EXPERTS)
+BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, chunk_loss, *EXPERTS)
 """On Dynamo's graph: what these put there brings its own backward."""
 
 JOINT: tuple[Pass, ...] = (open_experts, quantize_linears, recompute_param_views, save_residuals)

@@ -71,6 +71,7 @@ def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn
 
 CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
     "fxshard": lambda model, precision: ours(model, precision, 3),
+    "fxshard-no-logits": lambda model, precision: ours(model, precision, 3, return_logits=False),
     "fxshard-graphs": lambda model, precision: ours(model, precision, 3, cuda_graphs=True),
     "fxshard-unfused": lambda model, precision: ours(model, precision, 3, experts="off"),
     "fxshard-muon": lambda model, precision: ours(model, precision, 3, MUON),

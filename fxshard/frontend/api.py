@@ -41,6 +41,7 @@ def compile(
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
     experts: str = "auto",
+    return_logits: bool = True,
     init: Init | None = None,
     fullgraph: bool = True,
     dynamic: bool | None = None,
@@ -71,15 +72,22 @@ def compile(
     ``reset_parameters``. ``hardware``: the machine whose durations the schedule is made for (default: the one it runs
     on). ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
     machine, ``"torch"``, ``"triton"``, ``"te"`` or ``"te-mxfp8"`` that one, ``"off"`` leaves them as they are written.
+    ``return_logits``: off, a model that returns its logits next to the loss that is computed from them, as those of
+    ``transformers`` do with ``labels``, returns None for them, and they are never made (see docs/design/loss.md).
     ``passes``: a list derived from ``fxshard.PASSES``. ``lowering``: ``"inductor"``, or ``"eager"`` to run operator by
     operator. ``cuda_graphs``: from their second run on, forward and backward are captured in CUDA graphs and replayed;
     their memory stays reserved between steps. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s. ``debug``:
-    switches of :class:`fxshard.Debug`, which change no result.
+    switches of :class:`fxshard.Debug`, which change no result by more than rounding.
     """
     if cuda_graphs and not fullgraph:
         raise ConfigError(
             "cuda_graphs=True needs the whole model in one graph: mend the breaks and leave fullgraph=True, or compile "
             "without cuda_graphs"
+        )
+    if not return_logits and not fullgraph:
+        raise ConfigError(
+            "return_logits=False needs the whole model in one graph: code between graphs might read the logits; mend "
+            "the breaks and leave fullgraph=True, or leave out return_logits"
         )
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
     sharded = shard(**given)
@@ -102,6 +110,7 @@ def shard(
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
     experts: str = "auto",
+    return_logits: bool = True,
     init: Init | None = None,
     passes: PassList | None = None,
     lowering: str = "inductor",
@@ -136,6 +145,7 @@ def shard(
         "memory_budget": memory_budget,
         "hardware": hardware,
         "experts": experts,
+        "return_logits": return_logits,
         "passes": passes,
         "lowering": lowering,
         "cuda_graphs": cuda_graphs,

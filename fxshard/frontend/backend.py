@@ -12,7 +12,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError
 from fxshard.frontend.compiled import CompiledGraphs
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
-from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step
+from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
 from fxshard.frontend.variants import Variants
 from fxshard.lowering.programs import bind, lower
 from fxshard.passes.options import Options
@@ -22,6 +22,7 @@ from fxshard.passes.stages import Scheduled
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
+from fxshard.schedule.loss_report import LossReport
 from fxshard.schedule.observe import Observer, observer
 from fxshard.schedule.params import ParamRef
 from fxshard.schedule.schedule import Schedule
@@ -58,6 +59,8 @@ class Backend:
         """Layers that did not go through autograd, being like those that did."""
         self.attention: list[AttentionReport] = []
         """What became of attention masks, for each captured graph."""
+        self.losses: list[LossReport] = []
+        """What became of losses, for each captured graph."""
         self.compiled = CompiledGraphs()
         self.used: set[ParamRef] = set()
         """Parameters that some graph uses."""
@@ -87,8 +90,11 @@ class Backend:
         refs = [self._ref(value) for value in graph_inputs(graph)]
         plan = self.sharding.plan(one_graph=self.one_graph)
         context = plan.context(Phase.FORWARD, watching)
+        context.ends_early = broken is not None
+        tie_parameters(graph, refs)
         graph = before_autograd(graph, context)
         self.attention.append(context.attention)
+        self.losses.append(context.loss)
         if self.one_graph or not any(refs):
             return self.compile(graph, refs, example_inputs, watching)
         again = duplicate(graph)  # before AOTAutograd has worked on it

@@ -26,7 +26,9 @@ from fxshard.runtime.hollow import is_hollow
 from fxshard.runtime.norms import clip_gradients
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.unreduced import refuse_unreduced
+from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
+from fxshard.schedule.loss_report import LossReport
 from fxshard.schedule.profile import Profile, structure
 from fxshard.schedule.schedule import Schedule
 
@@ -239,7 +241,8 @@ class ShardedModule(nn.Module):
             reads,
             [name for name in names if name not in used and name not in reads],
             replays.report() if replays is not None else None,
-            *backend.attention[-1:],
+            backend.attention[-1] if backend.attention else AttentionReport(),
+            backend.losses[-1] if backend.losses else LossReport(),
         )
 
     @property

@@ -17,7 +17,7 @@ from fxshard.frontend.capture import FAILURES, capture, cast_floats, explained
 from fxshard.frontend.groups import planned_domains
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import plan_model, sharding_of
-from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step
+from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
 from fxshard.optim.config import AdamW, Muon
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.options import Debug, Options
@@ -59,6 +59,7 @@ def plan(
     groups: Mapping[str, int] | None = None,
     memory_budget: int | str | None = None,
     experts: str = "auto",
+    return_logits: bool = True,
     passes: PassList | None = None,
     lowering: str = "inductor",
     debug: Debug = Debug(),  # noqa: B008
@@ -89,6 +90,7 @@ def plan(
         memory_budget=memory_budget,
         hardware=hardware,
         experts=experts,
+        return_logits=return_logits,
         passes=passes,
         lowering=lowering,
         debug=debug,
@@ -159,6 +161,7 @@ def partition_model(
 
     def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         own = [refs.get(id(value)) for value in graph_inputs(graph)]
+        tie_parameters(graph, own)
         graph = before_autograd(graph, plan.context(Phase.FORWARD, watching))
         results = outputs_without_values(graph)
         with partitioned_step(graph, own, example_inputs, plan, watching, report) as step:

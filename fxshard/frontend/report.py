@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fxshard.runtime.replay import Captures
 from fxshard.schedule.attention_report import AttentionReport
+from fxshard.schedule.loss_report import LossReport
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Report:
 
     attention: AttentionReport = field(default_factory=AttentionReport)
     """Which attention masks were recognised as causal, and which were kept, and why; of the graph captured last."""
+    loss: LossReport = field(default_factory=LossReport)
+    """Which losses are computed without logits, and which are not, and why; of the graph captured last."""
 
     def __str__(self) -> str:
         made = self.compilations
@@ -49,6 +52,7 @@ class Report:
             f"{made.layers_folded} layers not traced because they repeat others"
         ]
         lines += str(self.attention).splitlines() if self.attention.causal or self.attention.masked else []
+        lines += str(self.loss).splitlines() if self.loss.chunked or self.loss.full else []
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]
         lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]
         lines += [f"not used: {name}" for name in self.unused_parameters]

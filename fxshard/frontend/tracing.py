@@ -19,7 +19,7 @@ from fxshard.passes.stages import Captured, Partitioned, Scheduled
 from fxshard.runtime.program import Program
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
-from fxshard.schedule.params import ParamRef
+from fxshard.schedule.params import PARAM, ParamRef
 
 Report = Callable[[str], None]
 """Called when a stage begins."""
@@ -104,6 +104,12 @@ def _captured(
 def graph_inputs(graph: fx.GraphModule) -> list[Any]:
     """What a captured graph was called with."""
     return [private.graph_input_example(node) for node in graph.graph.find_nodes(op="placeholder")]
+
+
+def tie_parameters(graph: fx.GraphModule, refs: Sequence[ParamRef | None]) -> None:
+    """Note on the inputs of a captured graph which parameters they are, for the passes before autograd."""
+    for node, ref in zip(graph.graph.find_nodes(op="placeholder"), refs, strict=True):
+        node.meta[PARAM] = ref
 
 
 def duplicate(module: fx.GraphModule) -> fx.GraphModule:

@@ -40,3 +40,18 @@ def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 mm_into = define("mm_into(Tensor a, Tensor b, Tensor(c!) out) -> ()", _mm_into, lambda a, b, out: None)
+
+
+def _scaled_into(value: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    """``out = value · factor``, written where it stays and rounded once."""
+    torch.mul(value, factor, out=out)
+
+
+scaled = define(
+    "scaled(Tensor value, Tensor factor, ScalarType dtype) -> Tensor",
+    lambda value, factor, dtype: (value * factor).to(dtype),
+    lambda value, factor, dtype: torch.empty_like(value, dtype=dtype),
+)
+scaled_into = define(
+    "scaled_into(Tensor value, Tensor factor, Tensor(c!) out) -> ()", _scaled_into, lambda value, factor, out: None
+)

@@ -61,3 +61,12 @@ BATCH_BYTES = 2**29
 """What one rank receives at most at a time when matrices travel to their owners, unless a single matrix is larger.
 
 Not measured; why it is half a GiB is not recorded."""
+
+LOGITS_OF_A_CHUNK = 2**29
+"""Bytes of logits that exist at a time where a loss is computed in chunks. The gradient of the head's weight is read
+and written once per chunk, in fp32: small chunks would spend more time on that than on products."""
+
+
+def rows_of_a_chunk(classes: int, itemsize: int) -> int:
+    """How many tokens' logits fit into ``LOGITS_OF_A_CHUNK``: a multiple of 128, as products like it."""
+    return max(128, LOGITS_OF_A_CHUNK // (classes * itemsize) // 128 * 128)

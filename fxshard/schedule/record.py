@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
-from fxshard.kernels.ops import mm_into
+from fxshard.kernels.ops import mm_into, scaled_into
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.cost import node_flops, node_traffic, tensor_bytes
 from fxshard.plan.memory import MemoryPlan
@@ -84,7 +84,7 @@ def stretches(graph: fx.Graph, phase: Phase) -> Iterator[fx.Node | Event]:
         yield _compute(stretch, phase, live[stretch[-1]])
 
 
-_WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into)
+_WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, scaled_into)
 """What writes gradients into their bucket."""
 
 
