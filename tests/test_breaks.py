@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ import fxshard
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.training import EPS, full_gradients
+
+LOG = logging.getLogger(__name__)
 
 
 @torch.compiler.disable
@@ -152,6 +156,27 @@ class BreaksFirst(nn.Module):
 
 
 @pytest.mark.shows("S17")
+class Talkative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LOG.warning("the mean is %s", x)
+        LOG.info("and so on")
+        return self.linear(x).sum()
+
+
+@pytest.mark.shows("H5")
+def test_logging_breaks_no_graph_of_ours_and_those_of_others_as_before() -> None:
+    model = fxshard.compile(Talkative(), lowering="eager")
+    x = torch.ones(2, 4)
+    model(x).backward()
+    assert model.report.compilations.captures == 1
+    with pytest.raises(Exception, match="Logger"):
+        torch.compile(Talkative(), backend="eager", fullgraph=True)(x)
+
+
 def test_a_break_ahead_of_the_first_graph_is_refused() -> None:
     step = torch.compile(fxshard.shard(BreaksFirst(), lowering="eager"), backend="fxshard")
     for _ in range(2):  # and again, when Dynamo knows the function already

@@ -41,6 +41,14 @@ def make(kind: str) -> nn.Module:
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL | {"num_hidden_layers": 2}))
         model.gradient_checkpointing_enable()
         return model
+    if kind == "gpt2 with dropout and cache":
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes))
+    if kind == "gemma3, resized":
+        sizes = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+        model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SMALL | sizes | {"num_hidden_layers": 2}))
+        model.resize_token_embeddings(80)  # tied, as Gemma's are
+        return model
     if kind == "gpt2":
         sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "use_cache": False}
         return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
@@ -50,15 +58,19 @@ def make(kind: str) -> nn.Module:
     return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SMALL, **experts))
 
 
-LAYERS = {"gpt2": "transformer.h"}
+LAYERS = {"gpt2": "transformer.h", "gpt2 with dropout and cache": "transformer.h"}
 
 
-def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, *, padded: bool = False) -> list[float]:
     found = []
+    torch.manual_seed(dist.get_rank())  # for dropout
     for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(64, (2, 12), generator=generator)
-        loss = model(input_ids=tokens, labels=tokens).loss
+        tokens = torch.randint(3, 64, (2, 12), generator=generator)
+        mask = (torch.arange(12) < torch.tensor([[12], [7 + step]])).long()
+        labels = tokens.masked_fill(mask == 0, -100) if padded else tokens
+        given = {"attention_mask": mask} if padded else {}
+        loss = model(input_ids=tokens, labels=labels, **given).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -66,20 +78,20 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return found
 
 
-def of_fsdp2(kind: str) -> list[float]:
+def of_fsdp2(kind: str, *, padded: bool = False) -> list[float]:
     from torch.distributed.fsdp import fully_shard
 
     peer = make(kind)
     for layer in peer.get_submodule(LAYERS.get(kind, "model.layers")).children():
         fully_shard(layer)
     fully_shard(peer)
-    return losses(peer, torch.optim.AdamW(peer.parameters(), lr=1e-2))
+    return losses(peer, torch.optim.AdamW(peer.parameters(), lr=1e-2), padded=padded)
 
 
-def both(kind: str, options: dict[str, Any]) -> tuple[list[float], list[float], list[str]]:
+def both(kind: str, options: dict[str, Any], *, padded: bool = False) -> tuple[list[float], list[float], list[str]]:
     model = fxshard.compile(make(kind), lowering="eager", **options)
-    mine = losses(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return mine, of_fsdp2(kind), model.report.unused_parameters
+    mine = losses(model, torch.optim.AdamW(model.parameters(), lr=1e-2), padded=padded)
+    return mine, of_fsdp2(kind, padded=padded), model.report.unused_parameters
 
 
 @pytest.mark.shows("E3")
@@ -88,6 +100,15 @@ def both(kind: str, options: dict[str, Any]) -> tuple[list[float], list[float], 
 def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
     """In one graph, although GPT-2 logs a warning on its way to the loss."""
     for mine, peer, unused in ranks(2, both, kind, {}, timeout=170):
+        assert mine == pytest.approx(peer, rel=1e-6)
+        assert not unused
+
+
+@pytest.mark.shows("E3")
+@pytest.mark.parametrize("kind", ["gpt2 with dropout and cache", "gemma3, resized"])
+def test_models_as_users_configure_them(ranks: Pool, kind: str) -> None:
+    """On batches with padding. Gemma has windows, and embeddings that are tied."""
+    for mine, peer, unused in ranks(2, both, kind, {}, padded=True, timeout=170):
         assert mine == pytest.approx(peer, rel=1e-6)
         assert not unused
 

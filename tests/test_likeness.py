@@ -47,7 +47,8 @@ def trained(zero: int, *, between: bool) -> tuple[list[float], dict[str, torch.T
             model.eval()
             with torch.no_grad():
                 seen.append(float(model(input_ids=PROMPT, labels=PROMPT).loss))
-            seen.append(model.generate(PROMPT, max_new_tokens=5 + 3 * dist.get_rank(), do_sample=False))
+            with torch.inference_mode():
+                seen.append(model.generate(PROMPT, max_new_tokens=5 + 3 * dist.get_rank(), do_sample=False))
             seen.append(model.full_state_dict())
             model.train()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -129,6 +130,9 @@ class Encoder(Mlp):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.net[0](x)
 
+    def score(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self(x, y)
+
     def rescale(self) -> None:
         with torch.no_grad():
             self.net[0].weight.mul_(2)
@@ -141,10 +145,11 @@ def methods() -> tuple[bool, list[str]]:
     torch.manual_seed(0)
     plain = Encoder(7, 16, 5)
     x = torch.randn(3, 7)
-    expected = plain.encode(x).detach()
+    y = torch.randn(3, 5)
+    expected, score = plain.encode(x).detach(), plain(x, y).detach()
     model = fxshard.shard(plain)
     with torch.no_grad():
-        same = torch.equal(model.encode(x), expected)
+        same = torch.equal(model.encode(x), expected) and torch.equal(model.score(x, y), score)
     said = []
     for call in (lambda: model.encode(x), model.rescale, model.grow):
         try:
@@ -169,6 +174,7 @@ def test_misuse_says_what_to_do() -> None:
     for call, match in (
         (optimizer.step, r"this AdamW was made before the model was sharded.*model\.parameters\(\)"),
         (lambda: plain(input_ids=PROMPT), r"this LlamaForCausalLM was given to fxshard\.compile"),
+        (lambda: plain.model(PROMPT), r"this LlamaModel was given to fxshard\.compile"),
         (lambda: model.model(PROMPT), r"a part of a sharded model \(LlamaModel\) does not run on its own"),
         (model.model.get_input_embeddings, r"get_input_embeddings\(\) of LlamaModel"),
         (lambda: model.resize_token_embeddings(80), r"resize_token_embeddings\(\).*before fxshard\.compile"),

@@ -18,7 +18,8 @@ _hook: Any = None
 def refuse_uses(plain: nn.Module) -> None:
     """From now on a call of the emptied model is refused, and so is the step of an optimizer made for it."""
     global _hook
-    plain.register_forward_pre_hook(_before_forward)
+    for module in (plain, *plain.children()):  # not all: Dynamo has to look at each hook
+        module.register_forward_pre_hook(_before_forward)
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_before_step)
 
@@ -28,8 +29,9 @@ def _before_forward(plain: nn.Module, args: Any) -> None:
         return
     first = next(plain.parameters(), None)
     found = sharding_of(first)
-    between_graphs = found is not None and found[0].engine.observed
-    if is_hollow(first) and not between_graphs:
+    # Code between graphs and methods of the model get weights when they use them.
+    lends = found is not None and (found[0].engine.observed or found[0].engine.lends)
+    if is_hollow(first) and not lends:
         raise StateError(
             f"this {type(plain).__name__} was given to fxshard.compile or fxshard.shard, which took its parameters: "
             "call the model that they returned"

@@ -34,7 +34,7 @@ class BorrowedWeights:
         """Give the parameters of a bucket memory. Collective."""
         if (index, 0) in self._before:
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode has no version
             views = self._engine.unsharded(index)
         for position, view in enumerate(views):
             parameter = self._hollow[index, position]
@@ -57,6 +57,7 @@ def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, 
     Gathering is collective: all ranks call the method. Without a use of weights there is none.
     """
     weights = BorrowedWeights(engine, hollow)
+    before, engine.lends = engine.lends, True
     try:
         if all_at_once:
             for index in range(len(engine.buckets)):
@@ -66,6 +67,7 @@ def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, 
             with _FirstUses(weights, hollow, method):
                 yield
     finally:
+        engine.lends = before
         written = weights.give_back()
     if written:
         raise StateError(

@@ -73,6 +73,8 @@ class Engine:
         """Captured programs, where they are wanted."""
         self.observed = False
         """Whether operations outside graphs are looked at just now (``eager_reads``); programs step out of that."""
+        self.lends = False
+        """Whether a method of the model runs just now that gets weights where it uses them (``borrowed``)."""
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
