@@ -103,6 +103,8 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if page in ("docs/howto/accelerate.md", "docs/howto/trainer.md"):
         pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
         names["rows"] = [(x, y) for x, y in zip(names["x"], names["y"], strict=True)] * 4
+    if page == "docs/howto/fabric.md":
+        pytest.importorskip("lightning_fabric", reason="needs Lightning Fabric: pip install '.[integrations]'")
     if page in ("docs/howto/huggingface.md", "docs/howto/trainer.md"):
         pretrained("path/to/Qwen3-0.6B")
         names["data"] = [{"input_ids": row, "labels": row} for row in names["x"]]

@@ -1,0 +1,97 @@
+"""Lightning Fabric: a loop trains the same with fxshard's strategy as with DDP, and resumes bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxshard
+from tests.integrations.launched import launched, llama, rows
+from tests.pool import Pool
+
+pytest.importorskip("lightning_fabric", reason="needs Lightning Fabric: pip install lightning-fabric")
+
+STEPS = 6
+
+
+class Loop:
+    """A training loop as Fabric's documentation writes it; every second micro-batch makes a step."""
+
+    def __init__(self, strategy: Any) -> None:
+        from lightning_fabric import Fabric
+
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        self.fabric.launch()
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        self.step = 0
+
+    def run(self, until: int) -> list[float]:
+        losses = []
+        while self.step < until:
+            for part in range(2):
+                tokens = rows(4 * STEPS)[4 * self.step + 2 * part + self.fabric.global_rank]["input_ids"][None]
+                with self.fabric.no_backward_sync(self.model, enabled=part == 0):
+                    loss = self.model(input_ids=tokens, labels=tokens).loss
+                    self.fabric.backward(loss / 2)
+                losses.append(self.fabric.all_reduce(loss.detach()).item())
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.step += 1
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self.step}
+
+
+def own() -> Loop:
+    from fxshard.integrations.fabric import FxshardStrategy
+
+    return Loop(FxshardStrategy(lowering="eager"))
+
+
+def runs(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with launched():
+        loop = own()
+        found["straight"] = loop.run(STEPS // 2)
+        loop.fabric.save(Path(folder, "state"), loop.state())
+        found["straight"] += loop.run(STEPS)
+        again = own()
+        state = again.state()
+        again.fabric.load(Path(folder, "state"), state)
+        again.step = state["step"]
+        found["resumed"] = again.run(STEPS)
+        found["peer"] = Loop("ddp").run(STEPS)
+    return found
+
+
+@pytest.mark.shows("I6")
+def test_trains_saves_and_resumes(ranks: Pool, tmp_path: Path) -> None:
+    for found in ranks(2, runs, str(tmp_path)):
+        assert found["straight"] == pytest.approx(found["peer"], rel=1e-6)
+        assert found["resumed"] == found["straight"][STEPS:], "the second half, bitwise"
+
+
+def refused() -> str:
+    from lightning_fabric import Fabric
+
+    from fxshard.integrations.fabric import FxshardStrategy
+
+    with launched():
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=FxshardStrategy(), precision="bf16-mixed")
+        fabric.launch()
+        with pytest.raises(fxshard.ConfigError) as caught:
+            fabric.setup(llama())
+    return str(caught.value)
+
+
+def test_autocast_is_refused(ranks: Pool) -> None:
+    assert "precision=fxshard.Precision" in ranks(1, refused)[0]
