@@ -7,14 +7,18 @@ compiled by Inductor here, which would not change what a page says.
 import ast
 import functools
 import inspect
+import os
 import re
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 import fxshard
@@ -86,8 +90,22 @@ def pretrained(folder: str) -> None:
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Launchers of other tools start process groups and set variables: not for the tests after this one."""
+    with mock.patch.dict(os.environ):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "accelerate.state" in sys.modules:
+        state: Any = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in NOT_RUN])
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("nothing_left")
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("compile", "shard"):
