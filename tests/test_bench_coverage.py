@@ -19,7 +19,7 @@ from fxshard.bench import coverage
 from fxshard.bench.architectures import ARCHITECTURES
 from fxshard.bench.coverage_table import difference, grows, is_one_graph, line, page, short, summary, trains
 from fxshard.bench.examine import Depths
-from fxshard.bench.own_ranks import on_ranks
+from fxshard.bench.own_ranks import on_ranks, preload
 from fxshard.bench.sample_batches import Batch, text
 from fxshard.bench.tables import read_tables
 from fxshard.cli import main as cli
@@ -77,7 +77,7 @@ def test_what_counts_as_training_like_fsdp2() -> None:
 
 def test_losses_that_are_missing_are_no_agreement() -> None:
     ranks = [{"peer_losses": [4.0, 3.0], "losses": [4.0]}]
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         trains(row("short", ranks=ranks))
 
 
@@ -139,6 +139,20 @@ def test_the_command_on_two_architectures(tmp_path: Path, monkeypatch: pytest.Mo
     assert [table["title"] for table in read_tables(made.read_text())] == ["Decoder", "Vision"]
 
 
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is known of the same versions, and in the order of the list."""
+    found, made = tmp_path / "found.json", tmp_path / "models.md"
+    rows = [row("vit", kind="vision"), row("llama")]
+    found.write_text(json.dumps({"versions": coverage.versions(), "rows": rows}))
+    options = ["--only", "vit,llama", "--resume", "--json", str(found), "--output", str(made)]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    coverage.main()
+    assert [table["title"] for table in read_tables(made.read_text())] == ["Decoder", "Vision"]
+    found.write_text(json.dumps({"versions": {"torch": "1.0"}, "rows": rows}))
+    with pytest.raises(SystemExit, match="without --resume"):
+        coverage.main()
+
+
 def crash(config: Any, generator: torch.Generator) -> Batch:
     os._exit(3)
 
@@ -157,13 +171,14 @@ def hang(config: Any, generator: torch.Generator) -> Batch:
 @pytest.mark.parametrize(
     ("batch", "timeout", "said"),
     [
-        (crash, 60.0, "the process ended with exit code 3"),
-        (fail_on_one, 60.0, "ValueError: no such batch"),
+        (crash, 150.0, "the process ended with exit code 3"),
+        (fail_on_one, 150.0, "ValueError: no such batch"),
         (hang, 3.0, "not done after 3 s"),
     ],
 )
 def test_neither_a_crash_nor_a_hang_ends_the_run(batch: Any, timeout: float, said: str) -> None:
     pytest.importorskip("transformers", reason="needs the hf extra")
+    preload()
     found = on_ranks(replace(ARCHITECTURES["llama"], batch=batch), SHALLOW, timeout)
     assert found["failed"] == said and not trains(found) and "**fails**" in line(found)
 
@@ -173,6 +188,8 @@ def test_neither_a_crash_nor_a_hang_ends_the_run(batch: Any, timeout: float, sai
     [
         (["--only", "llama,nope"], "no 'nope'; there are llama, "),
         (["--layers", "6,12"], "expected three numbers of layers"),
+        (["--resume"], "--resume continues what --json FILE has"),
+        (["--output", "no/such/models.md"], "there is no directory"),
     ],
 )
 def test_what_cannot_be_asked_for(

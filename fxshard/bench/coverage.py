@@ -14,7 +14,7 @@ from fxshard._torch.progress import progress
 from fxshard.bench.architectures import ARCHITECTURES
 from fxshard.bench.coverage_table import line, page, summary
 from fxshard.bench.examine import Depths
-from fxshard.bench.own_ranks import on_ranks, preload
+from fxshard.bench.own_ranks import Row, on_ranks, preload
 
 
 def versions() -> dict[str, str]:
@@ -33,21 +33,37 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one architecture (default: 300)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as a page of Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, losses included")
+    resume = "keep what the file of --json has found already, with the same versions; what failed is tried again"
+    parser.add_argument("--resume", action="store_true", help=resume)
     arguments = parser.parse_args()
-    preload()
+    if arguments.resume and not arguments.json:
+        parser.error("--resume continues what --json FILE has")
+    if arguments.output and not arguments.output.absolute().parent.is_dir():
+        parser.error(f"cannot write {arguments.output}: there is no directory {arguments.output.absolute().parent}")
+    found = _earlier(arguments.json) if arguments.resume else {}
     names = arguments.only or list(ARCHITECTURES)
-    rows = []
+    preload()
     with progress(len(names)) as begin:
         for name in names:
             begin(name)
-            rows.append(on_ranks(ARCHITECTURES[name], arguments.layers, arguments.timeout))
-            print(line(rows[-1]), flush=True)
+            if name not in found:
+                found[name] = on_ranks(ARCHITECTURES[name], arguments.layers, arguments.timeout)
+            print(line(found[name]), flush=True)
             if arguments.json:  # after each: a run that is stopped has left what it found
-                kept = {"versions": versions(), "rows": rows}
+                kept = {"versions": versions(), "rows": list(found.values())}
                 arguments.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    rows = [found[name] for name in ARCHITECTURES if name in names]
     print(summary(rows))
     if arguments.output:
         arguments.output.write_text(page(rows, versions()), encoding="utf-8")
+
+
+def _earlier(path: Path) -> dict[str, Row]:
+    """What a run with the same versions has found already; what failed is tried again."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"versions": versions(), "rows": []}
+    if kept["versions"] != versions():
+        raise SystemExit(f"{path} is of {kept['versions']}, these are {versions()}: run it without --resume")
+    return {row["name"]: row for row in kept["rows"] if not row["failed"]}
 
 
 def _names(listed: str) -> list[str]:

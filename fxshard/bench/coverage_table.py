@@ -11,7 +11,6 @@ from typing import Any
 CLOSE = 1e-5
 """Relative difference of losses up to which they count as the same: that of rounding, after five steps in fp32."""
 COMMAND = "fxshard bench models --output docs/models.md"
-HEAD = ("architecture", "graphs", "losses differ by", "compilations, 6 and 12 layers", "recognised", "remarks")
 DENSE = "a dense gated MLP"
 
 Row = Mapping[str, Any]
@@ -59,7 +58,7 @@ def page(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
         _METHOD,
     ]
     for kind, of_kind in itertools.groupby(rows, key=lambda row: row["kind"]):
-        lines += ["", f"## {kind[0].upper()}{kind[1:]}", "", *_table(of_kind)]
+        lines += ["", f"## {kind[0].upper()}{kind[1:]}", "", *_table(list(of_kind))]
     return "\n".join(lines) + "\n"
 
 
@@ -72,21 +71,31 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-_METHOD = """Each is trained on two CPU ranks (gloo) by FSDP2 and by `fxshard.compile(model, zero=3)`, in fp32, from the same weights with the same batches, for five steps of AdamW.
-Dropout and other random parts are switched off, everything else is as the configuration has it by default: the key/value cache, SDPA, the implementation of experts.
-Segments run operator by operator (`lowering="eager"`); how many there are to compile does not depend on that.
+_METHOD = (
+    "Each is trained on two CPU ranks (gloo) by FSDP2 and by `fxshard.compile(model, zero=3)`, in fp32, from the same "
+    "weights with the same batches, for five steps of AdamW. Dropout and other random parts are switched off. "
+    "Everything else is as the configuration has it by default: the key/value cache, the implementation of attention "
+    'and of experts. Segments run operator by operator (`lowering="eager"`); how many there are to compile does not '
+    "depend on that.\n\n"
+    "- **graphs**: that one forward takes. Where it is more than one, `fullgraph=False` is needed, and a remark says "
+    "what broke the graph.\n"
+    "- **losses differ by**: the largest relative difference between a loss and FSDP2's, over five steps and both "
+    "ranks. Up to 1e-5 is taken for rounding, and more is called wrong.\n"
+    "- **compilations**: distinct segments of forward and backward, in a shallow and in a deep model (layers of each "
+    "stack and tower, or of the deepest stage). Equal numbers: what is compiled does not grow with depth.\n"
+    "- **recognised**: attention that is causal and needs no mask, because the model says so or because "
+    "[its mask was recognised](design/masks.md); key and value heads that are not repeated; [experts](howto/moe.md) "
+    "that are one operator; dense gated MLPs, which a CPU leaves to the compiler and Hopper fuses where they are "
+    "SwiGLU without biases. Numbers are those of the model that was trained."
+)
 
-- **graphs**: what Dynamo captured. Where it is more than one, `fullgraph=False` is needed, and the remark says what broke the graph.
-- **losses differ by**: the largest relative difference between a loss and FSDP2's, over five steps and both ranks. Up to 1e-5 is rounding; more is said to be wrong.
-- **compilations**: distinct segments, forward and backward, with 6 and with 12 layers (of the deepest stage, or of each tower and stack). Equal numbers: time to compile does not grow with depth.
-- **recognised**: [causal masks](design/masks.md) that are not made any more, key and value heads that are not repeated, [experts](howto/moe.md) that are one operator, dense gated MLPs
-  (which are left to the compiler on a CPU, and fused on Hopper where they are SwiGLU without biases)."""  # noqa: E501
 
-
-def _table(rows: Any) -> list[str]:
+def _table(rows: Sequence[Row]) -> list[str]:
+    depths = next((" and ".join(row["compilations"]) for row in rows if not row["failed"]), "")
+    head = ("architecture", "graphs", "losses differ by", f"compilations, {depths} layers", "recognised", "remarks")
     return [
-        f"| {' | '.join(HEAD)} |",
-        f"|{' --- |' * len(HEAD)}",
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
         *(f"| {' | '.join(cell or '–' for cell in _cells(row))} |" for row in rows),
     ]
 

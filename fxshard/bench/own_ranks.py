@@ -40,11 +40,13 @@ def on_ranks(architecture: Architecture, depths: Depths, timeout: float) -> Row:
     row: Row = {"name": architecture.name, "kind": architecture.kind, "model": architecture.model}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(architecture, depths, rank, folder) for rank in range(RANKS)]
+        found: list[Row] = []
         try:
             found = _gather(ranks, timeout)
         finally:
+            done = bool(found) and not any(each["failed"] for each in found)
             for process, receiver in ranks:
-                process.join(GOODBYE if process.exitcode is None else 0.0)
+                process.join(GOODBYE if done else 0.0)
                 process.kill()
                 process.join()
                 receiver.close()
@@ -105,4 +107,5 @@ def _run(architecture: Architecture, depths: Depths, rank: int, folder: str, sen
     sender.send_bytes(json.dumps(found).encode())
     sender.close()
     if found["failed"]:
+        time.sleep(2 * GOODBYE)  # a peer that saw this rank's connections close would fail too, and say only that
         os._exit(1)  # a group that a peer waits in cannot be closed in order

@@ -35,7 +35,13 @@ class NoneBelowZero(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.lt or func is torch.Tensor.__lt__:
             drawn, rate = args[0], args[1]
-            if drawn is self.drawn and isinstance(rate, (int, float)) and rate <= 0 and drawn.dim() == 0:
+            if (
+                drawn is not None
+                and drawn is self.drawn
+                and isinstance(rate, (int, float))
+                and rate <= 0
+                and drawn.dim() == 0
+            ):
                 return False
         result = func(*args, **(kwargs or {}))
         self.drawn = result if func is torch.rand else None
