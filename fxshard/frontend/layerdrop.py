@@ -33,19 +33,17 @@ class NoneBelowZero(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.lt or func is torch.Tensor.__lt__:
-            drawn, rate = args[0], args[1]
-            if (
-                drawn is not None
-                and drawn is self.drawn
-                and isinstance(rate, (int, float))
-                and rate <= 0
-                and drawn.dim() == 0
-            ):
-                return False
+        if (func is torch.Tensor.lt or func is torch.Tensor.__lt__) and self._is_never(args[0], args[1]):
+            return False
         result = func(*args, **(kwargs or {}))
         self.drawn = result if func is torch.rand else None
         return result
+
+    def _is_never(self, number: Any, rate: Any) -> bool:
+        """Whether a single number that was just drawn is compared with a rate that none is below."""
+        if number is None or number is not self.drawn or number.dim() > 0:
+            return False
+        return isinstance(rate, (int, float)) and rate <= 0
 
 
 def has_layerdrop(model: nn.Module) -> bool:
