@@ -82,8 +82,9 @@ def test_losses_that_are_missing_are_no_agreement() -> None:
 
 
 def test_the_page() -> None:
-    made = page([*ROWS, row("other", kind="vision")], {"torch": "2.13.0", "transformers": "5.22.2"})
+    made = page([*ROWS, row("other", kind="vision")], {"torch": "2.13.0", "transformers": "5.22.2"}, 9)
     assert "with torch 2.13.0, transformers 5.22.2" in made and summary(ROWS) not in made
+    assert "8 of the 9 architectures" in made and "8 of the" not in page(ROWS, {}, len(ROWS))
     first, second = read_tables(made)
     assert (first["title"], second["title"], len(first["rows"])) == ("Decoder", "Vision", len(ROWS))
     cells = {each[0].split()[0]: each[1:] for each in first["rows"]}
@@ -96,6 +97,7 @@ def test_the_page() -> None:
     assert "captured 2 times" in cells["again"][4]
     assert cells["dead"] == ["–", "–", "–", "–", "**fails**: RuntimeError: \\<no> kernel"]
     assert "graph break: net/model.py:7: data-dependent" in made and "more" not in cells["broken"][4]
+    assert short("CaptureError: not one graph:\na logger\n  Hint") == "a logger"
     assert "fails" in line(ROWS[-1]) and len(short("x" * 500)) == 160
 
 

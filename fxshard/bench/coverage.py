@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from fxshard._torch.progress import progress
 from fxshard.bench.architectures import ARCHITECTURES
@@ -55,12 +56,14 @@ def main() -> None:
     rows = [found[name] for name in ARCHITECTURES if name in names]
     print(summary(rows))
     if arguments.output:
-        arguments.output.write_text(page(rows, versions()), encoding="utf-8")
+        arguments.output.write_text(page(rows, versions(), len(ARCHITECTURES)), encoding="utf-8")
 
 
 def _earlier(path: Path) -> dict[str, Row]:
     """What a run with the same versions has found already; what failed is tried again."""
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"versions": versions(), "rows": []}
+    if not path.exists():
+        return {}
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if kept["versions"] != versions():
         raise SystemExit(f"{path} is of {kept['versions']}, these are {versions()}: run it without --resume")
     return {row["name"]: row for row in kept["rows"] if not row["failed"]}

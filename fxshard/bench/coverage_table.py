@@ -46,12 +46,14 @@ def line(row: Row) -> str:
     return f"{row['name']:<16} {row.get('seconds', 0.0):>5.0f} s  " + "; ".join(cell for cell in cells[1:] if cell)
 
 
-def page(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
+def page(rows: Sequence[Row], versions: Mapping[str, str], listed: int) -> str:
+    """Of ``listed`` architectures that there are, those that were run."""
+    left = f" These are {len(rows)} of the {listed} architectures that it has (`--only`)." if len(rows) < listed else ""
     lines = [
         "# Models of transformers",
         "",
         f"Made by `{COMMAND}` with {', '.join(f'{name} {version}' for name, version in versions.items())}; "
-        "it is not edited by hand. Nothing is downloaded: models are small and random.",
+        f"it is not edited by hand.{left} Nothing is downloaded: models are small and random.",
         "",
         summary(rows),
         "",
@@ -78,7 +80,8 @@ _METHOD = (
     'and of experts. Segments run operator by operator (`lowering="eager"`); how many there are to compile does not '
     "depend on that.\n\n"
     "- **graphs**: that one forward takes. Where it is more than one, `fullgraph=False` is needed, and a remark says "
-    "what broke the graph.\n"
+    "what broke the graph. A model that is captured again in its second step has changed something by itself: "
+    "classifiers write `config.problem_type` in their first call, where it is not set.\n"
     "- **losses differ by**: the largest relative difference between a loss and FSDP2's, over five steps and both "
     "ranks. Up to 1e-5 is taken for rounding, and more is called wrong.\n"
     "- **compilations**: distinct segments of forward and backward, in a shallow and in a deep model (layers of each "
@@ -134,7 +137,7 @@ def _remarks(row: Row) -> str:
         if not reason.startswith(DENSE)
     ]
     if row["graphs"] == 1 and row["captures"] > 1:
-        said.append(f"captured {row['captures']} times: its configuration changes in the first call")
+        said.append(f"captured {row['captures']} times")
     said += [f"{row['unused']} parameters unused"] if row["unused"] else []
     return "; ".join(said)
 
@@ -144,7 +147,8 @@ def _times(count: int) -> str:
 
 
 def short(reason: str) -> str:
-    """The first sentence of a message, with paths from the package on, in one line that a cell can hold."""
-    first = next((part.strip() for part in reason.splitlines() if part.strip()), "no reason given")
+    """The first line of a message that is no heading, with paths from the package on, as a cell can hold it."""
+    lines = [part.strip() for part in reason.splitlines() if part.strip()]
+    first = next((part for part in lines if not part.endswith(":")), "no reason given")
     first = re.sub(r"\S*/site-packages/", "", first).replace("|", "\\|").replace("<", "\\<")
     return first if len(first) <= 160 else f"{first[:157]}..."

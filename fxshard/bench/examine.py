@@ -127,7 +127,7 @@ def _train_ours(architecture: Architecture, rank: int, layers: int, found: Findi
     report = model.report
     found.captures = report.compilations.captures
     found.graphs = 1 if fullgraph else found.captures
-    found.breaks = list(report.graph_breaks) or found.breaks
+    found.breaks += report.graph_breaks
     found.unused = len(report.unused_parameters)
 
 

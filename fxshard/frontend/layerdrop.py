@@ -41,7 +41,8 @@ class NoneBelowZero(TorchFunctionMode):
 
     def _is_never(self, number: Any, rate: Any) -> bool:
         """Whether a single number that was just drawn is compared with a rate that none is below."""
-        if number is None or number is not self.drawn or number.dim() > 0:
+        drawn = self.drawn
+        if drawn is None or number is not drawn or drawn.dim() > 0:
             return False
         return isinstance(rate, (int, float)) and rate <= 0
 
