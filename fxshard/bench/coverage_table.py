@@ -75,7 +75,8 @@ def summary(rows: Sequence[Row]) -> str:
 
 _METHOD = (
     "Each is trained on two CPU ranks (gloo) by FSDP2 and by `fxshard.compile(model, zero=3)`, in fp32, from the same "
-    "weights with the same batches, for five steps of AdamW, with two layers unless `--layers` says otherwise. Dropout and other random parts are switched off. "
+    "weights with the same batches, for five steps of AdamW, with two layers "
+    "unless `--layers` says otherwise. Dropout and other random parts are switched off. "
     "Everything else is as the configuration has it by default: the key/value cache, the implementation of attention "
     'and of experts. Segments run operator by operator (`lowering="eager"`); how many there are to compile does not '
     "depend on that.\n\n"
@@ -85,7 +86,8 @@ _METHOD = (
     "- **losses differ by**: the largest relative difference between a loss and FSDP2's, over five steps and both "
     "ranks. Up to 1e-5 is taken for rounding, and more is called wrong.\n"
     "- **compilations**: distinct segments of forward and backward, in a shallow and in a deep model (layers of each "
-    "stack and tower, or of the deepest stage), each in one process. Equal numbers: what is compiled does not grow with depth.\n"
+    "stack and tower, or of the deepest stage), each in one process. "
+    "Equal numbers: what is compiled does not grow with depth.\n"
     "- **recognised**: attention that is causal and needs no mask, because the model says so or because "
     "[its mask was recognised](design/masks.md); key and value heads that are not repeated; [experts](howto/moe.md) "
     "that are one operator; dense gated MLPs, which a CPU leaves to the compiler and Hopper fuses where they are "
