@@ -149,9 +149,9 @@ def _vision() -> Iterator[Architecture]:
     yield of("dinov2", "Dinov2ForImageClassification", PIXELS)
     yield of("swin", "SwinForImageClassification", {**swin, "depths": [1, 1, 6, 1], "num_labels": LABELS}, "depths")
     yield of("convnext", "ConvNextForImageClassification", {**STAGES, "depths": [1, 1, 6, 1]}, "depths")
-    yield of(
-        "resnet", "ResNetForImageClassification", {**STAGES, "embedding_size": 8, "depths": [1, 1, 6, 1]}, "depths"
-    )
+    # Its batch norms see eight values at least: over two they amplify rounding beyond any tolerance.
+    three = {"embedding_size": 8, "hidden_sizes": [8, 16, 32], "depths": [1, 1, 6], "num_labels": LABELS}
+    yield of("resnet", "ResNetForImageClassification", three, "depths")
 
 
 def _audio() -> Iterator[Architecture]:

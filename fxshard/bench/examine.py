@@ -102,7 +102,7 @@ class Finding:
 def examine(architecture: Architecture, rank: int, depths: Depths) -> dict[str, Any]:
     """To be called on every rank of a process group, which is gone afterwards."""
     found, start = Finding(), time.perf_counter()
-    peer, optimizer = fsdp2(architecture.build(depths.trained), None, compiled=False)
+    peer, optimizer = fsdp2(_without_scalars(architecture.build(depths.trained)), None, compiled=False)
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE
     found.peer_losses = train(architecture, peer, optimizer, rank)
@@ -119,6 +119,15 @@ def examine(architecture: Architecture, rank: int, depths: Depths) -> dict[str, 
     found.compilations[str(layers)] = model.report.compilations.compiled
     found.seconds = time.perf_counter() - start
     return asdict(found)
+
+
+def _without_scalars(model: nn.Module) -> nn.Module:
+    """FSDP2 takes no parameter without a dimension and asks for one of size 1 in its place."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 0:
+                setattr(module, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
+    return model
 
 
 def _train_ours(architecture: Architecture, rank: int, layers: int, found: Finding, *, fullgraph: bool) -> None:
