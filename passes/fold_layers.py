@@ -42,8 +42,8 @@ def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> Fol
     ``kinds``: of each input that is a sharded parameter, how it is treated; None for other inputs.
     """
     inputs = module.graph.find_nodes(op="placeholder")
-    if private.constants(module) or any(_is_symbolic(node) for node in inputs):
-        return None
+    if private.constants(module) or any(_is_symbolic(node) for node in module.graph.nodes):
+        return None  # sizes may depend on values inside, too, where no input has an open one
     repeat = find_repeat(module, kinds, LEAST)
     if repeat is None:
         return None

@@ -207,4 +207,4 @@ def test_tables_that_are_printed_become_figures() -> None:
 
 
 def test_every_benchmark_has_a_picture() -> None:
-    assert command.BENCHES.keys() == CHARTS.keys()
+    assert command.BENCHES.keys() - {"models"} == CHARTS.keys()  # that one is a table of words

@@ -64,6 +64,7 @@ BENCHES = {
         "time to the first step, by number of layers",
         names={"--peer": names.COMPILE_TIME_PEERS, "--model": names.MODELS, "--device": names.DEVICES},
     ),
+    "models": Bench("fxshard.bench.coverage", "which architectures of transformers train, in how many graphs: a table"),
     "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator", tables=True),
     "checkpoint": Bench(
         "fxshard.bench.checkpoint",
@@ -91,7 +92,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         + "\n\nOther options are the benchmark's own: fxshard bench train --options\n\nexamples:\n"
         "  fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp --svg train.svg\n"
         "  fxshard bench train --device cpu --model toy,hf:llama-toy --rounds 2\n"
-        "  fxshard bench optimizer --json optimizer.json\n",
+        "  fxshard bench optimizer --json optimizer.json\n"
+        "  fxshard bench models --only llama,gpt2 --output models.md\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -122,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.svg):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
+    if arguments.svg is not None and arguments.name not in CHARTS:
+        raise UsageError(f"cannot write {arguments.svg}: bench {arguments.name} gives a table, and no bars")
     _check_names(arguments.name, bench, rest)
     with tempfile.TemporaryDirectory() as folder:
         figures = arguments.json or Path(folder, "figures.json")

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, FxshardError, StateError
+from fxshard.frontend.layerdrop import NoneBelowZero, has_layerdrop
 
 
 def capture(
@@ -28,6 +29,11 @@ def capture(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    def call_with_layerdrop(*args: Any, **kwargs: Any) -> Any:
+        with NoneBelowZero():
+            return model(*args, **kwargs)
+
+    call = call_with_layerdrop if has_layerdrop(model) else call
     code = call.__code__.replace(co_name=f"{type(model).__name__}_{id(backend):x}")
     own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
     compiled = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.bench import models as bench
+from fxshard.passes.fold_layers import fold_layers
 from tests.thorough import thorough
 from tests.toy import Llama
 
@@ -190,3 +193,19 @@ def test_layers_in_mxfp8() -> None:
     model = bench.Llama(bench.LlamaConfig(vocab=64, dim=64, layers=8, heads=2, hidden=128))
     tokens = torch.randint(0, 64, (2, 32))
     assert folded(model, (tokens, tokens), precision=fxshard.MXFP8()) > 0
+
+
+def test_sizes_that_depend_on_values_are_not_folded() -> None:
+    """As the rows that a mask picks, inside a graph whose inputs have fixed sizes."""
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment):
+        fixed, picked = torch.empty(4, WIDTH), torch.empty(environment.create_unbacked_symint(), WIDTH)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = fixed
+    for layer in range(LAYERS):
+        x = graph.call_function(torch.relu, (x,))
+        x.meta["example_value"] = picked if layer == 3 else fixed
+    graph.output((x,))
+    module = fx.GraphModule(nn.Module(), graph)
+    assert fold_layers(module, [None]) is None

@@ -1,0 +1,87 @@
+"""Which architectures of ``transformers`` train with fxshard as with FSDP2: a table, made on two ranks of this machine.
+
+python -m fxshard.bench.coverage --output docs/models.md
+python -m fxshard.bench.coverage --only llama,gpt2 --json found.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from fxshard._torch.progress import progress
+from fxshard.bench.architectures import ARCHITECTURES
+from fxshard.bench.coverage_table import line, page, summary
+from fxshard.bench.examine import Depths
+from fxshard.bench.own_ranks import Row, on_ranks, preload
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    import fxshard
+
+    return {"fxshard": fxshard.__version__, **{name: version(name) for name in ("torch", "transformers")}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", type=_names, metavar="NAME,...", help=f"of {', '.join(ARCHITECTURES)} (default: all)")
+    depths = "of models that are trained, and of two that are compiled only (default: 2,6,12)"
+    parser.add_argument("--layers", type=_depths, default=Depths(), metavar="N,N,N", help=depths)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one architecture (default: 300)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as a page of Markdown")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, losses included")
+    resume = "keep what the file of --json has found already, with the same versions; what failed is tried again"
+    parser.add_argument("--resume", action="store_true", help=resume)
+    arguments = parser.parse_args()
+    if arguments.resume and not arguments.json:
+        parser.error("--resume continues what --json FILE has")
+    if arguments.output and not arguments.output.absolute().parent.is_dir():
+        parser.error(f"cannot write {arguments.output}: there is no directory {arguments.output.absolute().parent}")
+    found = _earlier(arguments.json) if arguments.resume else {}
+    names = arguments.only or list(ARCHITECTURES)
+    preload()
+    with progress(len(names)) as begin:
+        for name in names:
+            begin(name)
+            if name not in found:
+                found[name] = on_ranks(ARCHITECTURES[name], arguments.layers, arguments.timeout)
+            print(line(found[name]), flush=True)
+            if arguments.json:  # after each: a run that is stopped has left what it found
+                kept = {"versions": versions(), "rows": list(found.values())}
+                arguments.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    rows = [found[name] for name in ARCHITECTURES if name in names]
+    print(summary(rows))
+    if arguments.output:
+        arguments.output.write_text(page(rows, versions(), len(ARCHITECTURES)), encoding="utf-8")
+
+
+def _earlier(path: Path) -> dict[str, Row]:
+    """What a run with the same versions has found already; what failed is tried again."""
+    if not path.exists():
+        return {}
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if kept["versions"] != versions():
+        raise SystemExit(f"{path} is of {kept['versions']}, these are {versions()}: run it without --resume")
+    return {row["name"]: row for row in kept["rows"] if not row["failed"]}
+
+
+def _names(listed: str) -> list[str]:
+    for name in listed.split(","):
+        if name not in ARCHITECTURES:
+            raise argparse.ArgumentTypeError(f"no {name!r}; there are {', '.join(ARCHITECTURES)}")
+    return listed.split(",")
+
+
+def _depths(listed: str) -> Depths:
+    numbers = [int(each) for each in listed.split(",") if each.isdecimal()]
+    if len(numbers) != 3 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{listed!r}: expected three numbers of layers, as 2,6,12")
+    return Depths(*numbers)
+
+
+if __name__ == "__main__":
+    main()
