@@ -105,7 +105,7 @@ class Pool:
         self._calls = 0
 
     def __call__(
-        self, n: int, fn: Callable[..., T], /, *args: Any, timeout: float = 120.0, grace: float = 10.0, **kwargs: Any
+        self, n: int, fn: Callable[..., T], /, *args: Any, timeout: float = 240.0, grace: float = 10.0, **kwargs: Any
     ) -> list[T]:
         """Run `fn(*args, **kwargs)` on ranks 0..n-1 and return the results by rank.
 

@@ -109,7 +109,7 @@ def all_stages() -> dict[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def found(ranks: Pool) -> list[dict[int, dict[str, Any]]]:
-    return ranks(2, all_stages, timeout=170)
+    return ranks(2, all_stages, timeout=350)
 
 
 @pytest.mark.shows("S11")

@@ -173,8 +173,8 @@ def hang(config: Any, generator: torch.Generator) -> Batch:
 @pytest.mark.parametrize(
     ("batch", "timeout", "said"),
     [
-        (crash, 150.0, "the process ended with exit code 3"),
-        (fail_on_one, 150.0, "ValueError: no such batch"),
+        (crash, 350.0, "the process ended with exit code 3"),
+        (fail_on_one, 350.0, "ValueError: no such batch"),
         (hang, 3.0, "not done after 3 s"),
     ],
 )

@@ -29,7 +29,7 @@ def torchrun(*command: str) -> str:
     """What two processes say that torchrun starts."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*launch, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*launch, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -99,7 +99,7 @@ def both(kind: str, options: dict[str, Any], *, padded: bool = False) -> tuple[l
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
     """In one graph, although GPT-2 logs a warning on its way to the loss."""
-    for mine, peer, unused in ranks(2, both, kind, {}, timeout=170):
+    for mine, peer, unused in ranks(2, both, kind, {}, timeout=350):
         assert mine == pytest.approx(peer, rel=1e-6)
         assert not unused
 
@@ -108,7 +108,7 @@ def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt2 with dropout and cache", "gemma3, resized"])
 def test_models_as_users_configure_them(ranks: Pool, kind: str) -> None:
     """On batches with padding. Gemma has windows, and embeddings that are tied."""
-    for mine, peer, unused in ranks(2, both, kind, {}, padded=True, timeout=170):
+    for mine, peer, unused in ranks(2, both, kind, {}, padded=True, timeout=350):
         assert mine == pytest.approx(peer, rel=1e-6)
         assert not unused
 
@@ -122,7 +122,7 @@ def checkpointed() -> tuple[list[float], list[float], Counter[str]]:
 
 @pytest.mark.shows("H8")
 def test_gradient_checkpointing_trains_like_fsdp2(ranks: Pool) -> None:
-    for mine, peer, gathers in ranks(2, checkpointed, timeout=170):
+    for mine, peer, gathers in ranks(2, checkpointed, timeout=350):
         assert mine == pytest.approx(peer, rel=1e-6)
         assert set(gathers.values()) == {1}
         assert {"model.layers.0", "model.layers.1"} <= gathers.keys()
@@ -132,7 +132,7 @@ def test_gradient_checkpointing_trains_like_fsdp2(ranks: Pool) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_expert_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
     """Routing depends on data, so on the CPU the graph breaks; the experts run between graphs."""
-    for mine, peer, _ in ranks(2, both, kind, {"fullgraph": False}, timeout=170):
+    for mine, peer, _ in ranks(2, both, kind, {"fullgraph": False}, timeout=350):
         assert mine == pytest.approx(peer, rel=1e-5)
 
 
@@ -152,7 +152,7 @@ def compilations(layers: int, **options: object) -> int:
     model = fxshard.compile(LlamaForCausalLM(config), lowering="eager")
     tokens = torch.arange(32).view(2, 16)
     model(input_ids=tokens, labels=tokens, **options).loss.backward()
-    assert len(model.report.attention.causal) == layers, "the mask is recognised"
+    assert not model.report.attention.masked, "a mask that the model makes is recognised"
     return model.report.compilations.compiled
 
 

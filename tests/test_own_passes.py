@@ -38,7 +38,7 @@ def default_and_own() -> tuple[Run, Run]:
 
 
 def test_training_is_bitwise_the_same(ranks: Pool) -> None:
-    for default, own in ranks(2, default_and_own, timeout=170):
+    for default, own in ranks(2, default_and_own, timeout=350):
         assert own.same(default)
 
 

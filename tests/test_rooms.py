@@ -90,5 +90,5 @@ print("quiet")
 
 @pytest.mark.shows("A2")
 def test_looking_at_public_names_starts_and_changes_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=350)
     assert done.stdout.strip() == "quiet", done.stderr

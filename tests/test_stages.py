@@ -81,7 +81,7 @@ def test_scheduling_options_change_nothing(ranks: Pool, zero: int) -> None:
 
 
 def test_inductor_segments_equal_eager_ones(ranks: Pool) -> None:
-    for lowered, eager in ranks(2, inductor_and_eager, timeout=170):
+    for lowered, eager in ranks(2, inductor_and_eager, timeout=350):
         assert lowered.distance(eager) < 1e-5
 
 

@@ -44,7 +44,7 @@ def killed(folder: Path, where: str, step: int) -> dict[int, str]:
     arguments = [*options(folder), "--die-in", where, "--die-at", str(step)]
     processes = [fork(says[rank], {**environment, "RANK": str(rank)}, main, *arguments) for rank in range(2)]
     for process in processes:
-        process.join(timeout=150)
+        process.join(timeout=350)
     said = [file.read_text() for file in says]
     assert [process.exitcode for process in processes] == [1, -9], said
     return losses(said[0])
