@@ -56,8 +56,13 @@ def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> Fol
 
 
 def _is_symbolic(node: fx.Node) -> bool:
+    """Whether a value has open sizes, or sizes that were open until a guard closed them."""
     value = node.meta.get("example_value")
-    return isinstance(value, torch.SymInt) or bool(private.free_symbols(value))
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *(value.stride() if value.layout is torch.strided else ()))
+    else:
+        sizes = (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _without_layers(module: fx.GraphModule, repeat: Repeat, dropped: set[fx.Node]) -> fx.GraphModule | None:
