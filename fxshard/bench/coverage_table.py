@@ -153,5 +153,5 @@ def short(reason: str) -> str:
     """The first line of a message that is no heading, with paths from the package on, as a cell can hold it."""
     lines = [part.strip() for part in reason.splitlines() if part.strip()]
     first = next((part for part in lines if not part.endswith(":")), "no reason given")
-    first = re.sub(r"\S*/site-packages/", "", first).replace("|", "\\|").replace("<", "\\<")
+    first = re.sub(r"\S*/(?:site-packages/|(?=fxshard/))", "", first).replace("|", "\\|").replace("<", "\\<")
     return first if len(first) <= 160 else f"{first[:157]}..."
