@@ -33,6 +33,7 @@ NOT_RUN = {
     "docs/howto/expert-groups.md": "64 GPUs",
     "docs/howto/hsdp.md": "64 GPUs",
     "docs/howto/multi-node.md": "GPUs",
+    "docs/howto/fabric.md": "a launcher that takes over the process; tests/integrations/test_fabric.py runs such a loop",
 }
 """Pages whose code needs what is not here, and what that is. What it calls is looked up all the same."""
 
@@ -92,9 +93,14 @@ def pretrained(folder: str) -> None:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """Launchers of other tools start process groups and set variables: not for the tests after this one."""
-    with mock.patch.dict(os.environ):
+    """Other tools start process groups, set variables and numbers of threads: not for the tests after this one.
+
+    Some of them fork, which must not happen once torch has used several threads.
+    """
+    threads = torch.get_num_threads()
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
         yield
+    torch.set_num_threads(threads)
     if dist.is_initialized():
         dist.destroy_process_group()
     if "accelerate.state" in sys.modules:
@@ -121,8 +127,6 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if page in ("docs/howto/accelerate.md", "docs/howto/trainer.md"):
         pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
         names["rows"] = [(x, y) for x, y in zip(names["x"], names["y"], strict=True)] * 4
-    if page == "docs/howto/fabric.md":
-        pytest.importorskip("lightning_fabric", reason="needs Lightning Fabric: pip install '.[integrations]'")
     if page in ("docs/howto/huggingface.md", "docs/howto/trainer.md"):
         pretrained("path/to/Qwen3-0.6B")
         names["data"] = [{"input_ids": row, "labels": row} for row in names["x"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-VARIANTS = ("graphs", "unfused", "muon", "muon-zero1", "zero2", "zero1", "zero0")
+VARIANTS = ("no-logits", "graphs", "unfused", "muon", "muon-zero1", "zero2", "zero1", "zero0")
 TRAIN = ("fxshard", *(f"fxshard-{variant}" for variant in VARIANTS), "fsdp2", "fsdp2-compile", "ddp", "compile")
 HUGGING_FACE = ("llama", "qwen3", "gemma3", "qwen3-moe")
 FACTORY = "MODULE:FACTORY"
