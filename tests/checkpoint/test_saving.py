@@ -36,6 +36,7 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
     fxshard.save(first, tmp_path / "step-1")
     child = os.fork()  # cheaper than a process that imports torch
     if child == 0:
+        torch.set_num_threads(1)  # those of this process are not there
         train(first, range(1, 2))
         fxshard.save(first, tmp_path / "step-2", progress=die_half_way)
         os._exit(0)
