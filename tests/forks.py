@@ -33,6 +33,7 @@ def _live(says: Path, environment: dict[str, str], fn: Callable[..., object], ar
         sys.stdout = sys.stderr = file
         logging.basicConfig(stream=file, force=True)
         os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environment})
+        torch.set_num_threads(1)  # those of the parent are not there
         try:
             fn(*args)
         except BaseException:
