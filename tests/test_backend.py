@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
 from fxshard._torch import private
-from fxshard.lowering.segments import SegmentCompiler
+from fxshard.frontend.lowering.segments import SegmentCompiler
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import Llama, Mlp

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxshard
-from fxshard.lowering import programs
-from fxshard.lowering.host_values import changes_on_host
+from fxshard.frontend.lowering import programs
+from fxshard.frontend.lowering.host_values import changes_on_host
 from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,6 @@ ROOMS = (
     "passes",
     "runtime",
     "optim",
-    "lowering",
     "frontend",
     "checkpoint",
     "integrations",
@@ -61,6 +61,12 @@ def test_imports_point_one_way() -> None:
         above = set(ROOMS[own + 1 :]) | ({"fxshard"} if own < ROOMS.index("checkpoint") else set())
         wrong += [f"{path.relative_to(ROOT)} imports from {room}" for room in sorted(imported(path) & above)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_lowering_knows_nothing_of_the_rest_of_the_frontend() -> None:
+    for path in (ROOT / "frontend" / "lowering").glob("*.py"):
+        named = re.findall(r"(?:from|import) fxshard\.frontend\.(\w+)", path.read_text())
+        assert set(named) <= {"lowering"}, f"{path.name} imports {named}"
 
 
 def test_every_room_says_what_it_is_for() -> None:

@@ -11,10 +11,10 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError
 from fxshard.frontend.compiled import CompiledGraphs
+from fxshard.frontend.lowering.programs import bind, lower
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
 from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
 from fxshard.frontend.variants import Variants
-from fxshard.lowering.programs import bind, lower
 from fxshard.passes.options import Options
 from fxshard.passes.pipeline import before_autograd
 from fxshard.passes.scheduling import schedule

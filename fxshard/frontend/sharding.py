@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fxshard._torch.errors import ConfigError, FxshardError, StateError
 from fxshard._torch.log import LOG
 from fxshard.frontend.groups import Groups, check_patterns, domain_by_name, meshes_of
+from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.frontend.materialise import Init, check_initialisable, is_meta, materialise
-from fxshard.lowering.segments import SegmentCompiler
 from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.plan.buckets import BucketPlan, plan_buckets

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fxshard._torch import private
+from fxshard.frontend.lowering.programs import lower
+from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.frontend.planning import partition_model
 from fxshard.frontend.sharding import plan_model
-from fxshard.lowering.programs import lower
-from fxshard.lowering.segments import SegmentCompiler
 from fxshard.passes.options import Options
 from fxshard.passes.scheduling import schedule
 from fxshard.passes.sharding_plan import ShardingPlan

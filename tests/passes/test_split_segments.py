@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from fxshard.lowering.segments import SegmentCompiler, structure
+from fxshard.frontend.lowering.segments import SegmentCompiler, structure
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard

@@ -11,8 +11,8 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, FxshardError
 from fxshard._torch.progress import long_work
-from fxshard.lowering.host_values import changes_on_host
-from fxshard.lowering.segments import SegmentCompiler
+from fxshard.frontend.lowering.host_values import changes_on_host
+from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.split_segments import split_segments
 from fxshard.passes.stages import Scheduled
