@@ -45,7 +45,7 @@ class NotConstant(Exception):
 def constant_value(node: fx.Node, graphs: Iterable[fx.Graph]) -> torch.Tensor:
     """What ``node`` computes, on the CPU. ``graphs`` is where something might write to it, its own graph among them."""
     sources = constant_sources(node)
-    _check_unwritten(sources, graphs)
+    check_unwritten(sources, graphs)
     return _run(sources)
 
 
@@ -90,7 +90,7 @@ def _is_torchs(target: Any) -> bool:
 # -- writes ----------------------------------------------------------------------------------------------------------
 
 
-def _check_unwritten(sources: list[fx.Node], graphs: Iterable[fx.Graph]) -> None:
+def check_unwritten(sources: list[fx.Node], graphs: Iterable[fx.Graph]) -> None:
     """No node may write to one of ``sources``, earlier or later or through a view."""
     held = [tensor for node in sources if (tensor := value(node)) is not None]
     for graph in graphs:

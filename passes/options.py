@@ -60,7 +60,9 @@ class Debug:
     hides. ``overlap``: collectives run during compute; off, each one is waited for where it starts. ``arena``: buffers
     have planned places in one allocation; off, each is allocated when needed. ``fold_layers``: layers that repeat go
     through autograd once, not one by one. ``chunk_loss``: losses are computed in chunks of tokens, without logits,
-    wherever that is possible; off, nowhere; None with ``return_logits=False``. ``verify``: check every schedule.
+    wherever that is possible; off, nowhere; None with ``return_logits=False``. ``window_attention``: attention whose
+    mask is a window or separates documents reads no mask; off, nowhere; None where there is a kernel for it, which is
+    on CUDA in half precision. ``verify``: check every schedule.
     ``verify_each_pass``: check the graphs after each pass, too, so that an error names the pass that made it.
 
     >>> fxshard.compile(model, debug=fxshard.Debug(prefetch=0, keep_resident=False))
@@ -73,6 +75,7 @@ class Debug:
     arena: bool = True
     fold_layers: bool = True
     chunk_loss: bool | None = None
+    window_attention: bool | None = None
     verify: bool = True
     verify_each_pass: bool = False
 
@@ -82,7 +85,7 @@ class Debug:
             raise ConfigError(f"prefetch={ahead!r}: expected the number of gathers to run ahead, 0 or more, or None")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "prefetch" or isinstance(value, bool) or (field.name == "chunk_loss" and value is None):
+            if field.name == "prefetch" or isinstance(value, bool) or (value is None and field.default is None):
                 continue
             raise ConfigError(f"Debug({field.name}={value!r}): expected True or False")
 

@@ -1,30 +1,35 @@
-"""Before autograd: attention whose mask is the causal one says ``is_causal`` instead of reading a mask.
+"""Before autograd: attention whose mask is the causal one, a window, or one of documents does not read a mask.
 
-Requires nothing; goes first. Provides calls of ``scaled_dot_product_attention`` without a mask, a line in the report
-for each call that had one, and no node of a mask that is no longer used. A mask counts as causal if it depends on
-numbers alone and each of its elements, computed for real, is that of the causal mask: True or 0 up to the diagonal,
-False or -inf after it. The lowest finite number is another mask: where all scores of a row are that low, it shows.
+Requires nothing; goes first. Provides calls of ``scaled_dot_product_attention`` that say ``is_causal``, and
+``fxshard::window_attention`` for masks that let each query see a range of keys up to its own, where there is a kernel
+for it; a line in the report for each call that had a mask, and no node of a mask that is no longer used. A mask counts
+if it depends on numbers alone and each of its elements, computed for real, is what is expected: True or 0 where a key
+is seen, False or -inf elsewhere. The lowest finite number is another mask: where all scores of a row are that low, it
+shows. Documents packed into a row depend on data (see ``match_range``).
 
-Where key and value of such a call repeat their heads for groups of query heads, the call takes the heads themselves
-(``enable_gqa``). Results are the same; gradients of key and value are sums over a group, which kernels may add up in
-another order than the backward of a repetition does: they agree to rounding.
+Where key and value of such a call repeat their heads for groups of query heads, the call takes the heads themselves.
+Results are the same; gradients of key and value are sums over a group, which kernels may add up in another order than
+the backward of a repetition does: they agree to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
 from fxshard._torch import private
+from fxshard.kernels.window_op import document_bounds, runs_well, window_attention
 from fxshard.passes.calls import TRANSFORMED, argument, place, rewrite_nested, shape, stand_in, value
-from fxshard.passes.constant_values import NotConstant, constant_sources, constant_value
+from fxshard.passes.constant_values import NotConstant
 from fxshard.passes.context import PassContext
 from fxshard.passes.grouped_heads import erase_repetition, heads_before_repetition
-from fxshard.schedule.attention_report import CausalCall, MaskedCall
+from fxshard.passes.match_range import Range, match_range
+from fxshard.schedule.attention_report import CausalCall, MaskedCall, WindowCall
 
 
 class Masked(Exception):
@@ -43,12 +48,20 @@ def _rewrite(graph: fx.Graph, masks: _Masks, context: PassContext) -> None:
         if mask is None:
             continue
         try:
-            masks.check_causal(mask)
-            made = _make_causal(node)
+            seen = masks.range_of(mask)
+            if seen.causal:
+                made = _make_causal(node)
+            else:
+                _check_wanted(node, seen, context)
+                made = _make_window(node, seen, masks)
         except Masked as reason:
             context.attention.masked.append(MaskedCall(place(node), str(reason)))
-        else:
+            continue
+        if seen.causal:
             context.attention.causal.append(CausalCall(place(made), "enable_gqa" in made.kwargs))
+        else:
+            window = seen.window if seen.window < seen.length else None
+            context.attention.windows.append(WindowCall(place(made), window, seen.documents is not None))
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
@@ -62,62 +75,88 @@ def _mask(node: fx.Node) -> fx.Node | None:
 # -- masks -----------------------------------------------------------------------------------------------------------
 
 
+class _Given(NamedTuple):
+    """What is given for an input of a checkpointed region."""
+
+    call: fx.Node
+    position: int
+    source: fx.Node
+
+
 class _Masks:
-    """The masks of a captured graph. Layers share them: each is computed once."""
+    """The masks of a captured graph. Layers share them: each is looked at once."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
         self._given = _checkpoint_arguments(module)
-        self._reasons: dict[fx.Node, str | None] = {}
-        """Why a mask is not causal; None where it is."""
+        self._found: dict[fx.Node, Range | str] = {}
+        """What a mask lets a query see, or why it is no range."""
+        self._bounds: dict[fx.Node, fx.Node] = {}
+        """Numbers of documents → where these begin and end."""
 
-    def check_causal(self, mask: fx.Node) -> None:
+    def range_of(self, mask: fx.Node) -> Range:
         while mask in self._given:
-            mask = self._given[mask]
-        if mask not in self._reasons:
+            mask = self._given[mask].source
+        if mask not in self._found:
             try:
-                self._reasons[mask] = _difference(constant_value(mask, self._graphs))
+                self._found[mask] = match_range(mask, self._graphs)
             except NotConstant as error:
-                self._reasons[mask] = str(error)
-        reason = self._reasons[mask]
-        if reason is not None:
-            raise Masked(reason)
+                self._found[mask] = str(error)
+        found = self._found[mask]
+        if isinstance(found, str):
+            raise Masked(found)
+        return found
+
+    def check_reachable(self, mask: fx.Node, seen: Range) -> None:
+        """A call in a checkpointed region is given bounds in the place of its mask, which nothing else there reads."""
+        if seen.documents is not None and mask.graph is not seen.documents.graph:
+            given = self._given[mask]
+            if given.source.graph is not seen.documents.graph or len(mask.users) > 1:
+                raise Masked("separates documents, but something else reads it in a checkpointed region")
+
+    def bounds(self, mask: fx.Node, seen: Range) -> fx.Node | None:
+        """Where documents begin and end, in the graph that ``mask`` stands in."""
+        if seen.documents is None:
+            return None
+        if seen.documents not in self._bounds:
+            numbers = value(seen.documents)
+            assert numbers is not None
+            with private.as_fake_as(numbers):
+                found = document_bounds(numbers)
+            with seen.documents.graph.inserting_after(seen.documents):
+                made = seen.documents.graph.call_function(document_bounds, (seen.documents,))
+            made.meta["example_value"] = found
+            self._bounds[seen.documents] = made
+        made = self._bounds[seen.documents]
+        if mask.graph is made.graph:
+            return made
+        call, position, _ = self._given[mask]
+        call.update_arg(position, made)
+        mask.meta["example_value"] = made.meta["example_value"]
+        return mask
 
     def erase_unused(self, graph: fx.Graph) -> None:
-        """What made causal masks in a graph, as far as nothing else takes it."""
-        causal = [mask for mask, reason in self._reasons.items() if reason is None and mask.graph is graph]
-        for node in sorted({source for mask in causal for source in constant_sources(mask)}, reverse=True):
+        """What made recognised masks in a graph, as far as nothing else takes it."""
+        found = [each for each in self._found.values() if isinstance(each, Range)]
+        for node in sorted(
+            {source for each in found for source in each.made_from if source.graph is graph}, reverse=True
+        ):
             if not node.users:
                 graph.erase_node(node)
 
 
-def _checkpoint_arguments(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """Input of a checkpointed region → the node that is given for it, where there is one call of the region."""
-    given: dict[fx.Node, set[Any]] = {}
+def _checkpoint_arguments(module: fx.GraphModule) -> dict[fx.Node, _Given]:
+    """Input of a checkpointed region → what is given for it, where there is one call of the region."""
+    given: dict[fx.Node, list[_Given | None]] = {}
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if private.calls_checkpointed(node) and isinstance(node.args[0], fx.Node):
                 region = getattr(part, str(node.args[0].target))
-                for placeholder, source in zip(region.graph.find_nodes(op="placeholder"), node.args[1:], strict=True):
-                    given.setdefault(placeholder, set()).add(source)
-    single = {placeholder: next(iter(sources)) for placeholder, sources in given.items() if len(sources) == 1}
-    return {placeholder: source for placeholder, source in single.items() if isinstance(source, fx.Node)}
-
-
-def _difference(mask: torch.Tensor) -> str | None:
-    """What tells a mask from the causal one; None if it is that."""
-    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
-        return f"is not square: {tuple(mask.shape)}"
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        return f"holds {mask.dtype}"
-    for dim in range(mask.dim() - 2):
-        if mask.stride(dim) == 0:  # the same memory again
-            mask = mask.narrow(dim, 0, min(1, mask.shape[dim]))
-    with private.as_a_compiler():
-        causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
-        if mask.dtype != torch.bool:
-            causal = torch.zeros(causal.shape, dtype=mask.dtype).masked_fill(~causal, -torch.inf)
-        return None if torch.equal(mask, causal.expand_as(mask)) else "is not causal"
+                inputs = region.graph.find_nodes(op="placeholder")
+                for position, (placeholder, source) in enumerate(zip(inputs, node.args[1:], strict=True), 1):
+                    each = _Given(node, position, source) if isinstance(source, fx.Node) else None
+                    given.setdefault(placeholder, []).append(each)
+    return {placeholder: each[0] for placeholder, each in given.items() if len(each) == 1 and each[0] is not None}
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
@@ -132,37 +171,97 @@ def _make_causal(node: fx.Node) -> fx.Node:
     heads = heads_before_repetition(node, query, key, values)
     if heads is not None:
         try:
-            new = _replace(node, (query, *heads), {**kwargs, "enable_gqa": True}, fused=True)
+            new = _replace_causal(node, (query, *heads), {**kwargs, "enable_gqa": True}, fused=True)
         except Masked:  # no kernel takes them
-            return _replace(node, (query, key, values), kwargs)
+            return _replace_causal(node, (query, key, values), kwargs)
         erase_repetition((key, values), heads)
         return new
-    return _replace(node, (query, key, values), kwargs)
+    return _replace_causal(node, (query, key, values), kwargs)
 
 
-def _replace(node: fx.Node, operands: tuple[Any, ...], kwargs: dict[str, Any], *, fused: bool = False) -> fx.Node:
-    """Put another call in the place of ``node``. Its result lies in memory as that of ``node`` did: a view of it may
-    depend on that. Where kernels differ in this, it is copied; mostly the model does so next, and finds it done.
-    ``fused``: only if torch has a kernel for the call, and does not compute it in steps.
-    """
+def _check_wanted(node: fx.Node, seen: Range, context: PassContext) -> None:
+    """A window or documents: is there a kernel that takes the call?"""
+    query = value(argument(node, 0, "query"))
+    wanted = context.options.debug.window_attention
+    what = "separates documents" if seen.documents is not None else f"is a window of {seen.window}"
+    if wanted is False:
+        raise Masked(f"{what}: Debug(window_attention=False)")
+    if query is None or (wanted is None and not runs_well(query)):
+        raise Masked(f"{what}: there are kernels for that on CUDA, in half precision")
+    if argument(node, 4, "dropout_p", 0.0) != 0.0:
+        raise Masked(f"{what}, but the call has dropout")
+
+
+def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
+    """Replace a call whose mask lets each query see a range of keys."""
+    query, key, values, mask = (argument(node, i, name) for i, name in enumerate(_OPERANDS))
+    _check_operands(node, (query, key, values), mask)
+    heads = heads_before_repetition(node, query, key, values) or (key, values)
+    tensors = [value(operand) for operand in (query, *heads)]
     expected = value(node)
-    assert expected is not None
-    with private.as_fake_as(expected), torch.set_grad_enabled(expected.requires_grad):
+    q, k, v = tensors
+    assert expected is not None and q is not None and k is not None and v is not None
+    alike = q.dim() == 4 and k.shape == v.shape and q.shape[1] % k.shape[1] == 0 and q.shape[3] == k.shape[3]
+    if not alike or k.shape[0] != q.shape[0] or not all(each.dtype == expected.dtype for each in (q, k, v)):
+        raise Masked("is a range of keys, but queries, keys and values differ in more than their heads")
+    if any(private.chooses_attention(other) for other in node.graph.nodes):
+        raise Masked("is a range of keys, but the model chooses its kernels for attention itself")
+    masks.check_reachable(mask, seen)
+    scale = argument(node, 6, "scale")
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if not isinstance(scale, float):
+        raise Masked(f"is a range of keys, but scores are multiplied by {scale}")
+    bounds = masks.bounds(mask, seen)
+
+    def compute(expected: torch.Tensor) -> torch.Tensor:
+        return window_attention(q, k, v, value(bounds), seen.window, scale)
+
+    made = _replace(node, window_attention, (query, *heads, bounds, seen.window, scale), {}, compute)
+    if heads != (key, values):
+        erase_repetition((key, values), heads)
+    return made
+
+
+def _replace_causal(
+    node: fx.Node, operands: tuple[Any, ...], kwargs: dict[str, Any], *, fused: bool = False
+) -> fx.Node:
+    """``fused``: only if torch has a kernel for the call, and does not compute it in steps."""
+
+    def compute(expected: torch.Tensor) -> torch.Tensor:
         with _Kernel() as kernel:
             found = _computed(operands, kwargs, expected.dtype)
         if fused and not kernel.fused:
             raise Masked("is causal, but without it no kernel takes the call")
+        return found
+
+    return _replace(node, F.scaled_dot_product_attention, operands, kwargs, compute)
+
+
+def _replace(
+    node: fx.Node,
+    target: Callable[..., Any],
+    operands: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    compute: Callable[[torch.Tensor], torch.Tensor],
+) -> fx.Node:
+    """Put another call in the place of ``node``. Its result lies in memory as that of ``node`` did: a view of it may
+    depend on that. Where kernels differ in this, it is copied; mostly the model does so next, and finds it done.
+    """
+    expected = value(node)
+    assert expected is not None
+    with private.as_fake_as(expected), torch.set_grad_enabled(expected.requires_grad):
+        found = compute(expected)
         if found.shape != expected.shape or found.dtype != expected.dtype:
-            raise Masked("is causal, but without it the result has another shape or dtype")
+            raise Masked("is recognised, but without it the result has another shape or dtype")
         copies: tuple[tuple[Any, ...], ...] = ()
         if found.stride() != expected.stride():
             copies = (("contiguous",),)
             if expected.dim() == 4 and expected.transpose(1, 2).is_contiguous():
                 copies = (("transpose", 1, 2), *copies, ("transpose", 1, 2))
             elif not expected.is_contiguous():
-                raise Masked("is causal, but without it the result lies differently in memory")
+                raise Masked("is recognised, but without it the result lies differently in memory")
         with node.graph.inserting_before(node):
-            new = last = node.graph.call_function(F.scaled_dot_product_attention, operands, kwargs)
+            new = last = node.graph.call_function(target, operands, kwargs)
             last.meta["example_value"] = found
             for name, *args in copies:
                 last, found = node.graph.call_method(name, (last, *args)), getattr(found, name)(*args)

@@ -40,10 +40,11 @@ def packed(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.shows("H3")
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_documents_in_a_row_train_as_documents_apart(attention: str) -> None:
+@pytest.mark.parametrize(("attention", "windows"), [("sdpa", None), ("sdpa", True), ("eager", None)])
+def test_documents_in_a_row_train_as_documents_apart(attention: str, windows: bool | None) -> None:
     generator = torch.Generator().manual_seed(1)
-    model, plain = fxshard.compile(llama(attention), lowering="eager"), llama(attention)
+    debug = fxshard.Debug(window_attention=windows)
+    model, plain = fxshard.compile(llama(attention), lowering="eager", debug=debug), llama(attention)
     for lengths in ((5, 7, 4), (9, 3, 4), (16,)):
         documents = [torch.randint(64, (length,), generator=generator) for length in lengths]
         plain.zero_grad()
@@ -59,3 +60,4 @@ def test_documents_in_a_row_train_as_documents_apart(attention: str) -> None:
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
     assert model.report.compilations.captures == 1, "where documents begin is data"
     assert not model.report.attention.causal
+    assert len(model.report.attention.windows) == (2 if windows else 0)

@@ -51,7 +51,7 @@ class Report:
             f"{made.captures} graphs captured, {made.segments} segments, {made.compiled} of them compiled, "
             f"{made.layers_folded} layers not traced because they repeat others"
         ]
-        lines += str(self.attention).splitlines() if self.attention.causal or self.attention.masked else []
+        lines += str(self.attention).splitlines() if self.attention.found else []
         lines += str(self.loss).splitlines() if self.loss.chunked or self.loss.full else []
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]
         lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]

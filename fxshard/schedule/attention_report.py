@@ -1,4 +1,4 @@
-"""What became of the attention masks of a model: which were causal, which were kept and why."""
+"""What became of the attention masks of a model: which were causal or windows, which were kept and why."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ class CausalCall:
 
 
 @dataclass(frozen=True)
+class WindowCall:
+    """A call whose mask let each query see a range of keys, and which reads these instead of a mask."""
+
+    where: str
+    window: int | None
+    """How many keys a query sees at most; None: all before it."""
+    documents: bool
+    """Whether it sees only its own document, of several in a row."""
+
+    def __str__(self) -> str:
+        window = f"a window of {self.window}" if self.window is not None else ""
+        seen = " and ".join(part for part in ("documents" if self.documents else "", window) if part)
+        return f"{seen}, without a mask"
+
+
+@dataclass(frozen=True)
 class MaskedCall:
     """A call that keeps its mask."""
 
@@ -33,12 +49,16 @@ class AttentionReport:
     """The calls of ``scaled_dot_product_attention`` that were written with a mask; ``print`` it."""
 
     causal: list[CausalCall] = field(default_factory=list)
+    windows: list[WindowCall] = field(default_factory=list)
     masked: list[MaskedCall] = field(default_factory=list)
+
+    @property
+    def found(self) -> list[CausalCall | WindowCall | MaskedCall]:
+        return [*self.causal, *self.windows, *self.masked]
 
     def __str__(self) -> str:
         lines: dict[str, list[str]] = {}
-        entries: list[CausalCall | MaskedCall] = [*self.causal, *self.masked]
-        for entry in entries:
+        for entry in self.found:
             lines.setdefault(str(entry), []).append(entry.where)
         if not lines:
             return "no attention with a mask found"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxshard.passes.context import PassContext
-from fxshard.passes.options import Options
+from fxshard.passes.options import Debug, Options
 from fxshard.passes.recognize_masks import recognize_masks
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
@@ -23,8 +23,8 @@ INF = float("inf")
 class Rewritten:
     """A captured function before and after the pass."""
 
-    def __init__(self, run: Callable[..., Any], *args: Any, dynamic: bool = False) -> None:
-        context = PassContext((), Options(), Phase.FORWARD)
+    def __init__(self, run: Callable[..., Any], *args: Any, dynamic: bool = False, windows: bool | None = None) -> None:
+        context = PassContext((), Options(debug=Debug(window_attention=windows)), Phase.FORWARD)
         self.report: AttentionReport = context.attention
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,0 +1,363 @@
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+"""``window_op`` as Triton kernels: flash attention over the keys that a block of queries can see, and no others.
+
+As in FlashAttention-2: scores are computed block by block and never stored; backward computes them again from the
+logarithms of the sums, once for the gradients of keys and values and once for those of queries. What differs is where a
+loop begins and ends: at the lowest bound of a block's queries, or at the highest of a block's keys. Blocks that are
+seen as a whole, most of them, are not masked.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fxshard.kernels.launch import Launches, pointers
+
+LOG2E = 1.4426950408889634
+
+
+def _blocks(width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Queries and keys of a block: for results and gradients of queries, and for gradients of keys and values.
+
+    On an H200, heads of 128, a window of 1024 in 4096: blocks of 128 with eight warps take 6 to 28 % longer.
+    """
+    return ((64, 64), (64, 64)) if width <= 128 else ((64, 32), (32, 64))
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None, window: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the logarithms (to base 2) of the sums of each query."""
+    batch, heads, length, width = query.shape
+    out = query.new_empty(batch, length, heads, width).transpose(1, 2)
+    sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+    rows, cols = _blocks(width)[0]
+    constants = (heads // key.shape[1], bounds is not None, width, rows, cols)
+    grid = (triton.cdiv(length, rows), batch * heads, 1)
+    tensors = (query, key, value, out, sums, bounds)
+    numbers = (*_strides(query, key, value, out), length, heads, window, scale * LOG2E)
+    _run_forward(grid, tensors, numbers, constants)
+    return out, sums
+
+
+def backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    bounds: torch.Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, heads, length, width = query.shape
+    of_query, of_key, of_value = (
+        each.new_empty(batch, length, each.shape[1], width).transpose(1, 2) for each in (query, key, value)
+    )
+    delta = torch.empty_like(sums)
+    rows, cols = _blocks(width)[0]
+    _run_delta(
+        (triton.cdiv(length, rows), batch * heads, 1),
+        (out, grad, delta),
+        (*_strides(out, grad), length, heads),
+        (width, rows),
+    )
+    constants = (heads // key.shape[1], bounds is not None, width)
+    scales = (window, scale * LOG2E, scale)
+    tensors = (query, key, value, grad, sums, delta, bounds)
+    strides = _strides(query, key, value, grad)
+    _run_query_gradient(
+        (triton.cdiv(length, rows), batch * heads, 1),
+        (*tensors, of_query),
+        (*strides, *_strides(of_query), length, heads, *scales),
+        (*constants, rows, cols),
+    )
+    rows, cols = _blocks(width)[1]
+    _run_key_gradients(
+        (triton.cdiv(length, cols), batch * key.shape[1], 1),
+        (*tensors, of_key, of_value),
+        (*strides, *_strides(of_key, of_value), length, key.shape[1], *scales),
+        (*constants, rows, cols),
+    )
+    return of_query, of_key, of_value
+
+
+def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+# -- which keys a query sees -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _lowest(bounds, rows, length, window, DOCUMENTS: tl.constexpr):
+    """The first key that each query sees."""
+    low = tl.maximum(rows - window + 1, 0)
+    if DOCUMENTS:
+        low = tl.maximum(low, tl.load(bounds + rows, mask=rows < length, other=0))
+    return low
+
+
+@triton.jit
+def _highest(bounds, cols, length, window, DOCUMENTS: tl.constexpr):
+    """The first query, after those that see each key, that does not."""
+    high = tl.minimum(cols + window, length)
+    if DOCUMENTS:
+        high = tl.minimum(high, tl.load(bounds + cols, mask=cols < length, other=0))
+    return high
+
+
+@triton.jit
+def _tile(base, at, stride, length, WIDTH: tl.constexpr):
+    """Rows ``at`` of a matrix; zeros after its end."""
+    across = tl.arange(0, WIDTH)
+    return tl.load(base + at[:, None].to(tl.int64) * stride + across[None, :], mask=at[:, None] < length, other=0.0)
+
+
+@triton.jit
+def _store(base, at, stride, length, tile, WIDTH: tl.constexpr):
+    across = tl.arange(0, WIDTH)
+    place = base + at[:, None].to(tl.int64) * stride + across[None, :]
+    tl.store(place, tile.to(base.dtype.element_ty), mask=at[:, None] < length)
+
+
+# -- forward ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attend(
+    acc, total, most, tile, key, value, skn, svn, rows, low, length, scale,
+    start, stop,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    for first in tl.range(start, stop, COLS):
+        cols = first + tl.arange(0, COLS)
+        scores = tl.dot(tile, tl.trans(_tile(key, cols, skn, length, WIDTH))) * scale
+        if MASKED:  # not -inf: a row may see nothing here, and what it adds is multiplied by 0 later
+            seen = (cols[None, :] >= low[:, None]) & (cols[None, :] <= rows[:, None])
+            scores = tl.where(seen, scores, -1.0e30)
+        larger = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.exp2(scores - larger[:, None])
+        shrink = tl.exp2(most - larger)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(tile.dtype), _tile(value, cols, svn, length, WIDTH), acc)
+        most = larger
+    return acc, total, most
+
+
+@triton.jit
+def _forward(
+    query, key, value, out, sums, bounds,
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
+    length, heads, window, scale,
+    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * ROWS
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    rows = begin + tl.arange(0, ROWS)
+    key += b * skb + h // GROUP * skh
+    value += b * svb + h // GROUP * svh
+    tile = _tile(query + b * sqb + h * sqh, rows, sqn, length, WIDTH)
+    low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
+    inside = rows < length
+    start = tl.min(tl.where(inside, low, length)) // COLS * COLS
+    diagonal = tl.maximum(begin // COLS * COLS, start)
+    whole = tl.cdiv(tl.max(tl.where(inside, low, 0)), COLS) * COLS
+    whole = tl.minimum(tl.maximum(whole, start), diagonal)
+    stop = tl.minimum(begin + ROWS, length)
+    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    most = tl.full([ROWS], -1.0e30, dtype=tl.float32)
+    acc, total, most = _attend(
+        acc, total, most, tile, key, value, skn, svn, rows, low, length, scale, start, whole, True, WIDTH, COLS
+    )
+    acc, total, most = _attend(
+        acc, total, most, tile, key, value, skn, svn, rows, low, length, scale, whole, diagonal, False, WIDTH, COLS
+    )
+    acc, total, most = _attend(
+        acc, total, most, tile, key, value, skn, svn, rows, low, length, scale, diagonal, stop, True, WIDTH, COLS
+    )
+    _store(out + b * sob + h * soh, rows, son, length, acc / total[:, None], WIDTH)
+    tl.store(sums + (b * heads + h) * length + rows, most + tl.log2(total), mask=inside)
+
+
+# -- backward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _delta(
+    out, grad, delta,
+    sob, soh, son, sgb, sgh, sgn,
+    length, heads,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own = _tile(out + b * sob + h * soh, rows, son, length, WIDTH).to(tl.float32)
+    grads = _tile(grad + b * sgb + h * sgh, rows, sgn, length, WIDTH).to(tl.float32)
+    tl.store(delta + (b * heads + h) * length + rows, tl.sum(own * grads, 1), mask=rows < length)
+
+
+@triton.jit
+def _of_queries(
+    acc, tile, grads, logs, deltas, key, value, skn, svn, rows, low, length, scale,
+    start, stop,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    for first in tl.range(start, stop, COLS):
+        cols = first + tl.arange(0, COLS)
+        keys = _tile(key, cols, skn, length, WIDTH)
+        weights = tl.exp2(tl.dot(tile, tl.trans(keys)) * scale - logs[:, None])
+        if MASKED:
+            seen = (cols[None, :] >= low[:, None]) & (cols[None, :] <= rows[:, None])
+            weights = tl.where(seen, weights, 0.0)
+        change = tl.dot(grads, tl.trans(_tile(value, cols, svn, length, WIDTH)))
+        acc = tl.dot((weights * (change - deltas[:, None])).to(keys.dtype), keys, acc)
+    return acc
+
+
+@triton.jit
+def _query_gradient(
+    query, key, value, grad, sums, delta, bounds, of_query,
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn,
+    length, heads, window, scale, plain_scale,
+    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * ROWS
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    rows = begin + tl.arange(0, ROWS)
+    inside = rows < length
+    key += b * skb + h // GROUP * skh
+    value += b * svb + h // GROUP * svh
+    tile = _tile(query + b * sqb + h * sqh, rows, sqn, length, WIDTH)
+    grads = _tile(grad + b * sgb + h * sgh, rows, sgn, length, WIDTH)
+    logs = tl.load(sums + (b * heads + h) * length + rows, mask=inside, other=float("inf"))
+    deltas = tl.load(delta + (b * heads + h) * length + rows, mask=inside, other=0.0)
+    low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
+    start = tl.min(tl.where(inside, low, length)) // COLS * COLS
+    diagonal = tl.maximum(begin // COLS * COLS, start)
+    whole = tl.cdiv(tl.max(tl.where(inside, low, 0)), COLS) * COLS
+    whole = tl.minimum(tl.maximum(whole, start), diagonal)
+    stop = tl.minimum(begin + ROWS, length)
+    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    acc = _of_queries(
+        acc, tile, grads, logs, deltas, key, value, skn, svn, rows, low, length, scale, start, whole, True, WIDTH, COLS
+    )
+    acc = _of_queries(
+        acc, tile, grads, logs, deltas, key, value, skn, svn, rows, low, length, scale, whole, diagonal, False, WIDTH,
+        COLS,
+    )  # fmt: skip
+    acc = _of_queries(
+        acc,
+        tile,
+        grads,
+        logs,
+        deltas,
+        key,
+        value,
+        skn,
+        svn,
+        rows,
+        low,
+        length,
+        scale,
+        diagonal,
+        stop,
+        True,
+        WIDTH,
+        COLS,
+    )
+    _store(of_query + b * sdb + h * sdh, rows, sdn, length, acc * plain_scale, WIDTH)
+
+
+@triton.jit
+def _of_keys(
+    of_key, of_value, keys, values, query, grad, sums, delta, sqn, sgn, cols, high, length, scale,
+    start, stop,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    for first in tl.range(start, stop, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        tile = _tile(query, rows, sqn, length, WIDTH)
+        grads = _tile(grad, rows, sgn, length, WIDTH)
+        logs = tl.load(sums + rows, mask=rows < length, other=float("inf"))
+        weights = tl.exp2(tl.dot(keys, tl.trans(tile)) * scale - logs[None, :])
+        if MASKED:
+            seen = (rows[None, :] >= cols[:, None]) & (rows[None, :] < high[:, None])
+            weights = tl.where(seen, weights, 0.0)
+        of_value = tl.dot(weights.to(grads.dtype), grads, of_value)
+        change = tl.dot(values, tl.trans(grads))
+        deltas = tl.load(delta + rows, mask=rows < length, other=0.0)
+        of_key = tl.dot((weights * (change - deltas[None, :])).to(tile.dtype), tile, of_key)
+    return of_key, of_value
+
+
+@triton.jit
+def _key_gradients(
+    query, key, value, grad, sums, delta, bounds, of_key, of_value,
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdkb, sdkh, sdkn, sdvb, sdvh, sdvn,
+    length, heads, window, scale, plain_scale,
+    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * COLS
+    batches = tl.num_programs(1) // heads
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    cols = begin + tl.arange(0, COLS)
+    inside = cols < length
+    keys = _tile(key + b * skb + h * skh, cols, skn, length, WIDTH)
+    values = _tile(value + b * svb + h * svh, cols, svn, length, WIDTH)
+    ends = bounds + (batches + b) * length if DOCUMENTS else bounds
+    high = _highest(ends, cols, length, window, DOCUMENTS)
+    start = begin // ROWS * ROWS
+    stop = tl.max(tl.where(inside, high, 0))
+    after = tl.minimum(tl.cdiv(begin + COLS - 1, ROWS) * ROWS, tl.cdiv(stop, ROWS) * ROWS)
+    whole = tl.maximum(tl.min(tl.where(inside, high, length)) // ROWS * ROWS, after)
+    acc_key = tl.zeros([COLS, WIDTH], dtype=tl.float32)
+    acc_value = tl.zeros([COLS, WIDTH], dtype=tl.float32)
+    for member in range(GROUP):
+        head = h * GROUP + member
+        queries = query + b * sqb + head * sqh
+        grads = grad + b * sgb + head * sgh
+        logs = sums + (b * heads * GROUP + head) * length
+        deltas = delta + (b * heads * GROUP + head) * length
+        acc_key, acc_value = _of_keys(
+            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, cols, high, length, scale,
+            start, after, True, WIDTH, ROWS,
+        )  # fmt: skip
+        acc_key, acc_value = _of_keys(
+            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, cols, high, length, scale,
+            after, whole, False, WIDTH, ROWS,
+        )  # fmt: skip
+        acc_key, acc_value = _of_keys(
+            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, cols, high, length, scale,
+            whole, stop, True, WIDTH, ROWS,
+        )  # fmt: skip
+    _store(of_key + b * sdkb + h * sdkh, cols, sdkn, length, acc_key * plain_scale, WIDTH)
+    _store(of_value + b * sdvb + h * sdvh, cols, sdvn, length, acc_value, WIDTH)
+
+
+class _Kernel:
+    """The launches of a kernel: more warps for the widest heads, whose sums do not fit into the registers of four."""
+
+    def __init__(self, kernel, **options) -> None:
+        self._narrow = Launches(kernel, num_warps=4, **options)
+        self._wide = Launches(kernel, num_warps=8, **options)
+
+    def __call__(self, grid, tensors, numbers, constants) -> None:
+        launches = self._narrow if tensors[0].shape[-1] <= 128 else self._wide
+        key = (numbers, constants, pointers(*tensors), tensors[0].device)
+        launches(key, grid, (*tensors, *numbers, *constants))
+
+
+_run_forward = _Kernel(_forward, num_stages=3)
+_run_delta = _Kernel(_delta)
+_run_query_gradient = _Kernel(_query_gradient, num_stages=2)
+_run_key_gradients = _Kernel(_key_gradients, num_stages=2)

@@ -1,0 +1,188 @@
+"""Attention in which each query sees a range of keys that ends with its own: a sliding window, its document, or both.
+
+``window`` is how many keys a query sees at most. ``bounds`` says where documents begin and end, for rows that hold
+several: an int32 tensor [2, batch, length], of each token the first of its document and the first of the next one. No
+mask exists, and keys outside of the range are not read. Heads of queries may share heads of keys and values.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from fxshard.kernels.ops import define
+
+Maybe = torch.Tensor | None
+WIDTHS = (16, 32, 64, 128, 256)
+"""Sizes of a head that the Triton kernels take."""
+
+
+def _bounds(documents: torch.Tensor) -> torch.Tensor:
+    """``documents``: [batch, length], the number of each token's document, which never falls along a row."""
+    contiguous = documents.contiguous()
+    first = torch.searchsorted(contiguous, contiguous, out_int32=True)
+    end = torch.searchsorted(contiguous, contiguous, out_int32=True, right=True)
+    return torch.stack((first, end))
+
+
+document_bounds = define(
+    "document_bounds(Tensor documents) -> Tensor",
+    _bounds,
+    lambda documents: documents.new_empty(2, *documents.shape, dtype=torch.int32),
+)
+
+
+def visible(length: int, window: int, bounds: Maybe, device: torch.device) -> torch.Tensor:
+    """The mask that is never made, [batch or 1, 1, length, length]."""
+    at = torch.arange(length, device=device)
+    seen = (at[None, :] <= at[:, None]) & (at[:, None] - at[None, :] < window)
+    if bounds is None:
+        return seen[None, None]
+    return (seen & (at >= bounds[0][:, :, None]))[:, None]
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Maybe, window: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    if _by_triton(query):
+        from fxshard.kernels.window_kernels import forward  # Triton is not everywhere
+
+        return forward(query, key, value, bounds, window, scale)
+    scores = _scores(query, key, bounds, window, scale)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.unsqueeze(-1)).exp().to(value.dtype)
+    return _laid_out(weights @ _repeated(value, query)), sums
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    bounds: Maybe,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad, query, key, value = _rows(grad), _rows(query), _rows(key), _rows(value)
+    if _by_triton(query):
+        from fxshard.kernels.window_kernels import backward
+
+        return backward(grad, query, key, value, _rows(out), sums, bounds, window, scale)
+    scores = _scores(query, key, bounds, window, scale)
+    weights = (scores - sums.unsqueeze(-1)).exp()
+    delta = (out.to(scores.dtype) * grad.to(scores.dtype)).sum(-1, keepdim=True)
+    change = (grad @ _repeated(value, query).mT).to(scores.dtype)
+    of_scores = (weights * (change - delta)).to(query.dtype)
+    groups = (key.shape[1], query.shape[1] // key.shape[1])
+    of_value = (weights.to(grad.dtype).mT @ grad).unflatten(1, groups).sum(2)
+    of_key = (of_scores.mT @ query).unflatten(1, groups).sum(2) * scale
+    return _laid_out((of_scores @ _repeated(key, query)) * scale), _laid_out(of_key), _laid_out(of_value)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, bounds: Maybe, window: int, scale: float) -> torch.Tensor:
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = (query @ _repeated(key, query).mT).to(wide) * scale
+    return scores.masked_fill(~visible(query.shape[2], window, bounds, query.device), -torch.inf)
+
+
+def _repeated(heads: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Kernels take any strides, except within a head."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, length, width], in memory [batch, length, heads, width], as models and torch's kernels have it."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _by_triton(query: torch.Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_well(query: torch.Tensor) -> bool:
+    """Whether the kernels take such queries; elsewhere the operator computes all scores, as torch does with a mask."""
+    return _by_triton(query) and query.shape[-1] in WIDTHS
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    batch, heads, length, width = tensor.shape
+    return tensor.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _fake_forward(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return _empty(query), query.new_empty(query.shape[:3], dtype=wide)
+
+
+def _fake_backward(grad: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+    return _empty(query), _empty(key), _empty(value)
+
+
+window_attention_backward = define(
+    "window_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
+    "Tensor? bounds, int window, float scale) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, key, value, bounds, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _autograd(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    return (*window_attention_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None)
+
+
+window_attention_forward = define(
+    "window_attention(Tensor query, Tensor key, Tensor value, Tensor? bounds, int window, float scale) "
+    "-> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    backward=_autograd,
+    setup_context=_setup,
+)
+
+
+def window_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Maybe, window: int, scale: float
+) -> torch.Tensor:
+    """Attention of queries [batch, heads, length, width] to at most ``window`` keys each, up to their own."""
+    out, _ = window_attention_forward(query, key, value, bounds, window, scale)
+    return out  # type: ignore[no-any-return]
+
+
+def _seen(query: Any, window: int) -> int:
+    """Pairs of a query and a key that it sees, documents aside: where they begin is data."""
+    length, window = query[2], min(query[2], window)
+    return int(query[0] * query[1] * query[3] * (window * length - window * (window - 1) // 2))
+
+
+@register_flop_formula(torch.ops.fxshard.window_attention)
+def _(query: Any, key: Any, value: Any, bounds: Any, window: int, scale: float, **_: Any) -> int:
+    return 2 * 2 * _seen(query, window)
+
+
+@register_flop_formula(torch.ops.fxshard.window_attention_backward)
+def _(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, bounds: Any, window: int, *_: Any, **__: Any
+) -> int:
+    return 2 * 5 * _seen(query, window)

@@ -1,0 +1,168 @@
+"""Which keys a mask lets a query see, where that is a range up to its own: all of them, a window, or its document's.
+
+What depends on numbers alone is computed and compared, element by element. Documents of packed rows depend on data; of
+these the mask must say that two tokens have the same number, and the numbers must be such as never fall along a row:
+counted up by ``cumsum`` of something that is true or false. Then the tokens before a query that have its number are a
+range, and what is between two documents is never seen.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard._torch import private
+from fxshard.passes.calls import argument, call, shape, value
+from fxshard.passes.constant_values import NotConstant, check_unwritten, constant_sources, constant_value
+
+
+@dataclass(frozen=True)
+class Range:
+    """The keys that a mask lets a query see: at most ``window``, its own the last."""
+
+    window: int
+    length: int
+    documents: fx.Node | None = None
+    """The number of each token's document, where a query sees its own document only."""
+    made_from: tuple[fx.Node, ...] = field(default=(), repr=False)
+    """What made the mask and nothing else, as far as nothing else reads it."""
+
+    @property
+    def causal(self) -> bool:
+        return self.documents is None and self.window == self.length
+
+
+def match_range(mask: fx.Node, graphs: Sequence[fx.Graph]) -> Range:
+    """What ``mask`` lets a query see; :class:`NotConstant` says why it is no such range."""
+    try:
+        sources = constant_sources(mask)
+    except NotConstant as reason:
+        return _of_documents(mask, graphs, reason)
+    found = constant_value(mask, graphs)
+    return Range(window_of(found), found.shape[-1], made_from=tuple(sources))
+
+
+def window_of(mask: torch.Tensor) -> int:
+    """How many keys a mask lets each query see at most, if these are the last ones up to its own."""
+    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        raise NotConstant(f"is not square: {tuple(mask.shape)}")
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise NotConstant(f"holds {mask.dtype}")
+    for dim in range(mask.dim() - 2):
+        if mask.stride(dim) == 0:  # the same memory again
+            mask = mask.narrow(dim, 0, min(1, mask.shape[dim]))
+    with private.as_a_compiler():
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        if not mask.numel() or not (mask.dtype == torch.bool or torch.equal(~seen, mask == -torch.inf)):
+            raise NotConstant("is not causal")
+        window = int(seen.flatten(0, -3)[0, -1].sum()) if mask.dim() > 2 else int(seen[-1].sum())
+        expected = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+        expected &= ~expected.tril(-window)
+        if not window or not torch.equal(seen, expected.expand_as(seen)):
+            raise NotConstant("is not causal")
+    return window
+
+
+# -- documents -------------------------------------------------------------------------------------------------------
+
+
+def _of_documents(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant) -> Range:
+    """A mask that is true where a window and the numbers of documents say so; otherwise ``reason`` stands."""
+    between: list[fx.Node] = []
+    terms = list(_terms(mask, between))
+    fixed, equal = [], []
+    for term in terms:
+        try:
+            constant_sources(term)
+        except NotConstant:
+            equal.append(term)
+        else:
+            fixed.append(term)
+    if len(equal) != 1 or not fixed:
+        raise reason
+    documents = _documents(equal[0], graphs, between)
+    length = shape(mask)[-1]
+    if documents is None or shape(mask)[-2] != length or shape(documents) != (shape(mask)[0], length):
+        raise reason
+    check_unwritten([*between, documents], graphs)
+    seen = torch.ones((), dtype=torch.bool)
+    with private.as_a_compiler():
+        for term in fixed:
+            seen = seen & constant_value(term, graphs)
+        if seen.dim() < 2 or tuple(seen.shape[-2:]) != (length, length):
+            raise reason
+    made_from = {*between, *(source for term in fixed for source in constant_sources(term))}
+    return Range(window_of(seen), length, documents, tuple(made_from))
+
+
+_AND = (operator.and_, torch.logical_and, torch.bitwise_and, "__and__", "logical_and", "bitwise_and")
+_EQUAL = (operator.eq, torch.eq, "eq", "__eq__")
+
+
+def _terms(node: fx.Node, between: list[fx.Node]) -> Iterable[fx.Node]:
+    """What must be true for ``node`` to be; ``between`` gets the nodes on the way, the last included."""
+    between.append(node)
+    inputs = [arg for arg in node.args if isinstance(arg, fx.Node)]
+    bools = all((found := value(arg)) is not None and found.dtype == torch.bool for arg in (node, *inputs))
+    if bools and node.target in _AND and len(node.args) == len(inputs) == 2 and not node.kwargs:
+        for part in inputs:
+            yield from _terms(part, between)
+    elif bools and node.op == "call_method" and node.target in ("to", "expand") and len(inputs) == 1:
+        yield from _terms(inputs[0], between)
+    else:
+        yield node
+
+
+def _documents(node: fx.Node, graphs: Sequence[fx.Graph], between: list[fx.Node]) -> fx.Node | None:
+    """The numbers of documents that ``node`` compares, of every query with every key: [batch, length]."""
+    if node.target not in _EQUAL or len(node.args) != 2 or node.kwargs:
+        return None
+    sides: Any = node.args
+    if not all(isinstance(side, fx.Node) and side.target is operator.getitem for side in sides):
+        return None
+    numbers = sides[0].args[0]
+    found = value(numbers)
+    if sides[1].args[0] is not numbers or found is None or not _never_falls(numbers):
+        return None
+    batch, length = found.shape
+    indices = [side.args[1] for side in sides]
+    if not all(isinstance(index, tuple) and len(index) == 2 for index in indices):
+        return None
+    expected = [torch.arange(batch).view(-1, 1, 1, 1), torch.arange(length)]
+    ways = ((1, 1, -1, 1), (1, 1, 1, -1))
+    for first, second in (ways, ways[::-1]):
+        pairs = [(indices[0], first), (indices[1], second)]
+        if all(_indexes(index, (expected[0], expected[1].view(way)), graphs, between) for index, way in pairs):
+            between.extend(sides)
+            return numbers  # type: ignore[no-any-return]
+    return None
+
+
+def _indexes(
+    index: tuple[Any, ...], expected: tuple[torch.Tensor, ...], graphs: Sequence[fx.Graph], between: list[fx.Node]
+) -> bool:
+    """Whether tensors of indices are those expected."""
+    for given, wanted in zip(index, expected, strict=True):
+        if not isinstance(given, fx.Node):
+            return False
+        try:
+            found = constant_value(given, graphs)
+        except NotConstant:
+            return False
+        if not torch.equal(found, wanted):
+            return False
+    between.extend(source for given in index for source in constant_sources(given))
+    return True
+
+
+def _never_falls(node: Any) -> bool:
+    """Whether the numbers of a matrix never fall along a row: they count what is true."""
+    if call(node) != "cumsum" or len(shape(node)) != 2 or argument(node, 2, "dtype") is not None:
+        return False
+    counted = value(node.args[0])
+    return counted is not None and counted.dtype == torch.bool and argument(node, 1, "dim") in (-1, 1)

@@ -1,0 +1,59 @@
+"""Attention to windows and documents on a GPU: the Triton kernels give what torch gives with a mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxshard.kernels.window_op import document_bounds, visible, window_attention
+
+pytestmark = pytest.mark.gpu
+
+
+def packed_bounds(batch: int, length: int, mean: int) -> Tensor:
+    torch.manual_seed(1)
+    return document_bounds((torch.rand(batch, length, device="cuda") < 1 / mean).cumsum(-1))
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.shows("H3")
+@pytest.mark.parametrize(
+    ("dtype", "width", "heads", "kv", "length", "window", "documents"),
+    [
+        (torch.bfloat16, 128, 4, 4, 512, 512, None),
+        (torch.bfloat16, 128, 6, 2, 700, 100, None),
+        (torch.bfloat16, 128, 6, 2, 1000, 2000, 60),
+        (torch.float16, 64, 4, 4, 515, 33, 200),
+        (torch.float16, 64, 4, 1, 96, 1000, 5),
+        (torch.bfloat16, 256, 4, 2, 515, 100, 60),
+        (torch.bfloat16, 16, 4, 2, 64, 1, None),
+    ],
+)
+def test_as_accurate_as_with_a_mask(
+    dtype: torch.dtype, width: int, heads: int, kv: int, length: int, window: int, documents: int | None
+) -> None:
+    torch.manual_seed(0)
+    sizes = [(2, length, n, width) for n in (heads, kv, kv)]
+    leaves = [torch.randn(size, device="cuda").to(dtype).transpose(1, 2).requires_grad_() for size in sizes]
+    grad = torch.randn(2, heads, length, width, device="cuda").to(dtype)
+    bounds = packed_bounds(2, length, documents) if documents else None
+    mask = visible(length, window, bounds, torch.device("cuda"))
+
+    def masked(leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+        query, key, value = leaves
+        key, value = (each.repeat_interleave(heads // kv, dim=1) for each in (key, value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    out = window_attention(*leaves, bounds, window, 0.2)
+    mine = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    theirs = masked(leaves, grad)
+    exact = masked([leaf.detach().double().requires_grad_() for leaf in leaves], grad.double())
+    for found, plain, exactly in zip(mine, theirs, exact, strict=True):
+        assert found.dtype == plain.dtype
+        assert error(found, exactly) <= 1.2 * error(plain, exactly) + 1e-4

@@ -1,0 +1,229 @@
+"""recognize_masks: windows and documents become ranges of keys, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxshard.kernels.window_op import document_bounds, visible, window_attention
+from fxshard.passes.constant_values import NotConstant
+from fxshard.passes.match_range import window_of
+from fxshard.schedule.attention_report import WindowCall
+from tests.passes.masked import INF, Rewritten, S, lower, qkv, repeat_kv
+from tests.passes.test_recognize_masks import make
+
+WHERE = ("model.layers.0.self_attn", "model.layers.1.self_attn")
+
+
+def windowed(window: int) -> Tensor:
+    return lower() & lower().triu(1 - window)
+
+
+def check_results(found: Rewritten) -> None:
+    for mine, theirs in zip(*found.compare(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def rewritten_model(kind: str, *, checkpointed: bool = False, packed: bool = False, **more: object) -> Rewritten:
+    model = make(kind, **more).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    positions = {"position_ids": torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])} if packed else {}
+
+    def loss(tokens: Tensor, positions: dict[str, Tensor]) -> Tensor:
+        return model(input_ids=tokens, labels=tokens, use_cache=False, **positions).loss
+
+    return Rewritten(loss, tokens, positions, windows=True)
+
+
+@pytest.mark.shows("H3")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_model_from_transformers(window: int | None, packed: bool, checkpointed: bool) -> None:
+    found = rewritten_model("mistral", checkpointed=checkpointed, packed=packed, sliding_window=window)
+    if window is None and not packed:
+        assert len(found.report.causal) == 2 and not found.report.windows
+    else:
+        assert found.report.windows == [WindowCall(where, window, packed) for where in WHERE]
+        assert not found.attention()
+    assert not found.report.masked
+    if not checkpointed:  # whose regions take the mask that they do not read, until autograd
+        values = [node.meta.get("example_value") for node in found.after.graph.nodes]
+        assert not any(isinstance(each, Tensor) and each.shape[-2:] == (12, 12) for each in values), "no mask is left"
+    check_results(found)
+
+
+@pytest.mark.shows("H3")
+def test_layers_of_two_kinds() -> None:
+    found = rewritten_model("gemma3", layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    assert found.report.windows == [WindowCall(WHERE[0], 4, False)]
+    assert [call.where for call in found.report.causal] == [WHERE[1]]
+    check_results(found)
+
+
+# -- masks as people write them --------------------------------------------------------------------------------------
+
+
+WINDOWS: dict[str, Callable[[], Tensor]] = {
+    "triu": lambda: windowed(3),
+    "distance": lambda: lower() & (torch.arange(S)[:, None] - torch.arange(S)[None] < 3),
+    "-inf": lambda: torch.zeros(S, S).masked_fill(~windowed(3), -INF),
+    "for every sequence and head": lambda: windowed(3).expand(2, 4, S, S),
+}
+
+
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("form", WINDOWS)
+@pytest.mark.parametrize("kv", [4, 2])
+def test_a_window_is_recognised(form: str, kv: int) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (k, v) if kv == 4 else (repeat_kv(k), repeat_kv(v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=WINDOWS[form](), scale=0.3)
+
+    found = Rewritten(attend, *qkv(kv=kv), windows=True)
+    assert found.report.windows == [WindowCall("the model itself", 3, False)]
+    assert not any("expand" in str(node.target) for node in found.after.graph.nodes), "heads are not repeated"
+    check_results(found)
+
+
+def attend(mask: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, begins: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(begins))
+
+
+def pairs(numbers: Tensor) -> Tensor:
+    """Which tokens have the same number, as transformers writes it."""
+    batch, at = torch.arange(2)[:, None, None, None], torch.arange(S)
+    return numbers[batch, at[None, None, :, None]] == numbers[batch, at[None, None, None, :]]
+
+
+BEGINS = torch.tensor([[1, 0, 1, 0, 0], [1, 0, 0, 0, 1]]).bool()
+
+
+@pytest.mark.shows("H3")
+@pytest.mark.parametrize("window", [2, S])
+def test_documents_are_recognised(window: int) -> None:
+    found = Rewritten(attend(lambda begins: windowed(window) & pairs(begins.cumsum(-1))), *qkv(), BEGINS, windows=True)
+    assert found.report.windows == [WindowCall("the model itself", window if window < S else None, True)]
+    check_results(found)
+
+
+def _written(begins: Tensor) -> Tensor:
+    numbers = begins.cumsum(-1)
+    mask = lower() & pairs(numbers)
+    numbers.add_(1)
+    return mask
+
+
+def _shifted(numbers: Tensor) -> Tensor:
+    batch, at = torch.arange(2)[:, None, None, None], torch.arange(S)
+    return numbers[batch, at[None, None, :, None]] == numbers[batch, at.flip(0)[None, None, None, :]]
+
+
+def _other_row(numbers: Tensor) -> Tensor:
+    batch, at = torch.arange(2)[:, None, None, None], torch.arange(S)
+    return numbers[batch, at[None, None, :, None]] == numbers[1 - batch, at[None, None, None, :]]
+
+
+NEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "numbers that may fall": lambda begins: lower() & pairs(begins.long()),
+    "sums of numbers that may be negative": lambda begins: lower() & pairs((begins.long() - 1).cumsum(-1)),
+    "counted down the batch": lambda begins: lower() & pairs(begins.cumsum(0)),
+    "counted in a type that wraps around": lambda begins: lower() & pairs(begins.cumsum(-1, dtype=torch.int8)),
+    "not causal": lambda begins: pairs(begins.cumsum(-1)),
+    "or": lambda begins: lower() | pairs(begins.cumsum(-1)),
+    "unequal": lambda begins: lower() & ~pairs(begins.cumsum(-1)),
+    "another bias": lambda begins: lower() & pairs(begins.cumsum(-1)) & begins[:, None, None, :],
+    "other tokens": lambda begins: lower() & _shifted(begins.cumsum(-1)),
+    "another sequence": lambda begins: lower() & _other_row(begins.cumsum(-1)),
+    "written to": _written,
+    "a window that has a hole": lambda begins: windowed(4) & ~windowed(3).triu(-1).tril(-1) & pairs(begins.cumsum(-1)),
+}
+
+
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("form", NEAR)
+def test_what_is_almost_a_mask_of_documents_is_kept(form: str) -> None:
+    found = Rewritten(attend(NEAR[form]), *qkv(), BEGINS, windows=True)
+    assert len(found.report.masked) == 1 and not found.report.windows
+    assert len(found.attention()) == 1
+    for mine, theirs in zip(*found.compare(), strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_dropout_needs_the_mask() -> None:
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, windowed(3), 0.5), *qkv(), windows=True)
+    assert found.report.masked[0].reason == "is a window of 3, but the call has dropout"
+
+
+def test_only_where_there_is_a_kernel() -> None:
+    for windows, reason in ((None, "on CUDA, in half precision"), (False, "Debug(window_attention=False)")):
+        found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, windowed(3)), *qkv(), windows=windows)
+        assert reason in found.report.masked[0].reason
+
+
+# -- all masks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("H2")
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_mask_is_a_window_if_and_only_if_every_element_says_so(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 7))
+    window = data.draw(st.integers(1, size))
+    mask = torch.ones(2, 1, size, size, dtype=torch.bool).tril() & torch.ones(size, size).triu(1 - window).bool()
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = tuple(data.draw(st.integers(0, n - 1)) for n in mask.shape)
+        mask[place] = ~mask[place]
+    sizes = [w for w in range(1, size + 1) if all(
+        bool(part[0, row, col]) == (row - w < col <= row) for part in mask for row in range(size) for col in range(size)
+    )]  # fmt: skip
+    if sizes:
+        assert window_of(mask) == sizes[0]
+    else:
+        with pytest.raises(NotConstant, match="is not causal"):
+            window_of(mask)
+
+
+@pytest.mark.shows("H3")
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_operator_computes_what_torch_does_with_a_mask(data: st.DataObject) -> None:
+    length, kv, group = (data.draw(st.integers(1, n)) for n in (20, 2, 3))
+    window = data.draw(st.integers(1, length + 1))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    sizes = [(2, n, length, 4) for n in (kv * group, kv, kv)]
+    leaves = [torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_() for size in sizes]
+    begins = torch.rand(2, length, generator=generator) < 0.3
+    bounds = document_bounds(begins.cumsum(-1)) if data.draw(st.booleans()) else None
+    query, key, value = leaves
+    mask = visible(length, window, bounds, torch.device("cpu"))
+    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+    found = window_attention(*leaves, bounds, window, 0.3)
+    grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    mine, theirs = (torch.autograd.grad(each, leaves, grad) for each in (found, expected))
+    for one, other in zip((found, *mine), (expected, *theirs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.shows("H3")
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
+def test_bounds_of_documents(begins: list[bool], window: int) -> None:
+    numbers = torch.tensor([begins]).cumsum(-1)
+    mask = visible(len(begins), window, document_bounds(numbers), torch.device("cpu"))
+    for query in range(len(begins)):
+        for key in range(len(begins)):
+            same = numbers[0, query] == numbers[0, key]
+            assert bool(mask[0, 0, query, key]) == bool(same and query - window < key <= query)
