@@ -3,7 +3,7 @@
 Requires nothing. Provides ``fxshard::grouped_product`` in the place of products whose own backward cannot be traced
 (the fallback of transformers reads offsets on the host there), and in the place of gated MLPs that each compute a part
 of one tensor, in order, and are put together again. The weights of such a loop are stacked: a copy, made again in
-backward.
+backward. What fills rows that no expert takes is left out where every row has one (``sentinels``).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fxshard.passes.calls import (
 )
 from fxshard.passes.context import PassContext
 from fxshard.passes.match_glu import GatedMlp, Miss, NoGate, match_gated_mlp
+from fxshard.passes.sentinels import drop_sentinels
 
 
 def group_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -40,6 +41,7 @@ def group_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModul
 
 
 def _group(graph: fx.Graph, context: PassContext) -> None:
+    drop_sentinels(graph)
     for found in list(grouped_products(graph)):
         if str(found.node.target).startswith("transformers."):
             with graph.inserting_before(found.node):
