@@ -34,11 +34,6 @@ def add_implementation(
     _MAKE[name], _REFUSALS[name] = make, refuses
 
 
-def is_own(requested: str) -> bool:
-    """Whether a value of the option ``experts`` asks for an implementation of the user's own."""
-    return requested in _MAKE and requested not in _OF_FXSHARD
-
-
 @cache
 def implementation(name: str) -> TorchExperts:
     """The implementation of that name. Whether it can run is asked of ``refusal``."""
@@ -137,7 +132,6 @@ _MAKE: dict[str, Callable[[], TorchExperts]] = {
     "te": _te,
     "te-mxfp8": _te_mxfp8,
 }
-_OF_FXSHARD = frozenset(_MAKE)
 _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "torch": lambda case: None,
     "triton": _triton_refusal,
