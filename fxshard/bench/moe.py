@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from fxshard._torch.progress import progress
 from fxshard.bench import products
+from fxshard.bench.arguments import listed
 from fxshard.bench.clock import DeviceClock
 from fxshard.frontend.backend import fxshard_backend
 from fxshard.kernels.case import Case
@@ -152,7 +153,8 @@ def main() -> None:
     shapes = "8x4096x2048,64x2048x1408" if cuda else "8x256x128"
     parser.add_argument("--shapes", default=shapes, help=f"experts × hidden × inner, … (default: {shapes})")
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 512)
-    parser.add_argument("--contenders", default="eager,compile,torch,triton,te")
+    known, usual = listed(("eager", "compile", *DENSE, *FUSED)), "eager,compile,torch,triton,te"
+    parser.add_argument("--contenders", type=known, default=usual, help=f"(default: {usual})")
     parser.add_argument("--rounds", type=int, default=15 if cuda else 5)
     parser.add_argument("--repeat", type=int, default=10 if cuda else 2)
     parser.add_argument("--kernels", action="store_true", help="the products of a step one by one, too")
@@ -168,7 +170,7 @@ def main() -> None:
             case = Case(torch.device(device), torch.bfloat16, hidden, inner)
             layer = make_layer(experts, hidden, inner, arguments.tokens, routed, device)
             torch.compiler.reset()
-            contenders = _contenders(arguments.contenders.split(","), case, experts)
+            contenders = _contenders(arguments.contenders, case, experts)
             figures = measure(layer, contenders, arguments.rounds, arguments.repeat)
             results.append({"shape": shape, "routed": routed, "default": choose("auto", case), "figures": figures})
             _show(results[-1])
