@@ -5,13 +5,11 @@ To add one is to add a line here. Sizes are those of a toy; everything else is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from fxshard.bench import sample_batches as batches
-from fxshard.bench.sample_batches import IMAGE, IMAGE_TOKEN, LABELS, LENGTH, VOCABULARY, MakeBatch
-from fxshard.bench.small_models import Architecture, Sizes
+from fxshard.bench.sample_batches import IMAGE, IMAGE_TOKEN, LABELS, LENGTH, VOCABULARY
+from fxshard.bench.small_models import Architecture
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 TEXT = {
@@ -40,211 +38,173 @@ SOUND = {
     **{**WIDTH, "vocab_size": 12, "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8]},
     **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2},
 }
-LLAMA, CLIP_TOWER = {**DECODER, "model_type": "llama"}, {**PIXELS, "model_type": "clip_vision_model"}
 BOTH_LAYERS = ("encoder_layers", "decoder_layers")
 BOTH_STACKS = ("num_layers", "num_decoder_layers")
 TOWERS = ("text_config.num_hidden_layers", "vision_config.num_hidden_layers")
 
+decoder = partial(Architecture, kind="decoder")
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+DECODERS = (
+    decoder("llama", "LlamaForCausalLM", DECODER),
+    decoder("mistral", "MistralForCausalLM", {**DECODER, **WINDOW}),
+    decoder("qwen2", "Qwen2ForCausalLM", DECODER),
+    decoder("qwen3", "Qwen3ForCausalLM", HEADS_OF_8),
+    decoder("gemma2", "Gemma2ForCausalLM", {**HEADS_OF_8, **WINDOW}),
+    decoder("gemma3", "Gemma3ForCausalLM", {**HEADS_OF_8, **WINDOW}),
+    decoder("phi3", "Phi3ForCausalLM", DECODER),
+    decoder("gpt2", "GPT2LMHeadModel", GPT2, depth=("n_layer",)),
+    decoder("gpt-neox", "GPTNeoXForCausalLM", NO_GROUPS),
+    decoder("opt", "OPTForCausalLM", {**NO_GROUPS, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    decoder("bloom", "BloomForCausalLM", {**TEXT, "hidden_size": 32, "n_head": 4}, depth=("n_layer",)),
+    decoder("falcon", "FalconForCausalLM", NO_GROUPS),
+    decoder("stablelm", "StableLmForCausalLM", DECODER),
+    decoder("olmo2", "Olmo2ForCausalLM", DECODER),
+    decoder("cohere2", "Cohere2ForCausalLM", {**DECODER, **WINDOW}),
+)
 
-def _decoders() -> Iterator[Architecture]:
-    def of(name: str, model: str, sizes: Sizes, **others: Any) -> Architecture:
-        return Architecture(name, "decoder", model, sizes, **others)
+mixture = partial(Architecture, kind="mixture of experts")
+DEEPSEEK = {
+    **{**NO_GROUPS, **LATENT, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+}
+LLAMA4 = {**HEADS_OF_8, "intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": LENGTH // 2}
+MIXTURES = (
+    mixture("mixtral", "MixtralForCausalLM", {**DECODER, **LOCAL_EXPERTS}),
+    mixture("qwen2-moe", "Qwen2MoeForCausalLM", {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    mixture("qwen3-moe", "Qwen3MoeForCausalLM", {**HEADS_OF_8, **EXPERTS}),
+    mixture("olmoe", "OlmoeForCausalLM", {**DECODER, **EXPERTS}),
+    mixture("gpt-oss", "GptOssForCausalLM", {**HEADS_OF_8, **LOCAL_EXPERTS, **WINDOW}),
+    mixture("deepseek-v3", "DeepseekV3ForCausalLM", DEEPSEEK),
+    mixture("llama4", "Llama4ForCausalLM", LLAMA4),
+)
 
-    gpt2 = {
-        "vocab_size": VOCABULARY,
-        "n_embd": 32,
-        "n_head": 4,
-        "n_positions": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    yield of("llama", "LlamaForCausalLM", DECODER)
-    yield of("mistral", "MistralForCausalLM", {**DECODER, **WINDOW})
-    yield of("qwen2", "Qwen2ForCausalLM", DECODER)
-    yield of("qwen3", "Qwen3ForCausalLM", HEADS_OF_8)
-    yield of("gemma2", "Gemma2ForCausalLM", {**HEADS_OF_8, **WINDOW})
-    yield of("gemma3", "Gemma3ForCausalLM", {**HEADS_OF_8, **WINDOW})
-    yield of("phi3", "Phi3ForCausalLM", DECODER)
-    yield of("gpt2", "GPT2LMHeadModel", gpt2, depth=("n_layer",))
-    yield of("gpt-neox", "GPTNeoXForCausalLM", NO_GROUPS)
-    yield of("opt", "OPTForCausalLM", {**NO_GROUPS, "ffn_dim": 64, "word_embed_proj_dim": 32})
-    yield of("bloom", "BloomForCausalLM", {**TEXT, "hidden_size": 32, "n_head": 4}, depth=("n_layer",))
-    yield of("falcon", "FalconForCausalLM", NO_GROUPS)
-    yield of("stablelm", "StableLmForCausalLM", DECODER)
-    yield of("olmo2", "Olmo2ForCausalLM", DECODER)
-    yield of("cohere2", "Cohere2ForCausalLM", {**DECODER, **WINDOW})
+state_space = partial(Architecture, kind="state space")
+STATE = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "pad_token_id": 0}
+MAMBA2 = {**STATE, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
+FALCON_H1 = {
+    **{**DECODER, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4},
+    **{"mamba_n_groups": 1, "mamba_d_ssm": 64},
+}
+JAMBA = {
+    **{**DECODER, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4},
+    **{"attn_layer_period": 3, "attn_layer_offset": 1},
+}
+STATE_SPACES = (
+    state_space("mamba", "MambaForCausalLM", STATE, batches.short_text),
+    state_space("mamba2", "Mamba2ForCausalLM", MAMBA2, batches.short_text),
+    state_space("falcon-h1", "FalconH1ForCausalLM", FALCON_H1, batches.short_text),
+    state_space("jamba", "JambaForCausalLM", JAMBA, batches.short_text),
+    state_space("lfm2", "Lfm2ForCausalLM", DECODER),
+)
 
+encoder = partial(Architecture, kind="encoder")
+DISTIL = {**TEXT, "dim": 32, "hidden_dim": 64, "n_heads": 4}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
+ENCODERS = (
+    encoder("bert", "BertForMaskedLM", NO_GROUPS),
+    encoder("roberta", "RobertaForMaskedLM", NO_GROUPS),
+    encoder("distilbert", "DistilBertForMaskedLM", DISTIL, depth=("n_layers",)),
+    encoder("albert", "AlbertForMaskedLM", {**NO_GROUPS, "embedding_size": 16}),
+    encoder(
+        "modernbert", "ModernBertForMaskedLM", {**NO_GROUPS, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}
+    ),
+    encoder("deberta-v2", "DebertaV2ForMaskedLM", {**NO_GROUPS, **DISENTANGLED}),
+)
 
-def _experts() -> Iterator[Architecture]:
-    def of(name: str, model: str, sizes: Sizes, **others: Any) -> Architecture:
-        return Architecture(name, "mixture of experts", model, sizes, **others)
+encoder_decoder = partial(Architecture, kind="encoder-decoder", batch=batches.text_to_text)
+T5_GEMMA = {name: {**HEADS_OF_8, **WINDOW} for name in ("encoder", "decoder")}
+INNER_LAYERS = ("encoder.num_hidden_layers", "decoder.num_hidden_layers")
+ENCODER_DECODERS = (
+    encoder_decoder("t5", "T5ForConditionalGeneration", T5, depth=BOTH_STACKS),
+    encoder_decoder("bart", "BartForConditionalGeneration", BART, depth=BOTH_LAYERS),
+    encoder_decoder("pegasus", "PegasusForConditionalGeneration", BART, depth=BOTH_LAYERS),
+    encoder_decoder(
+        "t5gemma", "T5GemmaForConditionalGeneration", {**T5_GEMMA, "vocab_size": VOCABULARY}, depth=INNER_LAYERS
+    ),
+)
 
-    deepseek = {**NO_GROUPS, **LATENT, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    deepseek |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-    llama4 = {**HEADS_OF_8, "intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": LENGTH // 2}
-    yield of("mixtral", "MixtralForCausalLM", {**DECODER, **LOCAL_EXPERTS})
-    yield of("qwen2-moe", "Qwen2MoeForCausalLM", {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 32})
-    yield of("qwen3-moe", "Qwen3MoeForCausalLM", {**HEADS_OF_8, **EXPERTS})
-    yield of("olmoe", "OlmoeForCausalLM", {**DECODER, **EXPERTS})
-    yield of("gpt-oss", "GptOssForCausalLM", {**HEADS_OF_8, **LOCAL_EXPERTS, **WINDOW})
-    yield of("deepseek-v3", "DeepseekV3ForCausalLM", deepseek)
-    yield of("llama4", "Llama4ForCausalLM", llama4)
+vision = partial(Architecture, kind="vision", batch=batches.image)
+SWIN = {"image_size": IMAGE, "patch_size": 2, "embed_dim": 8, "num_heads": [1, 2, 2, 2], "window_size": 2}
+FOUR_STAGES, THREE_STAGES = {"depths": [1, 1, 6, 1]}, {"depths": [1, 1, 6]}
+# Its batch norms see eight values at least: over two they amplify rounding beyond any tolerance.
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 32], **THREE_STAGES, "num_labels": LABELS}
+VISION = (
+    vision("vit", "ViTForImageClassification", PIXELS),
+    vision("dinov2", "Dinov2ForImageClassification", PIXELS),
+    vision("swin", "SwinForImageClassification", {**SWIN, **FOUR_STAGES, "num_labels": LABELS}, depth=("depths",)),
+    vision("convnext", "ConvNextForImageClassification", {**STAGES, **FOUR_STAGES}, depth=("depths",)),
+    vision("resnet", "ResNetForImageClassification", RESNET, depth=("depths",)),
+)
 
+audio = partial(Architecture, kind="audio")
+WHISPER = {**BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+SPEECH_TO_TEXT = {
+    **{**BART, "max_source_positions": 64, "max_target_positions": 64},
+    **{"input_feat_per_channel": 8, "conv_channels": 16},
+}
+SPECTROGRAM = {
+    **{**WIDTH, "patch_size": 4, "frequency_stride": 4, "time_stride": 4},
+    **{"max_length": 16, "num_mel_bins": 16, "num_labels": LABELS},
+}
+AUDIO = (
+    audio("wav2vec2", "Wav2Vec2ForCTC", SOUND, batches.speech),
+    audio("ast", "ASTForAudioClassification", SPECTROGRAM, batches.spectrogram),
+    audio("hubert", "HubertForCTC", SOUND, batches.speech),
+    audio(
+        "speech-to-text",
+        "Speech2TextForConditionalGeneration",
+        SPEECH_TO_TEXT,
+        batches.frames_to_text,
+        BOTH_LAYERS,
+    ),
+    audio("whisper", "WhisperForConditionalGeneration", WHISPER, batches.spectrogram_to_text, BOTH_LAYERS),
+)
 
-def _state_spaces() -> Iterator[Architecture]:
-    def of(name: str, model: str, sizes: Sizes, **others: Any) -> Architecture:
-        return Architecture(name, "state space", model, sizes, **others)
-
-    state = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "pad_token_id": 0}
-    bamba = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "mamba_n_groups": 1}
-    jamba = {"mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1}
-    heads = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
-    yield of("mamba", "MambaForCausalLM", state, batch=batches.short_text)
-    yield of("mamba2", "Mamba2ForCausalLM", {**state, **heads}, batch=batches.short_text)
-    yield of("falcon-h1", "FalconH1ForCausalLM", {**DECODER, **bamba, "mamba_d_ssm": 64}, batch=batches.short_text)
-    yield of("jamba", "JambaForCausalLM", {**DECODER, **jamba}, batch=batches.short_text)
-    yield of("lfm2", "Lfm2ForCausalLM", DECODER)
-
-
-def _encoders() -> Iterator[Architecture]:
-    def of(name: str, model: str, sizes: Sizes, **others: Any) -> Architecture:
-        return Architecture(name, "encoder", model, sizes, **others)
-
-    distil = {**TEXT, "dim": 32, "hidden_dim": 64, "n_heads": 4}
-    modern = {**NO_GROUPS, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}
-    disentangled = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
-    yield of("bert", "BertForMaskedLM", NO_GROUPS)
-    yield of("roberta", "RobertaForMaskedLM", NO_GROUPS)
-    yield of("distilbert", "DistilBertForMaskedLM", distil, depth=("n_layers",))
-    yield of("albert", "AlbertForMaskedLM", {**NO_GROUPS, "embedding_size": 16})
-    yield of("modernbert", "ModernBertForMaskedLM", modern)
-    yield of("deberta-v2", "DebertaV2ForMaskedLM", {**NO_GROUPS, **disentangled})
-
-
-def _encoder_decoders() -> Iterator[Architecture]:
-    def of(name: str, model: str, sizes: Sizes, depth: tuple[str, ...]) -> Architecture:
-        return Architecture(name, "encoder-decoder", model, sizes, batches.text_to_text, depth)
-
-    gemma = {**HEADS_OF_8, **WINDOW}
-    inner = ("encoder.num_hidden_layers", "decoder.num_hidden_layers")
-    yield of("t5", "T5ForConditionalGeneration", T5, BOTH_STACKS)
-    yield of("bart", "BartForConditionalGeneration", BART, BOTH_LAYERS)
-    yield of("pegasus", "PegasusForConditionalGeneration", BART, BOTH_LAYERS)
-    yield of(
-        "t5gemma",
-        "T5GemmaForConditionalGeneration",
-        {"encoder": gemma, "decoder": gemma, "vocab_size": VOCABULARY},
-        inner,
-    )
-
-
-def _vision() -> Iterator[Architecture]:
-    def of(
-        name: str, model: str, sizes: Sizes, depth: str = "num_hidden_layers", batch: MakeBatch = batches.image
-    ) -> Architecture:
-        return Architecture(name, "vision", model, sizes, batch, (depth,))
-
-    swin = {"image_size": IMAGE, "patch_size": 2, "embed_dim": 8, "num_heads": [1, 2, 2, 2], "window_size": 2}
-    yield of("vit", "ViTForImageClassification", PIXELS)
-    yield of("dinov2", "Dinov2ForImageClassification", PIXELS)
-    yield of("swin", "SwinForImageClassification", {**swin, "depths": [1, 1, 6, 1], "num_labels": LABELS}, "depths")
-    yield of("convnext", "ConvNextForImageClassification", {**STAGES, "depths": [1, 1, 6, 1]}, "depths")
-    # Its batch norms see eight values at least: over two they amplify rounding beyond any tolerance.
-    three = {"embedding_size": 8, "hidden_sizes": [8, 16, 32], "depths": [1, 1, 6], "num_labels": LABELS}
-    yield of("resnet", "ResNetForImageClassification", three, "depths")
-
-
-def _audio() -> Iterator[Architecture]:
-    def of(
-        name: str,
-        model: str,
-        sizes: Sizes,
-        batch: MakeBatch = batches.speech,
-        depth: tuple[str, ...] = ("num_hidden_layers",),
-    ) -> Architecture:
-        return Architecture(name, "audio", model, sizes, batch, depth)
-
-    whisper = {**BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
-    speech = {
-        **BART,
-        "max_source_positions": 64,
-        "max_target_positions": 64,
-        "input_feat_per_channel": 8,
-        "conv_channels": 16,
-    }
-    spectrogram = {
-        **WIDTH,
-        "patch_size": 4,
-        "frequency_stride": 4,
-        "time_stride": 4,
-        "max_length": 16,
-        "num_mel_bins": 16,
-    }
-    yield of("wav2vec2", "Wav2Vec2ForCTC", SOUND)
-    yield of("ast", "ASTForAudioClassification", {**spectrogram, "num_labels": LABELS}, batches.spectrogram)
-    yield of("hubert", "HubertForCTC", SOUND)
-    yield of("speech-to-text", "Speech2TextForConditionalGeneration", speech, batches.frames_to_text, BOTH_LAYERS)
-    yield of("whisper", "WhisperForConditionalGeneration", whisper, batches.spectrogram_to_text, BOTH_LAYERS)
-
-
-def _vision_and_language() -> Iterator[Architecture]:
-    def of(name: str, model: str, sizes: Sizes, batch: MakeBatch, depth: tuple[str, ...] = TOWERS) -> Architecture:
-        return Architecture(name, "vision and language", model, sizes, batch, depth)
-
-    tied = {
-        "text_config": {**NO_GROUPS, "projection_dim": 16, "eos_token_id": VOCABULARY - 1},
-        "vision_config": PIXELS,
-        "projection_dim": 16,
-    }
-    seen = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN}
-    qwen = {**DECODER, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-    grid = {"embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8}
-    gemma = {**HEADS_OF_8, **WINDOW, "model_type": "gemma3_text"}
-    siglip = {**PIXELS, "model_type": "siglip_vision_model", "vision_use_head": False}
-    yield of("clip", "CLIPModel", tied, batches.pairs)
-    yield of("siglip", "SiglipModel", tied, batches.pairs)
-    yield of(
-        "llava",
-        "LlavaForConditionalGeneration",
-        {"text_config": LLAMA, "vision_config": CLIP_TOWER, **seen},
-        partial(batches.image_and_text, patches=16),
-    )
-    yield of(
-        "gemma3-vision",
-        "Gemma3ForConditionalGeneration",
-        {"text_config": gemma, "vision_config": siglip, "mm_tokens_per_image": 4, **seen},
-        batches.image_and_text,
-    )
-    yield of(
+both = partial(Architecture, kind="vision and language", depth=TOWERS)
+TIED = {
+    "text_config": {**NO_GROUPS, "projection_dim": 16, "eos_token_id": VOCABULARY - 1},
+    "vision_config": PIXELS,
+    "projection_dim": 16,
+}
+SEEN = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN}
+LLAVA = {
+    "text_config": {**DECODER, "model_type": "llama"},
+    "vision_config": {**PIXELS, "model_type": "clip_vision_model"},
+}
+GEMMA_VISION = {
+    "text_config": {**HEADS_OF_8, **WINDOW, "model_type": "gemma3_text"},
+    "vision_config": {**PIXELS, "model_type": "siglip_vision_model", "vision_use_head": False},
+    "mm_tokens_per_image": 4,
+}
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+QWEN_VISION = {
+    "text_config": {**DECODER, "rope_parameters": ROPE},
+    "vision_config": {"embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8},
+}
+QWEN_TOWERS = ("text_config.num_hidden_layers", "vision_config.depth")
+SIXTEEN_PATCHES = partial(batches.image_and_text, patches=16)
+VISION_AND_LANGUAGE = (
+    both("clip", "CLIPModel", TIED, batches.pairs),
+    both("siglip", "SiglipModel", TIED, batches.pairs),
+    both("llava", "LlavaForConditionalGeneration", {**LLAVA, **SEEN}, SIXTEEN_PATCHES),
+    both("gemma3-vision", "Gemma3ForConditionalGeneration", {**GEMMA_VISION, **SEEN}, batches.image_and_text),
+    both(
         "qwen2-vl",
         "Qwen2VLForConditionalGeneration",
-        {"text_config": qwen, "vision_config": grid, **seen},
+        {**QWEN_VISION, **SEEN},
         batches.patches_and_text,
-        ("text_config.num_hidden_layers", "vision_config.depth"),
-    )
+        depth=QWEN_TOWERS,
+    ),
+)
 
-
-def _series() -> Iterator[Architecture]:
-    patches = {
-        "context_length": 16,
-        "prediction_length": 4,
-        "patch_length": 4,
-        "patch_stride": 4,
-        "num_input_channels": 2,
-    }
-    width = {"d_model": 16, "ffn_dim": 32, "num_attention_heads": 2}
-    yield Architecture("patchtst", "time series", "PatchTSTForPrediction", {**patches, **width}, batches.series)
-
+PATCHES = {
+    **{"context_length": 16, "prediction_length": 4, "patch_length": 4, "patch_stride": 4, "num_input_channels": 2},
+    **{"d_model": 16, "ffn_dim": 32, "num_attention_heads": 2},
+}
+SERIES = (Architecture("patchtst", "PatchTSTForPrediction", PATCHES, batches.series, kind="time series"),)
 
 LISTED = (
-    _decoders,
-    _experts,
-    _state_spaces,
-    _encoders,
-    _encoder_decoders,
-    _vision,
-    _audio,
-    _vision_and_language,
-    _series,
+    *(*DECODERS, *MIXTURES, *STATE_SPACES, *ENCODERS, *ENCODER_DECODERS),
+    *(*VISION, *AUDIO, *VISION_AND_LANGUAGE, *SERIES),
 )
-ARCHITECTURES = {each.name: each for listed in LISTED for each in listed()}
+ARCHITECTURES = {each.name: each for each in LISTED}

@@ -15,8 +15,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fxshard
 from fxshard._torch.progress import progress
+from fxshard.bench.arguments import listed
+from fxshard.bench.contenders import fsdp2
 from fxshard.bench.models import Llama, LlamaConfig
 
 SIZES = {
     "small": LlamaConfig(vocab=8192, dim=768, layers=8, heads=12, hidden=2048),
-    "1b": LlamaConfig(vocab=32000, dim=2048, layers=16, heads=16, hidden=5632),
+    "1b": LlamaConfig(),
 }
 
 
@@ -42,13 +44,7 @@ class Fsdp2:
     name = "FSDP2 + DCP"
 
     def __init__(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in model.get_submodule("layers").children():
-            fully_shard(layer)
-        fully_shard(model)
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.model, self.optimizer = fsdp2(model, None, compiled=False)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
@@ -136,31 +132,29 @@ def round_trip(contender: Fsdp2 | Ours, folder: Path) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--contenders", default="fsdp2,fxshard,asynchronous", help=f"of {', '.join(CONTENDERS)}")
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench checkpoint", description=__doc__.split("\n")[0] if __doc__ else None)
+    every = ",".join(CONTENDERS)
+    parser.add_argument("--contenders", type=listed(CONTENDERS), default=every, help=f"(default: {every})")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--layers", type=int, help="another number of layers than the size has")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5, help="the first one is not timed")
     parser.add_argument("--one-at-a-time", action="store_true", help="of the contenders, where memory is short")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="write the results here")
-    arguments = parser.parse_args()
-    names = arguments.contenders.split(",")
-    unknown = [name for name in names if name not in CONTENDERS]
-    if unknown:
-        parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
+    return parser.parse_args(argv)
 
+
+def main() -> None:
+    arguments = parse()
+    names = arguments.contenders
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     config = SIZES[arguments.size]
-    if arguments.layers:
-        config = LlamaConfig(**{**asdict(config), "layers": arguments.layers})
+    config = replace(config, layers=arguments.layers or config.layers)
     made = [tempfile.mkdtemp(dir=arguments.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
     folder = Path(str(made[0]))
-    torch.set_default_dtype(getattr(torch, arguments.dtype))
     alive: dict[str, Fsdp2 | Ours] = {}
     found: dict[str, list[dict[str, float]]] = {CONTENDERS[name].name: [] for name in names}
     turns = [(number, name) for number in range(arguments.rounds) for name in names]

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from fxshard.bench.optimizer import timed
-
+Run = Callable[[], object]
 MOST_PRODUCTS = 64
+
+
+def take_turns(contenders: Mapping[str, Run], clock: Callable[[Run], float], rounds: int) -> dict[str, float]:
+    """The median of what a clock says of each; in every round each runs once, after one call to warm up."""
+    for run in contenders.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(clock(run))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def timed(run: Run, device: str, repeat: int) -> float:
+    """Milliseconds per call, of ``repeat`` calls in a row."""
+    if device == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeat):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / repeat
+    start = time.perf_counter()
+    for _ in range(repeat):
+        run()
+    return (time.perf_counter() - start) * 1e3 / repeat
 
 
 class DeviceClock:
@@ -22,7 +49,7 @@ class DeviceClock:
         self._ahead = torch.randn(side, side, device=device, dtype=torch.bfloat16)
         self._result = torch.empty_like(self._ahead)
 
-    def milliseconds(self, run: Callable[[], object], repeat: int) -> float:
+    def milliseconds(self, run: Run, repeat: int) -> float:
         """Of one call, on the device alone.
 
         Long products go first, as many as it takes until all calls are queued before the first of them starts. Calls
@@ -45,7 +72,7 @@ class DeviceClock:
                 return start.elapsed_time(stop) / repeat
             self._products *= 2
 
-    def launching(self, run: Callable[[], object]) -> float:
+    def launching(self, run: Run) -> float:
         """Milliseconds until one call returns to the host, begun when the device is idle."""
         self._wait()
         begin = time.perf_counter()

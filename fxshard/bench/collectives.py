@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from fxshard.bench.trace import CALLS, DEVICE, STEP, Event, Span, is_communication, length, overlap, read, span, union
+from fxshard.bench.trace import CALLS, Event, Recorded, enclosing, is_communication, length, overlap, read, span, union
 
 EVENTS = ("fxshard ", "FSDP::", "Optimizer.")
 """Beginnings of the annotations that say what a launch belongs to."""
@@ -80,7 +80,8 @@ class Turns:
 
 def collectives(events: Iterable[Event]) -> list[Collective]:
     """NCCL's kernels in the order in which they begin."""
-    complete, ran = _ran(events)
+    recorded = Recorded.of(events)
+    complete, ran = recorded.complete, recorded.ran
     first = min((e["ts"] for e in ran), default=0.0)
     calls = {e["args"].get("correlation"): e for e in complete if e.get("cat") in CALLS}
     named = [e for e in complete if e.get("cat") == "user_annotation" and e["name"].startswith(EVENTS)]
@@ -90,7 +91,7 @@ def collectives(events: Iterable[Event]) -> list[Collective]:
         args, call = e["args"], calls.get(e["args"].get("correlation"))
         found.append(
             Collective(
-                event=_around(call, named) if call is not None else "?",
+                event=next(iter(enclosing(call, named)), "?") if call is not None else "?",
                 kind=args.get("Collective name", "?"),
                 launched_ms=(call["ts"] - first) / 1e3 if call is not None else float("nan"),
                 begin_ms=(e["ts"] - first) / 1e3,
@@ -105,7 +106,7 @@ def collectives(events: Iterable[Event]) -> list[Collective]:
 
 def turns(events: Iterable[Event]) -> Turns | None:
     """The other ranks' turns on the device; None if there were none."""
-    _, ran = _ran(events)
+    ran = Recorded.of(events).ran
     first = min((e["ts"] for e in ran), default=0.0)
     usual = _usual(ran)
     ends = sorted(time for e in ran for time in span(e))
@@ -127,13 +128,6 @@ def turns(events: Iterable[Event]) -> Turns | None:
     return Turns(tuple(silences), period, turn)
 
 
-def _ran(events: Iterable[Event]) -> tuple[list[Event], list[Event]]:
-    """All that has a duration, and of it what ran on the device after the beginning of the first step."""
-    complete = [e for e in events if e.get("ph") == "X"]
-    begin = min((e["ts"] for e in complete if e["name"] == STEP and e.get("cat") == "user_annotation"), default=0.0)
-    return complete, [e for e in complete if e.get("cat") in DEVICE and e["ts"] >= begin]
-
-
 def _communicates(event: Event) -> bool:
     return event["cat"] == "kernel" and is_communication(event["name"])
 
@@ -148,15 +142,6 @@ def _usual(ran: Iterable[Event]) -> dict[tuple[str, str], float]:
     for event in ran:
         taken[_kind(event)].append(event["dur"])
     return {kind: min(times) for kind, times in taken.items()}
-
-
-def _around(call: Event, named: Iterable[Event]) -> str:
-    """The innermost annotation around a call."""
-    begin, end = span(call)
-    enclosing: list[tuple[Span, str]] = [
-        (span(e), e["name"]) for e in named if e["tid"] == call["tid"] and span(e)[0] <= begin and span(e)[1] >= end
-    ]
-    return min(enclosing, key=lambda entry: entry[0][1] - entry[0][0])[1] if enclosing else "?"
 
 
 def report(found: Sequence[Collective], shared: Turns | None) -> str:

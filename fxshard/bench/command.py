@@ -6,20 +6,17 @@ Each benchmark is a module that runs by ``python -m`` (or torchrun) as well. Imp
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from fxshard.bench import names
 from fxshard.bench.chart import to_svg
 from fxshard.bench.figures import CHARTS
-from fxshard.bench.tables import read_tables
 from fxshard.bench.target import UsageError
 
 
@@ -33,62 +30,28 @@ class Bench:
     """Whether it runs on several ranks."""
     gpus: bool = False
     """Whether its ranks run on GPUs where there are some, one on each."""
-    tables: bool = False
-    """Whether its figures are the tables that it prints; the others write theirs as JSON."""
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By option: the names it takes, with commas in between."""
 
 
 BENCHES = {
-    "train": Bench(
-        "fxshard.bench.train",
-        "training steps against FSDP2, DDP and torch.compile",
-        ranks=True,
-        gpus=True,
-        names={
-            "--peer": names.TRAIN,
-            "--contenders": names.TRAIN,
-            "--model": names.MODELS,
-            "--device": names.DEVICES,
-        },
-    ),
+    "train": Bench("fxshard.bench.train", "training steps against FSDP2, DDP and torch.compile", ranks=True, gpus=True),
     "optimizer": Bench("fxshard.bench.optimizer", "a Muon step against torch.optim.Muon and AdamW"),
     "quantize": Bench("fxshard.bench.quantize", "quantizing to MXFP8 against a copy and Transformer Engine"),
-    "moe": Bench(
-        "fxshard.bench.moe",
-        "a mixture of experts against eager torch and torch.compile",
-        names={"--contenders": names.MOE},
-    ),
-    "compile-time": Bench(
-        "fxshard.bench.compile_time",
-        "time to the first step, by number of layers",
-        names={"--peer": names.COMPILE_TIME_PEERS, "--model": names.MODELS, "--device": names.DEVICES},
-    ),
+    "moe": Bench("fxshard.bench.moe", "a mixture of experts against eager torch and torch.compile"),
+    "compile-time": Bench("fxshard.bench.compile_time", "time to the first step, by number of layers"),
     "models": Bench("fxshard.bench.coverage", "which architectures of transformers train, in how many graphs: a table"),
-    "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator", tables=True),
-    "checkpoint": Bench(
-        "fxshard.bench.checkpoint",
-        "saving and loading against FSDP2",
-        ranks=True,
-        names={"--contenders": names.CHECKPOINT, "--size": names.CHECKPOINT_SIZES},
-    ),
+    "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator"),
+    "checkpoint": Bench("fxshard.bench.checkpoint", "saving and loading against FSDP2", ranks=True),
 }
 
 
-def known() -> dict[str, Bench]:
-    """The benchmarks that this version has."""
-    return {name: bench for name, bench in BENCHES.items() if importlib.util.find_spec(bench.module) is not None}
-
-
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    benches = known()
     parser = commands.add_parser(
         "bench",
         help="measure fxshard against its peers, in one run",
         description="Measure fxshard against its peers on the same model, in turns, in one run, and print ratios.\n"
         "Runs on GPUs and, with smaller models, on a CPU. Ranks are started here; torchrun is not needed.",
         epilog="benchmarks:\n"
-        + "\n".join(f"  {name:<14}{bench.about}" for name, bench in benches.items())
+        + "\n".join(f"  {name:<14}{bench.about}" for name, bench in BENCHES.items())
         + "\n\nOther options are the benchmark's own: fxshard bench train --options\n\nexamples:\n"
         "  fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp --svg train.svg\n"
         "  fxshard bench train --device cpu --model toy,hf:llama-toy --rounds 2\n"
@@ -97,7 +60,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="BENCHMARK", choices=benches, help=", ".join(benches))
+    parser.add_argument("name", metavar="BENCHMARK", choices=BENCHES, help=", ".join(BENCHES))
     parser.add_argument(
         "--ranks",
         "--nproc-per-node",
@@ -126,15 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
     if arguments.svg is not None and arguments.name not in CHARTS:
         raise UsageError(f"cannot write {arguments.svg}: bench {arguments.name} gives a table, and no bars")
-    _check_names(arguments.name, bench, rest)
+    if bench.ranks:  # here, and not on every rank: torchrun would bury the message under its own
+        importlib.import_module(bench.module).parse(rest)
     with tempfile.TemporaryDirectory() as folder:
         figures = arguments.json or Path(folder, "figures.json")
-        wanted = bool(arguments.json or arguments.svg)
-        if bench.tables and wanted:
-            code = _keep_tables(launch(bench, None, rest), figures)
-        else:
-            rest_and_figures = [*rest, "--json", str(figures)] if wanted else rest
-            code = subprocess.call(launch(bench, arguments.ranks, rest_and_figures), env=environment())
+        options = [*rest, "--json", str(figures)] if arguments.json or arguments.svg else rest
+        code = subprocess.call(launch(bench, arguments.ranks, options), env=environment())
         if code == 0 and arguments.svg is not None:
             ranks = ["--ranks", str(arguments.ranks)] if arguments.ranks is not None else []
             _draw(figures, arguments.svg, arguments.name, " ".join([arguments.name, *ranks, *rest]))
@@ -142,18 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
         if code == 0 and path is not None:
             print(f"wrote {path}", file=sys.stderr)
     return code
-
-
-def _check_names(name: str, bench: Bench, rest: list[str]) -> None:
-    """Here, and not on every rank: torchrun would bury the message under its own."""
-    for i, option in enumerate(rest):
-        option, equals, value = option.partition("=")
-        if option not in bench.names:
-            continue
-        given = value if equals else "".join(rest[i + 1 : i + 2])
-        for one in given.split(","):
-            if not names.is_known(one, bench.names[option]):
-                raise UsageError(f"bench {name} {option}: no {one!r}; there are {', '.join(bench.names[option])}")
 
 
 def launch(bench: Bench, ranks: int | None, rest: list[str]) -> list[str]:
@@ -170,19 +118,6 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _keep_tables(start: list[str], figures: Path) -> int:
-    """Show what a benchmark prints as it comes, and write its tables down."""
-    lines = []
-    bare = {**environment(), "FXSHARD_PROGRESS": "0"}  # a bar would be drawn over the rows that are shown here
-    with subprocess.Popen(start, env=bare, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-    figures.write_text(json.dumps(read_tables("".join(lines)), indent=1), encoding="utf-8")
-    return running.returncode
 
 
 def environment() -> dict[str, str]:

@@ -7,7 +7,6 @@ python -m fxshard.bench.compile_time --device cuda --layers 8,32 --peer fsdp2-co
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import os
@@ -26,16 +25,14 @@ import torch.distributed as dist
 import fxshard
 from fxshard._torch import private
 from fxshard._torch.progress import progress
-from fxshard.bench import names
+from fxshard.bench.arguments import DEVICES
 from fxshard.bench.contenders import BF16, blocks, fsdp2
 from fxshard.bench.models import LlamaConfig
-from fxshard.bench.workloads import Inputs, Size, Workload, loss_of
+from fxshard.bench.workloads import Inputs, Size, Workload, add_models, loss_of
 
-TRACE_ALL = "fxshard-trace-all"
+PEER, TRACE_ALL = "fsdp2-compile", "fxshard-trace-all"
 LEAST = 0.05
 """Seconds of a stage that is worth a line."""
-TORCHS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp")
-"""What every start takes. Who compiles imports Inductor as well, meanwhile."""
 Case = tuple[str | None, str | None, str]
 """Model, number of layers, contender; None: as by default."""
 
@@ -50,19 +47,14 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
 
 
 def measure(workload: Workload, device: str, contender: str) -> dict[str, Any]:
-    """Shard, compile and run one training step, alone."""
+    """Shard, compile and run one training step, alone. Importing compilers is part of the time."""
     model, inputs = workload.build(torch.device(device))
     precision = BF16 if device == "cuda" and workload.size is None else None
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
     found: dict[str, Any] = {"model": workload.name, "layers": len(blocks(model)), "contender": contender}
     start, cpu = time.perf_counter(), _cpu_seconds()
-    if contender != "fsdp2-compile":
-        _ = fxshard.compile  # imports what it takes, in the order in which every program does
-    for name in TORCHS:
-        importlib.import_module(name)
-    found["imports_s"] = time.perf_counter() - start
-    if contender == "fsdp2-compile":
+    if contender == PEER:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         wrapped, optimizer = fsdp2(model, precision, compiled=True)
         loss = _step(wrapped, optimizer, inputs)
@@ -74,7 +66,7 @@ def measure(workload: Workload, device: str, contender: str) -> dict[str, Any]:
     found["cpu_s"] = _cpu_seconds() - cpu
     found["loss"] = float(loss)
     found["stages"] = private.compile_clocks()
-    if contender == "fsdp2-compile":
+    if contender == PEER:
         dist.destroy_process_group()
         return found
     start = time.perf_counter()
@@ -115,23 +107,18 @@ def in_fresh_processes(case: Case, arguments: argparse.Namespace) -> dict[str, A
         for _ in range(2):
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             starts.append(json.loads(done.stdout.splitlines()[-1]))
-    again = {
-        "warm_s": "first_step_s",
-        "warm_cpu_s": "cpu_s",
-        "warm_imports_s": "imports_s",
-        "warm_stages": "stages",
-    }
+    again = {"warm_s": "first_step_s", "warm_cpu_s": "cpu_s", "warm_stages": "stages"}
     return {**starts[0], **{name: starts[1][measured] for name, measured in again.items()}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     best = "cuda" if torch.cuda.is_available() else "cpu"
-    names.add_models(parser, default="a small Llama in fp32; the others are in bf16 on CUDA")
+    add_models(parser, default="a small Llama in fp32; the others are in bf16 on CUDA")
     parser.add_argument("--layers", metavar="N,...", help="depths to compare (default: 8,32, or what a model has)")
-    parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
+    parser.add_argument("--device", choices=DEVICES, default=best, help=f"(default here: {best})")
     parser.add_argument("--dim", type=int, default=256, help="width of a small one, a multiple of 64 (default: 256)")
-    parser.add_argument("--peer", choices=names.COMPILE_TIME_PEERS, help="FSDP2 with each block compiled as well")
+    parser.add_argument("--peer", choices=(PEER,), help="FSDP2 with each block compiled as well")
     parser.add_argument("--trace-all", action="store_true", help="fxshard with Debug(fold_layers=False) as well")
     parser.add_argument("--stages", action="store_true", help="also where the time went, by torch's own clocks")
     parser.add_argument("--rounds", type=int, default=1, help="times that each takes its turn; medians (default: 1)")
@@ -160,8 +147,6 @@ def main() -> None:
     for model, of_model in itertools.groupby(rows, key=lambda row: row["model"]):
         own = list(of_model)
         print(f"\n{model}\n{table(own)}")
-        if arguments.rounds > 1:
-            print(ratios(own))
         if arguments.stages:
             print(stages(own))
 
@@ -178,23 +163,9 @@ def median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def ratios(rows: list[dict[str, Any]]) -> str:
-    """What each round by itself would have said."""
-    lines = []
-    for row in rows:
-        base = _base(row, rows)
-        if base is row:
-            continue
-        for title, name in (("first step", "first_step_s"), ("second", "warm_s")):
-            pairs = zip(row["rounds"], base["rounds"], strict=True)
-            each = "".join(f"{own[name] / others[name]:>6.2f}" for own, others in pairs)
-            lines.append(f"{row['layers']:>6}  {row['contender']:<20}{title + ', ratio in each round':<34}{each}")
-    return "\n".join(lines)
-
-
 def _base(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What a row is compared with: the peer at the same depth, or the first row."""
-    peers = (r for r in rows if r["layers"] == row["layers"] and r["contender"] in names.COMPILE_TIME_PEERS)
+    peers = (r for r in rows if r["layers"] == row["layers"] and r["contender"] == PEER)
     return next(peers, rows[0])
 
 
@@ -211,25 +182,18 @@ def stages(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Seconds until the first step is done, of it importing torch's compiler (and us); ratios to the peer at the same
-    depth, or to the first row. The second start has the cache that the first left.
+    """Seconds until the first step is done; ratios, of CPU seconds too, to the peer at the same depth, or to the first
+    row. The second start has the cache that the first left.
     """
-    titles = (
-        ("segments", 9), ("compilations", 13), ("folded", 9), ("first step", 11), ("imports", 8), ("ratio", 6),
-        ("CPU", 6), ("second", 8), ("imports", 8), ("ratio", 6), ("CPU", 6), ("second / first", 15),
-        ("less imports", 13), ("loss", 9),
-    )  # fmt: skip
-    lines = [f"{'layers':>6}  {'contender':<20}" + "".join(f"{title:>{width}}" for title, width in titles)]
+    counts = ("segments", "compilations", "layers_folded")
+    titles = (*counts, "first step", "ratio", "CPU ratio", "second start", "ratio", "CPU ratio", "loss")
+    lines = [f"{'layers':>6}  {'contender':<20}" + "".join(f"{title:>14}" for title in titles)]
     for row in rows:
         base = _base(row, rows)
-        counts = (("segments", 9), ("compilations", 13), ("layers_folded", 9))
-        line = f"{row['layers']:>6}  {row['contender']:<20}" + "".join(f"{row.get(n, '–'):>{w}}" for n, w in counts)
-        starts = (("first_step_s", "imports_s", "cpu_s", 11), ("warm_s", "warm_imports_s", "warm_cpu_s", 8))
-        for wall, imports, cpu, width in starts:
-            line += f"{row[wall]:>{width - 2}.1f} s{row[imports]:>6.1f} s"
-            line += f"{row[wall] / base[wall]:>6.2f}{row[cpu] / base[cpu]:>6.2f}"
-        less = (row["warm_s"] - row["warm_imports_s"]) / (row["first_step_s"] - row["imports_s"])
-        lines.append(line + f"{row['warm_s'] / row['first_step_s']:>15.2f}{less:>13.2f}{row['loss']:>9.4f}")
+        line = f"{row['layers']:>6}  {row['contender']:<20}" + "".join(f"{row.get(name, '–'):>14}" for name in counts)
+        for wall, cpu in (("first_step_s", "cpu_s"), ("warm_s", "warm_cpu_s")):
+            line += f"{row[wall]:>12.1f} s{row[wall] / base[wall]:>14.2f}{row[cpu] / base[cpu]:>14.2f}"
+        lines.append(line + f"{row['loss']:>14.4f}")
     return "\n".join(lines)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from fxshard._torch.progress import progress
 from fxshard.bench.architectures import ARCHITECTURES
+from fxshard.bench.arguments import listed
 from fxshard.bench.coverage_table import line, page, summary
 from fxshard.bench.examine import Depths
 from fxshard.bench.own_ranks import Row, on_ranks, preload
@@ -28,52 +28,29 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", type=_names, metavar="NAME,...", help=f"of {', '.join(ARCHITECTURES)} (default: all)")
+    only = f"of {', '.join(ARCHITECTURES)} (default: all)"
+    parser.add_argument("--only", type=listed(ARCHITECTURES), metavar="NAME,...", help=only)
     depths = "of models that are trained, and of two that are compiled only (default: 2,6,12)"
     parser.add_argument("--layers", type=_depths, default=Depths(), metavar="N,N,N", help=depths)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one architecture (default: 300)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as a page of Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, losses included")
-    resume = "keep what the file of --json has found already, with the same versions; what failed is tried again"
-    parser.add_argument("--resume", action="store_true", help=resume)
     arguments = parser.parse_args()
-    if arguments.resume and not arguments.json:
-        parser.error("--resume continues what --json FILE has")
     if arguments.output and not arguments.output.absolute().parent.is_dir():
         parser.error(f"cannot write {arguments.output}: there is no directory {arguments.output.absolute().parent}")
-    found = _earlier(arguments.json) if arguments.resume else {}
-    names = arguments.only or list(ARCHITECTURES)
+    names = [name for name in ARCHITECTURES if not arguments.only or name in arguments.only]
+    rows: list[Row] = []
     preload()
     with progress(len(names)) as begin:
         for name in names:
             begin(name)
-            if name not in found:
-                found[name] = on_ranks(ARCHITECTURES[name], arguments.layers, arguments.timeout)
-            print(line(found[name]), flush=True)
+            rows.append(on_ranks(ARCHITECTURES[name], arguments.layers, arguments.timeout))
+            print(line(rows[-1]), flush=True)
             if arguments.json:  # after each: a run that is stopped has left what it found
-                kept = {"versions": versions(), "rows": list(found.values())}
-                arguments.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-    rows = [found[name] for name in ARCHITECTURES if name in names]
+                arguments.json.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1))
     print(summary(rows))
     if arguments.output:
         arguments.output.write_text(page(rows, versions(), len(ARCHITECTURES)), encoding="utf-8")
-
-
-def _earlier(path: Path) -> dict[str, Row]:
-    """What a run with the same versions has found already; what failed is tried again."""
-    if not path.exists():
-        return {}
-    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if kept["versions"] != versions():
-        raise SystemExit(f"{path} is of {kept['versions']}, these are {versions()}: run it without --resume")
-    return {row["name"]: row for row in kept["rows"] if not row["failed"]}
-
-
-def _names(listed: str) -> list[str]:
-    for name in listed.split(","):
-        if name not in ARCHITECTURES:
-            raise argparse.ArgumentTypeError(f"no {name!r}; there are {', '.join(ARCHITECTURES)}")
-    return listed.split(",")
 
 
 def _depths(listed: str) -> Depths:

@@ -6,12 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from fxshard.bench import names
 from fxshard.bench.models import LlamaConfig
 from fxshard.bench.target import UsageError
 
-CLASSES = ("LlamaConfig", "Qwen3Config", "Gemma3TextConfig", "Qwen3MoeConfig")
-CONFIGS = dict(zip(names.HUGGING_FACE, CLASSES, strict=True))
+CONFIGS = {
+    "llama": "LlamaConfig",
+    "qwen3": "Qwen3Config",
+    "gemma3": "Gemma3TextConfig",
+    "qwen3-moe": "Qwen3MoeConfig",
+}
 """By kind: the class of its configuration."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,11 +65,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -116,27 +117,27 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim)
-        self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.dim)
-        self.mlp = Experts(config) if config.experts else MLP(config)
+        self.attention_norm = RMSNorm(dim)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(dim)
+        self.mlp = mlp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Llama(nn.Module):
+class LanguageModel(nn.Module):
     """Next-token model: ``model(tokens, targets)`` is the loss, ``model(tokens)`` the logits."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, vocab: int, dim: int, blocks: Iterable[Block]) -> None:
         super().__init__()
-        self.embed = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(blocks)  # a generator's are made here, after the embedding: so seeds mean the same
+        self.norm = RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(tokens)
@@ -146,3 +147,14 @@ class Llama(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Llama(LanguageModel):
+    """Dense, or with experts."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        def mlp() -> nn.Module:
+            return Experts(config) if config.experts else MLP(config.dim, config.hidden)
+
+        blocks = (Block(config.dim, Attention(config), mlp()) for _ in range(config.layers))
+        super().__init__(config.vocab, config.dim, blocks)

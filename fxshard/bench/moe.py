@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,8 @@ import torch.nn.functional as F
 
 from fxshard._torch.progress import progress
 from fxshard.bench import products
-from fxshard.bench.clock import DeviceClock
+from fxshard.bench.arguments import listed
+from fxshard.bench.clock import DeviceClock, take_turns
 from fxshard.frontend.backend import fxshard_backend
 from fxshard.kernels.case import Case
 from fxshard.kernels.choose import choose, implementation, refusal
@@ -114,7 +114,6 @@ def error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> f
 
 
 def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat: int) -> dict[str, dict[str, float]]:
-    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "step": [], "host": []} for name in contenders}
     figures: dict[str, dict[str, float]] = {}
     out = eager(layer)
     reference = (out.detach(), *backward(layer, out))
@@ -122,25 +121,20 @@ def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat:
         for _ in range(3):
             out = contender(layer)
             found = (out.detach(), *backward(layer, out))
-        with torch.no_grad():  # which is compiled apart
-            contender(layer)
         figures[name] = {"error": error(found, reference)}
         del out, found
     del reference
     for name, contender in contenders.items():
         figures[name]["saved_mib"], figures[name]["peak_mib"] = (b / 2**20 for b in memory(contender, layer))
     clock = DeviceClock(layer.x.device.type)
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            step = partial(_step, contender, layer)
-            with torch.no_grad():
-                times[name]["forward"].append(clock.milliseconds(partial(contender, layer), repeat))
-            times[name]["step"].append(clock.milliseconds(step, repeat))
-            times[name]["host"].append(clock.launching(step))
+    steps = {name: partial(_step, contender, layer) for name, contender in contenders.items()}
+    forwards = {name: partial(contender, layer) for name, contender in contenders.items()}
+    with torch.no_grad():  # which is compiled apart
+        forward = take_turns(forwards, lambda run: clock.milliseconds(run, repeat), rounds)
+    step = take_turns(steps, lambda run: clock.milliseconds(run, repeat), rounds)
+    host = take_turns(steps, clock.launching, rounds)
     for name in contenders:
-        for what, values in times[name].items():
-            figures[name][f"{what}_ms"] = statistics.median(values)
-    for name in contenders:
+        figures[name] |= {"forward_ms": forward[name], "step_ms": step[name], "host_ms": host[name]}
         for what in ("forward", "step"):
             figures[name][f"{what}_speedup"] = figures["eager"][f"{what}_ms"] / figures[name][f"{what}_ms"]
     return figures
@@ -152,7 +146,8 @@ def main() -> None:
     shapes = "8x4096x2048,64x2048x1408" if cuda else "8x256x128"
     parser.add_argument("--shapes", default=shapes, help=f"experts × hidden × inner, … (default: {shapes})")
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 512)
-    parser.add_argument("--contenders", default="eager,compile,torch,triton,te")
+    known, usual = listed(("eager", "compile", *DENSE, *FUSED)), "eager,compile,torch,triton,te"
+    parser.add_argument("--contenders", type=known, default=usual, help=f"(default: {usual})")
     parser.add_argument("--rounds", type=int, default=15 if cuda else 5)
     parser.add_argument("--repeat", type=int, default=10 if cuda else 2)
     parser.add_argument("--kernels", action="store_true", help="the products of a step one by one, too")
@@ -168,7 +163,7 @@ def main() -> None:
             case = Case(torch.device(device), torch.bfloat16, hidden, inner)
             layer = make_layer(experts, hidden, inner, arguments.tokens, routed, device)
             torch.compiler.reset()
-            contenders = _contenders(arguments.contenders.split(","), case, experts)
+            contenders = _contenders(arguments.contenders, case, experts)
             figures = measure(layer, contenders, arguments.rounds, arguments.repeat)
             results.append({"shape": shape, "routed": routed, "default": choose("auto", case), "figures": figures})
             _show(results[-1])

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 import fxshard
+from fxshard.bench.clock import take_turns, timed
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import Start, choose, explain, iterate, orthogonalize, start
@@ -25,33 +24,6 @@ from fxshard.optim.start import Momentum
 def shapes(layers: int, dim: int, hidden: int) -> list[tuple[int, int]]:
     """The hidden matrices of a Llama: attention, gate and up, down."""
     return [(dim, dim)] * 4 * layers + [(hidden, dim)] * 2 * layers + [(dim, hidden)] * layers
-
-
-def timed(run: Callable[[], object], device: str, repeat: int) -> float:
-    """Milliseconds per call, of ``repeat`` calls in a row."""
-    if device == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(repeat):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / repeat
-    start = time.perf_counter()
-    for _ in range(repeat):
-        run()
-    return (time.perf_counter() - start) * 1e3 / repeat
-
-
-def take_turns(contenders: dict[str, Callable[[], object]], device: str, rounds: int, repeat: int) -> dict[str, float]:
-    """Median milliseconds per call; in every round each contender runs once, after one call to warm up."""
-    for run in contenders.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(timed(run, device, repeat))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, Callable[[], object]]:
@@ -99,7 +71,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "fxshard.Muon": choice.build(named).step,
         "torch.optim.AdamW, fused": torch.optim.AdamW(params, lr=1e-9, fused=True).step,
     }
-    steps = take_turns(contenders, device, arguments.rounds, arguments.repeat)
+
+    def clock(run: Callable[[], object]) -> float:
+        return timed(run, device, arguments.repeat)
+
+    steps = take_turns(contenders, clock, arguments.rounds)
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -108,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "forms": {str(list(shape)): explain(shape, params[0].device, arguments.form) for shape in dict.fromkeys(sizes)},
         "step_ms": steps,
         "ratio": steps["fxshard.Muon"] / steps["torch.optim.Muon"],
-        "parts_ms": take_turns(parts(params, choice), device, arguments.rounds, arguments.repeat),
+        "parts_ms": take_turns(parts(params, choice), clock, arguments.rounds),
     }
 
 

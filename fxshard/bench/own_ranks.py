@@ -9,22 +9,18 @@ import json
 import os
 import tempfile
 import time
-import traceback
 import warnings
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+import torch.multiprocessing as mp
 
 from fxshard.bench.examine import RANKS, Depths, examine
 from fxshard.bench.small_models import Architecture
 
 PRELOADED = ["fxshard.bench.own_ranks", "fxshard.frontend.api", "torch.distributed.fsdp", "transformers.modeling_utils"]
 """What every rank imports: imported once, by the process that ranks are forked from."""
-GOODBYE = 5.0
-"""Seconds for a rank to end after it, or the other one, has said all."""
-WAITS = "the other rank failed"
 Row = dict[str, Any]
 
 
@@ -39,73 +35,48 @@ def on_ranks(architecture: Architecture, depths: Depths, timeout: float) -> Row:
     """Examine an architecture on ranks of its own: neither a crash nor a hang reaches the caller."""
     row: Row = {"name": architecture.name, "kind": architecture.kind, "model": architecture.model}
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(architecture, depths, rank, folder) for rank in range(RANKS)]
+        started = (_run, (architecture, depths, folder), RANKS)
+        ranks = mp.start_processes(*started, join=False, daemon=True, start_method="forkserver")
+        failed = _wait(ranks, timeout)
         found: list[Row] = []
-        try:
-            found = _gather(ranks, timeout)
-        finally:
-            done = bool(found) and not any(each["failed"] for each in found)
-            for process, receiver in ranks:
-                process.join(GOODBYE if done else 0.0)
-                process.kill()
-                process.join()
-                receiver.close()
-    failed = sorted((each["failed"] for each in found if each["failed"]), key=lambda why: why == WAITS)
-    counts = {layers: count for each in found for layers, count in each.get("compilations", {}).items()}
-    return {**row, **found[0], "compilations": counts, "failed": failed[0] if failed else None, "ranks": found}
+        for file in sorted(Path(folder).glob("rank-*.json"), key=lambda file: file.stat().st_mtime_ns):
+            if failed is None:  # the first that fails is why others do
+                found.append(json.loads(file.read_text()))
+                failed = found[-1]["failed"]
+    if failed is not None:
+        return {**row, "failed": failed, "ranks": [{"failed": failed}]}
+    found.sort(key=lambda each: int(each["rank"]))
+    counts = {layers: count for each in found for layers, count in each["compilations"].items()}
+    return {**row, **found[0], "compilations": counts, "ranks": found}
 
 
-def _start(architecture: Architecture, depths: Depths, rank: int, folder: str) -> tuple[ForkServerProcess, Connection]:
-    context = get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(architecture, depths, rank, folder, sender), daemon=True)
-    process.start()
-    sender.close()  # the rank has a copy: when it ends, the pipe does
-    return process, receiver
-
-
-def _gather(ranks: list[tuple[ForkServerProcess, Connection]], timeout: float) -> list[Row]:
-    """What each rank sent. The first that fails ends the other's time, which may be waiting for it."""
-    found: dict[int, Row] = {}
-    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
-    deadline, late = time.monotonic() + timeout, f"not done after {timeout:.0f} s"
-    while waiting:
-        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-        if not ready:
-            found |= {rank: {"failed": late} for rank in waiting.values()}
-            break
-        for receiver in ready:
-            assert isinstance(receiver, Connection)
-            rank = waiting.pop(receiver)
-            found[rank] = _received(receiver, ranks[rank][0])
-            if found[rank]["failed"]:
-                deadline, late = min(deadline, time.monotonic() + GOODBYE), WAITS
-    return [found[rank] for rank in sorted(found)]
-
-
-def _received(receiver: Connection, process: ForkServerProcess) -> Row:
+def _wait(ranks: mp.ProcessContext, timeout: float) -> str | None:
+    """For the ranks to end. Why they had to, where none of them can say so: a crash, or no time left."""
+    deadline = time.monotonic() + timeout
     try:
-        row: Row = json.loads(receiver.recv_bytes())
-    except EOFError:
-        process.join(GOODBYE)
-        return {"failed": f"the process ended with exit code {process.exitcode}"}
-    return row
+        while not ranks.join(max(0.0, deadline - time.monotonic())):  # which returns when one of them is done
+            if time.monotonic() >= deadline:
+                return f"not done after {timeout:.0f} s"
+    except mp.ProcessExitedException as error:
+        return f"the process ended with exit code {error.exit_code}"
+    except mp.ProcessRaisedException:
+        return None  # torch ends all of them with the first that fails, which has written down why
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    return None
 
 
-def _run(architecture: Architecture, depths: Depths, rank: int, folder: str, sender: Connection) -> None:
+def _run(rank: int, architecture: Architecture, depths: Depths, folder: str) -> None:
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     store = dist.FileStore(str(Path(folder, "store")), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    result = Path(folder, f"rank-{rank}.json")
     try:
-        found = examine(architecture, rank, depths)
+        result.write_text(json.dumps({"rank": rank, **examine(architecture, rank, depths)}))
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        found = {"failed": f"{type(error).__name__}: {error}", "where": where}
-    sender.send_bytes(json.dumps(found).encode())
-    sender.close()
-    if found["failed"]:
-        time.sleep(2 * GOODBYE)  # a peer that saw this rank's connections close would fail too, and say only that
-        os._exit(1)  # a group that a peer waits in cannot be closed in order
+        result.write_text(json.dumps({"rank": rank, "failed": f"{type(error).__name__}: {error}"}))
+        raise

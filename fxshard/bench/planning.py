@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 RULES: dict[str, dict[str, Any]] = {
     "default": {"optimizer": fxshard.AdamW()},
     "roomy": {"optimizer": fxshard.AdamW(), "roomy": True},
-    "one ahead": {"optimizer": fxshard.AdamW(), "prefetch": 1, "defer_wgrad": False},
+    "one ahead": {"optimizer": fxshard.AdamW(), "debug": fxshard.Debug(prefetch=1, defer_wgrad=False)},
     "FSDP2": {"fsdp2": True},
 }
 """What is compared. *roomy* may use the share ``ROOM`` of the device's memory for shards and arena. FSDP2 starts a step
@@ -47,6 +48,8 @@ with nothing gathered."""
 
 OURS = ("default", "roomy")
 ROOM = 0.7
+Table = dict[str, Any]
+"""Title, head and rows."""
 
 
 def cost(preset: str, layers: int | None, ranks: int) -> dict[str, float]:
@@ -127,9 +130,8 @@ def _seam(schedule: Schedule, run: Simulation) -> float:
     spans = list(zip(schedule.events, run.spans, strict=True))
     computed = [span for event, span in spans if event.kind is Kind.COMPUTE and event.phase is Phase.BACKWARD]
     updated = min(span.start for event, span in spans if event.kind is Kind.UPDATE)
-    first = [event.bucket_index for event, _ in spans if event.kind is Kind.WAIT][
-        :2
-    ]  # the embedding and the first layer
+    waited = [event.bucket_index for event, _ in spans if event.kind is Kind.WAIT]
+    first = waited[:2]  # the embedding and the first layer
     stood = [
         span.stop - span.start
         for event, span in spans
@@ -149,17 +151,9 @@ def _turn(schedule: Schedule, run: Simulation) -> float:
     return reduced - max((end for end in ends if end <= reduced), default=0.0)
 
 
-def print_cost() -> None:
-    print("\n## Cost: llama-70b on 1024 ranks\n", flush=True)
-    _table(COST, (_cost_row(80) for _ in range(1)), 1)
-
-
-def print_layers(depths: Sequence[int]) -> None:
-    print("\n## Cost by layers: llama-70b on 1024 ranks\n", flush=True)
-    _table(COST, (_cost_row(layers) for layers in depths), len(depths))
-
-
-COST = ("layers", "seconds", "CPU seconds", "peak GiB", "events")
+def layers_table(depths: Sequence[int]) -> Iterator[Table]:
+    head = ("layers", "seconds", "CPU seconds", "peak GiB", "events")
+    yield _table("Cost by layers: llama-70b on 1024 ranks", head, map(_cost_row, depths), len(depths))
 
 
 def _cost_row(layers: int) -> list[str]:
@@ -168,15 +162,15 @@ def _cost_row(layers: int) -> list[str]:
     return [str(layers), seconds, cpu, f"{found['gib']:.2f}", f"{found['events']:.0f}"]
 
 
-def print_gains(layers: int | None) -> None:
+def gain_tables(layers: int | None) -> Iterator[Table]:
     for preset in PRESETS:
         about = f", {layers} layers" if layers else ""
-        print(f"\n### Gain: {preset}{about}, milliseconds per step\n", flush=True)
         head = ["hardware", "ranks", "compute"]
         for rule in OURS:
             head += [f"{rule}: communication", "step (exposed)", "step / bound", "seam", "turn", "arena GiB"]
         head += [f"{rule}: step (exposed)" for rule in RULES if rule not in OURS]
-        _table(head, (_gain_row(*row) for row in gains(preset, layers)), len(RANKS) * len(HARDWARE))
+        rows = (_gain_row(*row) for row in gains(preset, layers))
+        yield _table(f"Gain: {preset}{about}, milliseconds per step", head, rows, len(RANKS) * len(HARDWARE))
 
 
 def _gain_row(hardware: str, ranks: int, found: dict[str, Step | None]) -> list[str]:
@@ -198,11 +192,10 @@ def _taken(step: Step) -> str:
     return f"{step.seconds * 1e3:.1f} ({step.exposed * 1e3:.1f})"
 
 
-def print_muon() -> None:
+def muon_table() -> Iterator[Table]:
     """A training step with each optimizer, and what its optimizer phase has to do."""
-    print("\n### Muon against AdamW, simulated: 0.95 B Llama, 4 × 4096 tokens per rank, h200\n", flush=True)
     head = ("ranks", "ZeRO", "optimizer", "step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
-    _table(head, _muon_rows(), 8)
+    yield _table("Muon against AdamW, simulated: 0.95 B Llama, 4 × 4096 tokens per rank, h200", head, _muon_rows(), 8)
 
 
 def _muon_rows() -> Iterator[list[str]]:
@@ -238,25 +231,29 @@ def _muon_figures(schedule: Schedule, run: Simulation, baseline: float) -> list[
     ]
 
 
-def _table(head: Sequence[str], rows: Iterator[list[str]], total: int) -> None:
-    print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head), flush=True)
+def _table(title: str, head: Sequence[str], rows: Iterator[list[str]], total: int) -> Table:
+    """Print a table in Markdown, row by row as they come."""
+    print(f"\n### {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    made: list[list[str]] = []
     with progress(total) as begin:
         for number in range(total):
             begin(f"row {number + 1} of {total}")
-            print("| " + " | ".join(next(rows)) + " |", flush=True)
+            made.append(next(rows))
+            print(f"| {' | '.join(made[-1])} |", flush=True)
+    return {"title": title, "head": list(head), "rows": made}
 
 
-PARTS = ("cost", "layers", "gains", "muon")
+PARTS = ("layers", "gains", "muon")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="(default: all of them; with --quick not cost)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: all of them)")
     parser.add_argument("--layers", metavar="N,...", help="depths in the part of that name (default: 8 to 80)")
     parser.add_argument(
         "--quick", action="store_true", help=f"depths of 8 and 16; gains with {QUICK_LAYERS} layers of each model"
     )
+    parser.add_argument("--json", type=Path, help="write the tables here")
     parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
@@ -264,14 +261,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(one(preset, int(layers), int(ranks))))
         return
     depths = tuple(map(int, args.layers.split(","))) if args.layers else QUICK_DEPTHS if args.quick else LAYERS
-    parts: dict[str, Callable[[], None]] = {
-        "cost": print_cost,
-        "layers": lambda: print_layers(depths),
-        "gains": lambda: print_gains(QUICK_LAYERS if args.quick else None),
-        "muon": print_muon,
+    parts: dict[str, Callable[[], Iterator[Table]]] = {
+        "layers": lambda: layers_table(depths),
+        "gains": lambda: gain_tables(QUICK_LAYERS if args.quick else None),
+        "muon": muon_table,
     }
-    for part in args.parts or (PARTS[1:] if args.quick else PARTS):
-        parts[part]()
+    tables = [table for part in args.parts for table in parts[part]()]
+    if args.json is not None:
+        args.json.write_text(json.dumps(tables, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

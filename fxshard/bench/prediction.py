@@ -2,9 +2,10 @@
 
 torchrun --standalone --nproc-per-node 2 -m fxshard.bench.prediction --device cpu --model toy
 
-All ranks share one device here. Three predictions: from the preset as it is; with the device's arithmetic and memory
-divided among the ranks and the link as recorded; and with every duration recorded by ``model.profile``. With several
-ranks the last two let compute and collectives take turns: both run on the one device.
+All ranks share one device here (CUDA_VISIBLE_DEVICES=0 where there are several). Three predictions: from the preset as
+it is; with the device's arithmetic and memory divided among the ranks and the link as recorded; and with every duration
+recorded by ``model.profile``. With several ranks the last two let compute and collectives take turns: both run on the
+one device.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard.bench.train import Contender
+from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import SIZES, Workload
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.events import Kind
@@ -59,15 +59,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of five steps")
     parser.add_argument("--json", type=Path, help="write schedule, profile and figures here")
     arguments = parser.parse_args()
-    cuda = arguments.device == "cuda"
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    contender = Contender("fxshard", Workload(arguments.model, batch=arguments.batch), device, bf16=cuda)
+    device = join_ranks(arguments.device)
+    contender = Contender("fxshard", Workload(arguments.model, batch=arguments.batch), device, device.type == "cuda")
     model = contender.model
     assert isinstance(model, fxshard.ShardedModule)
     for _ in range(arguments.rounds):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxshard.bench.models import Llama, LlamaConfig, RMSNorm
+from fxshard.bench.models import MLP, Block, LanguageModel, Llama, LlamaConfig, RMSNorm
 
 LENGTH = 4096
 """Tokens of the example sequence."""
@@ -65,17 +65,6 @@ class LatentAttention(nn.Module):
         return self.o(y.transpose(1, 2).reshape(batch, length, -1))
 
 
-class SwiGLU(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class BalancedExperts(nn.Module):
     """Experts as stacked weights, each with an equal share of the tokens: the shapes of a perfectly balanced router.
 
@@ -90,7 +79,7 @@ class BalancedExperts(nn.Module):
         self.gate = nn.Parameter(torch.empty(config.experts, config.dim, config.hidden))
         self.up = nn.Parameter(torch.empty(config.experts, config.dim, config.hidden))
         self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.dim))
-        self.shared = SwiGLU(config.dim, config.shared * config.hidden)
+        self.shared = MLP(config.dim, config.shared * config.hidden)
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=config.dim**-0.5)
 
@@ -104,35 +93,16 @@ class BalancedExperts(nn.Module):
         return self.shared(x) + routed.view_as(x)
 
 
-class MoeBlock(nn.Module):
-    def __init__(self, config: MoeConfig, dense: bool) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.dim)
-        self.attention = LatentAttention(config)
-        self.mlp_norm = RMSNorm(config.dim)
-        self.mlp = SwiGLU(config.dim, config.dense_hidden) if dense else BalancedExperts(config)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Moe(nn.Module):
+class Moe(LanguageModel):
     """``model(tokens, targets)`` is the loss. Tokens times active experts must be a multiple of the experts."""
 
     def __init__(self, config: MoeConfig) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList(MoeBlock(config, i < config.dense_layers) for i in range(config.layers))
-        self.norm = RMSNorm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        def mlp(layer: int) -> nn.Module:
+            dense = layer < config.dense_layers
+            return MLP(config.dim, config.dense_hidden) if dense else BalancedExperts(config)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        blocks = (Block(config.dim, LatentAttention(config), mlp(i)) for i in range(config.layers))
+        super().__init__(config.vocab, config.dim, blocks)
 
 
 LLAMA_8B = LlamaConfig(vocab=128256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336)

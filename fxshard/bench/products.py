@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from fxshard.bench.clock import DeviceClock
+from fxshard.bench.clock import DeviceClock, take_turns
 from fxshard.kernels.by_torch import Call, Experts, TorchExperts
 from fxshard.kernels.glu import SWIGLU
 
@@ -59,12 +58,10 @@ def measure(
     clock = DeviceClock(device)
     figures: dict[str, dict[str, float]] = {}
     for product in asked:
-        results = [product.run(by).float() for by in contenders.values()]
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(rounds):
-            for name, by in contenders.items():
-                times[name].append(clock.milliseconds(partial(product.run, by), repeat))
-        figures[product.name] = {f"{name}_us": statistics.median(values) * 1e3 for name, values in times.items()}
+        runs = {name: partial(product.run, by) for name, by in contenders.items()}
+        results = [run().float() for run in runs.values()]
+        times = take_turns(runs, lambda run: clock.milliseconds(run, repeat), rounds)
+        figures[product.name] = {f"{name}_us": milliseconds * 1e3 for name, milliseconds in times.items()}
         figures[product.name]["error"] = float((results[-1] - results[0]).norm() / results[0].norm())
     return figures
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fxshard.bench.clock import DeviceClock
+from fxshard.bench.clock import DeviceClock, take_turns
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
 from fxshard.kernels.quantize import Tile, quantize_both, runs_on
 
@@ -52,12 +51,10 @@ def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Timing]:
     cast = transformer_engine_cast(value) if value.is_cuda else None
     if cast is not None:
         contenders["transformer engine"] = (cast, both_copies)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
     clock, repeats = DeviceClock(device), REPEATS if value.is_cuda else 1
-    for _ in range(ROUNDS + 1):
-        for name, (run, _) in contenders.items():
-            times[name].append(clock.milliseconds(run, repeats))
-    timings = [Timing(n, statistics.median(times[n][1:]), size) for n, (_, size) in contenders.items()]
+    runs = {name: run for name, (run, _) in contenders.items()}
+    times = take_turns(runs, lambda run: clock.milliseconds(run, repeats), ROUNDS)
+    timings = [Timing(name, times[name], size) for name, (_, size) in contenders.items()]
     return [Timing(t.name, t.milliseconds, t.bytes, t.bandwidth / timings[0].bandwidth) for t in timings]
 
 

@@ -24,13 +24,14 @@ class Architecture:
     """A model of ``transformers`` in small."""
 
     name: str
-    kind: str
     model: str
     """The class of the model; its configuration's is the class's own."""
     sizes: Sizes
     batch: MakeBatch = batches.text
     depth: tuple[str, ...] = ("num_hidden_layers",)
     """Which fields are numbers of layers; dots lead into configurations inside."""
+    kind: str = ""
+    """Under which heading it stands in the table."""
 
     def config(self, layers: int) -> Any:
         """Its configuration, of the class's own kind."""

@@ -83,17 +83,28 @@ def read(path: Path) -> list[Event]:
     return events
 
 
-def analyse(events: Iterable[Event], step: str = STEP) -> Traced | None:
-    """What the annotated steps did; None if nothing ran on a device.
+@dataclass(frozen=True)
+class Recorded:
+    """The events of a trace that have a duration. It is expected to end with its last step."""
 
-    The device's events are those that begin after the beginning of the first step: a trace is expected to end with
-    its last step.
-    """
-    complete = [event for event in events if event.get("ph") == "X"]
-    steps = sorted(span(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == step)
-    if not steps:
-        raise ValueError(f"no annotation {step!r} in the trace")
-    ran = [e for e in complete if e.get("cat") in DEVICE and e["ts"] >= steps[0][0]]
+    complete: list[Event]
+    steps: list[Span]
+    ran: list[Event]
+    """On the device, after the beginning of the first step."""
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Recorded:
+        complete = [event for event in events if event.get("ph") == "X"]
+        steps = sorted(span(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == STEP)
+        if not steps:
+            raise ValueError(f"no annotation {STEP!r} in the trace")
+        return cls(complete, steps, [e for e in complete if e.get("cat") in DEVICE and e["ts"] >= steps[0][0]])
+
+
+def analyse(events: Iterable[Event]) -> Traced | None:
+    """What the annotated steps did; None if nothing ran on a device."""
+    recorded = Recorded.of(events)
+    steps, ran = recorded.steps, recorded.ran
     if not ran:
         return None
     kernels = [e for e in ran if e["cat"] == "kernel"]
@@ -113,7 +124,7 @@ def analyse(events: Iterable[Event], step: str = STEP) -> Traced | None:
         longest_gap_ms=max(gaps, default=0.0) / 1e3,
         kernels=len(kernels) / len(steps),
         moved=_moved(ran, len(steps)),
-        waits=_waits(complete, steps, step),
+        waits=_waits(recorded.complete, steps),
     )
 
 
@@ -184,12 +195,12 @@ def _moved(ran: Iterable[Event], steps: int) -> dict[str, Moved]:
     return {kind: Moved(count[kind] / steps, time[kind] / 1e3 / steps) for kind in ("copy", "cast", "fill")}
 
 
-def _waits(complete: Sequence[Event], steps: Sequence[Span], step: str) -> tuple[Wait, ...]:
+def _waits(complete: Sequence[Event], steps: Sequence[Span]) -> tuple[Wait, ...]:
     """Whatever thread they are on: backward has one of its own."""
     pageable = {
         e["args"].get("correlation") for e in complete if e.get("cat") == "gpu_memcpy" and "Pageable" in e["name"]
     }
-    around = [e for e in complete if e.get("cat") in AROUND and e["name"] != step]
+    around = [e for e in complete if e.get("cat") in AROUND and e["name"] != STEP]
     count: Counter[tuple[str, str]] = Counter()
     time: Counter[tuple[str, str]] = Counter()
     for call in complete:
@@ -207,19 +218,21 @@ def _waits(complete: Sequence[Event], steps: Sequence[Span], step: str) -> tuple
 
 
 def _inside(call: Event, around: Iterable[Event]) -> str:
+    names = [name for name in enclosing(call, around) if not name.startswith("ProfilerStep")]
+    if not names:
+        return "no operator"
+    return names[0] if names[0] == names[-1] else f"{names[-1]} > {names[0]}"
+
+
+def enclosing(call: Event, around: Iterable[Event]) -> list[str]:
+    """The names of what is around a call on its thread, from the innermost to the outermost."""
     begin, end = span(call)
-    enclosing = [
+    found = [
         (e["dur"], e["name"])
         for e in around
-        if (e["pid"], e["tid"]) == (call["pid"], call["tid"])
-        and e["ts"] <= begin
-        and e["ts"] + e["dur"] >= end
-        and not e["name"].startswith("ProfilerStep")
+        if (e["pid"], e["tid"]) == (call["pid"], call["tid"]) and e["ts"] <= begin and e["ts"] + e["dur"] >= end
     ]
-    if not enclosing:
-        return "no operator"
-    inner, outer = min(enclosing)[1], max(enclosing)[1]
-    return inner if inner == outer else f"{outer} > {inner}"
+    return [name for _, name in sorted(found)]
 
 
 def table(found: dict[str, Traced | None]) -> str:

@@ -15,6 +15,7 @@ import os
 import re
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,10 +25,10 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import fxshard
 from fxshard._torch.progress import progress
-from fxshard.bench import names
+from fxshard.bench.arguments import DEVICES, listed
 from fxshard.bench.contenders import BF16, CONTENDERS
 from fxshard.bench.trace import STEP, Traced, analyse, read, table
-from fxshard.bench.workloads import SIZES, Workload, loss_of
+from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of
 
 HOST_STEPS, TRACED_STEPS = 3, 2
 FIRST_STEPS = 4
@@ -158,18 +159,23 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
 
 
-def main() -> None:
-    arguments = _parse()
-    cuda = arguments.device == "cuda"
-    # Ranks share a GPU where there are fewer of them.
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    if not cuda:
+def join_ranks(kind: str) -> torch.device:
+    """Become one of the ranks that torchrun started; returns its device. Ranks share GPUs where there are fewer."""
+    if kind == "cpu":
+        dist.init_process_group("gloo")
         torch.set_num_threads(1)
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def main() -> None:
+    arguments = parse()
+    device = join_ranks(arguments.device)
     results: list[Result] = []
     for name in arguments.model:
         workload = Workload(name, arguments.layers, arguments.batch, not arguments.no_cache)
@@ -182,27 +188,24 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--contenders", default="fsdp2,fsdp2-compile,fxshard", help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--peer", metavar="NAME,...", help="these and fxshard, in place of --contenders")
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench train", description=__doc__.split("\n")[0] if __doc__ else None)
+    known, usual = listed(CONTENDERS), "fsdp2,fsdp2-compile,fxshard"
+    parser.add_argument("--contenders", type=known, default=usual, help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--peer", type=known, metavar="NAME,...", help="these and fxshard, in place of --contenders")
     best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=names.DEVICES, default=best, help=f"(default here: {best})")
-    names.add_models(parser, default="1b on CUDA, toy on a CPU")
+    parser.add_argument("--device", choices=DEVICES, default=best, help=f"(default here: {best})")
+    add_models(parser, default="1b on CUDA, toy on a CPU")
     parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
     parser.add_argument("--layers", type=int, help="another number of layers than the model has")
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="profile two steps of each, write traces there")
     parser.add_argument("--json", type=Path, help="write the results here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.peer:
-        arguments.contenders = f"{arguments.peer},fxshard"
-    arguments.contenders = arguments.contenders.split(",")
+        arguments.contenders = [*arguments.peer, "fxshard"]
     arguments.model = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
-    unknown = [name for name in arguments.contenders if name not in CONTENDERS]
-    if unknown:
-        parser.error(f"unknown contender {unknown[0]!r}; known are {', '.join(CONTENDERS)}")
     if "fxshard-graphs" in arguments.contenders and arguments.device != "cuda":
         parser.error("fxshard-graphs captures what a CUDA device does: --device cuda")
     experts = any(SIZES[name].config.experts for name in arguments.model if name in SIZES)

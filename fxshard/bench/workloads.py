@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxshard.bench import hugging_face, target
+from fxshard.bench.arguments import listed
 from fxshard.bench.models import Llama, LlamaConfig
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
@@ -33,11 +35,20 @@ SIZES |= {
     for kind in hugging_face.CONFIGS
     for suffix, size in (("", "1b"), ("-toy", "toy"))
 }
+MODELS = (*SIZES, "MODULE:FACTORY")
+
+
+def add_models(parser: argparse.ArgumentParser, default: str) -> None:
+    """The options that say which models a benchmark is about."""
+    models = listed(MODELS, lambda name: ":" in name and not name.startswith("hf:"))
+    about = f"of {', '.join(MODELS)}, one after the other (default: {default})"
+    parser.add_argument("--model", type=models, metavar="NAME,...", help=about)
+    parser.add_argument("--no-cache", action="store_true", help="models of transformers with use_cache=False")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of ``names.MODELS``, with another number of layers or sequences if asked to."""
+    """A model of ``MODELS``, with another number of layers or sequences if asked to."""
 
     name: str
     layers: int | None = None

@@ -21,16 +21,6 @@ class Stored:
     """None where any dtype will do, because values are converted."""
 
 
-def names_in(stored: Mapping[str, Stored], part: str, field: str = "") -> dict[str, Stored]:
-    """The tensors of one part (and field) by the name of their parameter."""
-    begin, end = f"{part}.", f".{field}" if field else ""
-    return {
-        key[len(begin) : len(key) - len(end)]: value
-        for key, value in stored.items()
-        if key.startswith(begin) and key.endswith(end)
-    }
-
-
 def fields_in(stored: Mapping[str, Stored]) -> dict[str, list[str]]:
     """Parameter → the fields of optimizer state that are stored for it."""
     found: dict[str, list[str]] = {}
@@ -44,7 +34,9 @@ def fields_in(stored: Mapping[str, Stored]) -> dict[str, list[str]]:
 def match_model(held: Sequence[Held], stored: Mapping[str, Stored]) -> Sources:
     """Where the parameters and buffers of a model are stored."""
     wanted = {one.names: one.shape for one in held}
-    return find_sources(wanted, {name: value.shape for name, value in names_in(stored, MODEL).items()})
+    begin = f"{MODEL}."
+    shapes = {key.removeprefix(begin): value.shape for key, value in stored.items() if key.startswith(begin)}
+    return find_sources(wanted, shapes)
 
 
 def targets(

@@ -52,7 +52,6 @@ def examine() -> list[Finding]:
         ("needed", "fxshard", lambda: (State.GOOD, __version__)),
         ("needed", "Python", lambda: _at_least(sys.version.split()[0], "3.11")),
         ("needed", "torch", lambda: _version("torch", "2.11")),
-        ("needed", "networkx", lambda: _version("networkx", "3")),
         ("needed", "rich", lambda: _version("rich", "13")),
         ("devices", "CUDA", _cuda),
         ("devices", "NCCL", _nccl),

@@ -34,11 +34,6 @@ def add_implementation(
     _MAKE[name], _REFUSALS[name] = make, refuses
 
 
-def is_own(requested: str) -> bool:
-    """Whether a value of the option ``experts`` asks for an implementation of the user's own."""
-    return requested in _MAKE and requested not in _OF_FXSHARD
-
-
 @cache
 def implementation(name: str) -> TorchExperts:
     """The implementation of that name. Whether it can run is asked of ``refusal``."""
@@ -118,8 +113,6 @@ def _te_refusal(case: Case) -> str | None:
         return f"Transformer Engine's grouped GEMM takes 16-bit types, they are {case.dtype}"
     if case.hidden % 8 or case.inner % 8:
         return f"hidden size {case.hidden} and inner size {case.inner} must be multiples of 8"
-    if case.glu.interleave % 32:
-        return f"Transformer Engine alternates gate and up every 32 columns, they do every {case.glu.interleave}"
     from fxshard.kernels.by_te import engine_refusal
 
     return engine_refusal()
@@ -137,7 +130,6 @@ _MAKE: dict[str, Callable[[], TorchExperts]] = {
     "te": _te,
     "te-mxfp8": _te_mxfp8,
 }
-_OF_FXSHARD = frozenset(_MAKE)
 _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "torch": lambda case: None,
     "triton": _triton_refusal,

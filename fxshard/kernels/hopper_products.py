@@ -143,65 +143,18 @@ def _launch(
     experts, device = offsets.shape[0], offsets.device
     # As many row tiles at most: each expert may leave one half empty.
     tiles = (-(-tokens // 128) + experts) * numbers[0]
-    constants = _constants(experts, b_t, asm, weights is not None)
+    padded = max(32, 1 << (experts - 1).bit_length())
+    constants = (asm != "", b_t, padded, STAGES, BAND, asm, weights is not None)
     # Descriptors of a mode are always of the same blocks, and for numbers the kernel is not specialised.
     key = (constants, pointers(offsets, weights), device)
     grid = (min(tiles, _processors(device)), 1, 1)
     _launches(key, grid, (*copies, offsets, weights, experts, *numbers, *constants), _described)
 
 
-def _constants(experts: int, b_t: bool, asm: str, weighted: bool) -> tuple[Any, ...]:
-    """What the kernel of all products is compiled for."""
-    padded = max(32, 1 << (experts - 1).bit_length())
-    return asm != "", b_t, padded, STAGES, BAND, asm, weighted
-
-
-# -- before the first launch -------------------------------------------------------------------------------------------
-
-
-def compile_product(experts: int, turned: bool, capability: int) -> None:
-    """Compile what ``product`` launches for matrices of so many experts, or for their transposes."""
-    a, b = _like(1, 1, 128, DEPTH), _like(*((256, DEPTH) if turned else (DEPTH, 256)))
-    copies = (a, b, None, a, None, None)
-    _compile(_launches, (*copies, _Pointer(torch.int32), None), 5, _constants(experts, turned, "", False), capability)
-
-
-def compile_up(experts: int, turned: bool, glu: Glu, weights: torch.dtype | None, capability: int) -> None:
-    """Compile what ``up`` launches; ``weights`` is the type of routing weights, if there are any."""
-    a, b = _like(1, 1, 128, DEPTH), _like(*((128, DEPTH) if turned else (DEPTH, 128)))
-    weighted = weights is not None
-    pointers = (_Pointer(torch.int32), _Pointer(weights) if weights is not None else None)
-    constants = _constants(experts, turned, hopper_activation.activation(glu, weighted), weighted)
-    _compile(_launches, (a, b, b, a, a, a, *pointers), 5, constants, capability)
-
-
-def compile_gradient(capability: int) -> None:
-    """Compile what ``gradient`` launches."""
-    copies = (_like(1, 1, 64, 128), _like(1, 1, 64, 256), _like(1, 128, 64))
-    _compile(_gradients, (*copies, _Pointer(torch.int32)), 3, (STAGES, GRADIENT_BAND), capability)
-
-
-def _compile(
-    launches: Launches, tensors: tuple[Any, ...], numbers: int, constants: tuple[Any, ...], capability: int
-) -> None:
-    """``numbers`` is how many numbers follow on the tensors: the kernels are compiled for no number in particular."""
-    launches.compile((*_described(tensors), *[1] * numbers, *constants), capability)
-
-
-class _Pointer:
-    """An address that no tensor is at, for Triton to see its type and alignment."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return 0
-
-
 class Copies(NamedTuple):
     """What a ``TensorDescriptor`` says. Only those that a kernel is compiled with are checked: it takes time."""
 
-    base: torch.Tensor | _Pointer
+    base: torch.Tensor
     shape: Sequence[int]
     strides: Sequence[int]
     block: tuple[int, ...]
@@ -225,11 +178,6 @@ def _ragged(tensor: torch.Tensor, columns: int, block: tuple[int, int] = (128, D
     """
     stride = tensor.stride(0)
     return Copies(tensor, (ANY, ANY, FAR, columns), (2**34 - stride, stride, stride, 1), (1, 1, *block))
-
-
-def _like(*block: int) -> Copies:
-    """A descriptor of such blocks; a kernel is compiled for nothing else of it."""
-    return Copies(_Pointer(torch.bfloat16), (1,) * len(block), (*[8] * (len(block) - 1), 1), block)
 
 
 def _described(args: tuple[Any, ...]) -> Iterable[Any]:

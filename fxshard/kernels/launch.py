@@ -46,26 +46,6 @@ class Launches:
         if DIRECT:
             self._compiled[key] = compiled
 
-    def compile(self, args: tuple[Any, ...], capability: int) -> None:
-        """Compile for arguments as Triton takes them, without a GPU: the first launch finds it in the cache on disk.
-
-        What a launch does until it has compiled, for a GPU of that compute capability (90: 9.0).
-        """
-        from triton import knobs
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource, compile, make_backend
-        from triton.experimental.gluon._runtime import GluonASTSource
-        from triton.runtime.jit import create_function_from_signature
-
-        target = GPUTarget("cuda", capability, 32)
-        backend, kernel = make_backend(target), self._kernel
-        chosen = {**self._options, "debug": kernel.debug or knobs.runtime.debug}
-        chosen["instrumentation_mode"] = knobs.compilation.instrumentation_mode
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        options, signature, constants, attributes = kernel._pack_args(backend, chosen, *bind(*args, **chosen))
-        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-        compile(source, target=target, options=options.__dict__)
-
 
 def pointers(*tensors: torch.Tensor | None) -> Hashable:
     """What a kernel is compiled for of tensors whose addresses it is given."""

@@ -5,7 +5,7 @@ from the other: both are quantized from the same high-precision value. Payloads 
 Scales are E8M0 bytes and stay compact here: ``[M, K/32]`` rowwise, ``[⌈M/32⌉, K]`` columnwise. Where the number of rows
 is not a multiple of 32 the last columnwise block is shorter, as if padded with zeros.
 
-Every result is that of Transformer Engine, to the bit. This file is the definition; ``kernels.py`` is the fast one.
+Every result is that of Transformer Engine, to the bit. This file is the definition; ``quantize`` is the fast one.
 """
 
 from __future__ import annotations

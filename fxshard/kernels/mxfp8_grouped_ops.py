@@ -1,4 +1,4 @@
-"""The products of experts in MXFP8 as operators; see ``grouped.py`` for what they compute."""
+"""The products of experts in MXFP8 as operators; see ``mxfp8_grouped`` for what they compute."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,21 @@ class ExpertsReport:
     left: list[Left] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines: dict[str, list[str]] = {}
-        entries: list[Fused | Left] = [*self.fused, *self.left]
-        for entry in entries:
-            lines.setdefault(str(entry), []).append(entry.where)
-        if not lines:
-            return "no experts found: no grouped product and no loop over gated MLPs"
-        return "\n".join(f"{_places(where)} {what}" for what, where in lines.items())
+        lines = [f"{places} {what}" for places, what in by_place([*self.fused, *self.left])]
+        return "\n".join(lines) or "no experts found: no grouped product and no loop over gated MLPs"
 
 
-def _places(where: list[str]) -> str:
-    return where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more"
+class Found(Protocol):
+    """An entry of a report: its text says what was found, without the place."""
+
+    @property
+    def where(self) -> str: ...
+
+
+def by_place(entries: Iterable[Found]) -> Iterator[tuple[str, str]]:
+    """(places, what was found there): entries of which the same is said are one."""
+    places: dict[str, list[str]] = {}
+    for entry in entries:
+        places.setdefault(str(entry), []).append(entry.where)
+    for what, where in places.items():
+        yield where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more", what

@@ -1,4 +1,4 @@
-"""Scales in the order that block-scaled matrix products read them, and back.
+"""Scales in the order that block-scaled matrix products read them.
 
 A tile of 128 rows × 4 scales becomes 512 bytes, ``(y % 32)·16 + (y / 32)·4 + x`` for the scale at ``(y, x)``; tiles
 follow each other row by row. The form exists next to the product only: what is stored and sent is compact.
@@ -17,10 +17,3 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(scales, (0, -blocks % TILE_COLUMNS, 0, -rows % TILE_ROWS))
     tiles = padded.view(padded.shape[0] // TILE_ROWS, 4, 32, padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
-
-
-def unswizzle(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """The compact scales ``[rows, blocks]`` that :func:`swizzle` was given."""
-    down, across = -(-rows // TILE_ROWS), -(-blocks // TILE_COLUMNS)
-    tiles = swizzled.view(down, across, 32, 4, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(down * TILE_ROWS, across * TILE_COLUMNS)[:rows, :blocks].contiguous()

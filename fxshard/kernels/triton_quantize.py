@@ -1,4 +1,4 @@
-"""The Triton kernel of ``kernels.py``. Only imported where there is Triton."""
+"""The Triton kernel of ``quantize``. Only imported where there is Triton."""
 
 import triton
 import triton.language as tl

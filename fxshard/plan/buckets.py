@@ -16,7 +16,7 @@ from fxshard.plan.gather_modes import Gather
 from fxshard.plan.layout import Layout, TensorSpec, aligned
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.mxfp8_policy import MXFP8, choose_linears
-from fxshard.plan.placement import ZERO, BytesPerRank, Placement, bytes_at_rest
+from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
@@ -115,15 +115,30 @@ class BucketPlan:
         return self.layout.numel * self.reduce_dtype.itemsize if self.trainable else 0
 
     def at_rest(self, state_tensors: int = 2) -> BytesPerRank:
-        """Bytes one rank holds for this bucket between steps.
+        """Bytes one rank holds for this bucket between two steps, gradients not yet dropped: the table of its stage.
 
-        AdamW has two state tensors. Muon has one, so the second covers AdamW's parameters only.
+        ``state`` counts the optimizer's tensors (AdamW has two, Muon one: the second covers AdamW's parameters only)
+        and, where parameters compute in another dtype, the masters. A master that has the compute dtype is the
+        parameter itself, so it costs nothing where that is replicated.
         """
-        rest = self._at_rest(1 if self.matrices and state_tensors == 2 else state_tensors)
-        if not self.matrices or state_tensors != 2:
-            return rest
-        second = max(self.second_moment_numel(rank) for rank in range(self.layout.ranks))
-        return BytesPerRank(rest.param, rest.grad, rest.state + second * self.master_dtype.itemsize)
+        layout, size = self.layout, self.master_dtype.itemsize
+        masters = layout.shard_numel * size
+        mixed = self.param_dtype != self.master_dtype
+        if self.rests_quantized:
+            held = layout.numel if self.resident else layout.shard_numel
+            param, state = 2 * self.copy_bytes(held), masters
+        elif self.resident:
+            param, state = layout.numel * self.param_dtype.itemsize, masters if mixed else 0
+        else:
+            param, state = (0, masters) if mixed else (masters, 0)
+        if not self.trainable:
+            return BytesPerRank(param, 0, state)
+        keeps_full_grad = not self.placement.grad and layout.ranks > 1
+        if state_tensors == 2:
+            state += masters + size * max(self.second_moment_numel(rank) for rank in range(layout.ranks))
+        else:
+            state += masters * state_tensors
+        return BytesPerRank(param, masters + (self.grad_bytes if keeps_full_grad else 0), state)
 
     def second_moment_numel(self, rank: int) -> int:
         """Elements of AdamW's second moment on one rank: those of the parameters that Muon does not update."""
@@ -131,24 +146,6 @@ class BucketPlan:
             return self.layout.shard_numel
         own = (fragment for fragment in self.layout.fragments(rank) if fragment.name not in self.matrices)
         return sum(aligned(fragment.numel) for fragment in own)
-
-    def _at_rest(self, state_tensors: int) -> BytesPerRank:
-        rest = bytes_at_rest(
-            self.placement,
-            ranks=self.layout.ranks,
-            shard_numel=self.layout.shard_numel,
-            param=self.param_dtype,
-            master=self.master_dtype,
-            reduce=self.reduce_dtype,
-            trainable=self.trainable,
-            state_tensors=state_tensors,
-        )
-        if not self.rests_quantized:
-            return rest
-        masters = self.layout.shard_numel * self.master_dtype.itemsize
-        held = self.layout.numel if self.resident else self.layout.shard_numel
-        shared = self.master_dtype == self.param_dtype  # the table counts such masters as parameters
-        return BytesPerRank(2 * self.copy_bytes(held), rest.grad, rest.state + (masters if shared else 0))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ profile replaces estimates where it matters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -89,122 +89,98 @@ class Hardware:
         return max(flops / self.flops_in(dtype), traffic / self.traffic_per_second) + self.launch_overhead
 
 
-PRESETS: dict[str, Hardware] = {
-    preset.name: preset
-    for preset in (
-        Hardware(
-            name="a100",  # SXM4, 80 GB
-            flops={
-                # NVIDIA A100 data sheet: 312 TFLOP/s dense. fp32 without TF32, as torch computes by default.
-                "bfloat16": 312e12,
-                "float16": 312e12,
-                "float32": 19.5e12,
-                "float8": 312e12,  # no FP8 units: multiplied after conversion
-            },
-            memory_bandwidth=2.039e12,  # data sheet
-            memory_bytes=80 * 10**9,  # data sheet
-            ranks_per_node=8,  # DGX and HGX A100
-            intra_bandwidth=NCCL_INTRA * 300e9,  # NVLink 3: 600 GB/s both directions (data sheet)
-            intra_latency=INTRA_LATENCY,
-            inter_bandwidth=NCCL_INTER * 25e9,  # one HDR InfiniBand card of 200 Gbit/s per GPU (DGX A100)
-            inter_latency=INTER_LATENCY,
-            capability=(8, 0),
-        ),
-        Hardware(
-            name="h100",  # SXM5, 80 GB
-            flops={
-                # NVIDIA H100 data sheet, which gives the rates with sparsity: halved here.
-                "bfloat16": 990e12,
-                "float16": 990e12,
-                "float32": 67e12,
-                "float8": 1979e12,
-            },
-            memory_bandwidth=3.35e12,  # data sheet
-            memory_bytes=80 * 10**9,  # data sheet
-            ranks_per_node=8,  # DGX and HGX H100
-            intra_bandwidth=NCCL_INTRA * 450e9,  # NVLink 4: 900 GB/s both directions (data sheet)
-            intra_latency=INTRA_LATENCY,
-            inter_bandwidth=NCCL_INTER * 50e9,  # one NDR InfiniBand card of 400 Gbit/s per GPU (DGX H100)
-            inter_latency=INTER_LATENCY,
-            capability=(9, 0),
-        ),
-        Hardware(
-            name="h200",  # SXM5, 141 GB
-            flops={
-                # NVIDIA H200 data sheet: the arithmetic of the H100.
-                "bfloat16": 990e12,
-                "float16": 990e12,
-                "float32": 67e12,
-                "float8": 1979e12,
-            },
-            memory_bandwidth=4.8e12,  # data sheet
-            memory_bytes=141 * 10**9,  # data sheet
-            ranks_per_node=8,  # DGX and HGX H200
-            intra_bandwidth=NCCL_INTRA * 450e9,  # NVLink 4: 900 GB/s both directions (data sheet)
-            intra_latency=INTRA_LATENCY,
-            inter_bandwidth=NCCL_INTER * 50e9,  # one NDR InfiniBand card of 400 Gbit/s per GPU (DGX H200)
-            inter_latency=INTER_LATENCY,
-            efficiency=0.79,  # measured: 767–790 of 990 TFLOP/s
-            memory_efficiency=0.9,  # measured: copy at 4.3 of 4.8 TB/s
-            capability=(9, 0),
-        ),
-        Hardware(
-            name="b200",  # HGX B200
-            flops={
-                # NVIDIA HGX B200 data sheet, eight GPUs: 36 PFLOP/s FP16 and 72 FP8 with sparsity; halved, by eight.
-                "bfloat16": 2250e12,
-                "float16": 2250e12,
-                "float32": 75e12,  # 600 TFLOP/s for eight
-                "float8": 4500e12,
-            },
-            memory_bandwidth=7.7e12,  # HGX B200 data sheet: 62 TB/s for eight
-            memory_bytes=180 * 10**9,  # HGX B200 data sheet: 1.4 TB for eight
-            ranks_per_node=8,  # HGX B200
-            intra_bandwidth=NCCL_INTRA * 900e9,  # NVLink 5: 1.8 TB/s both directions (data sheet)
-            intra_latency=INTRA_LATENCY,
-            inter_bandwidth=NCCL_INTER * 50e9,  # one card of 400 Gbit/s per GPU (DGX B200)
-            inter_latency=INTER_LATENCY,
-            capability=(10, 0),
-        ),
-        Hardware(
-            name="gb200",  # GB200 NVL72
-            flops={
-                # NVIDIA GB200 NVL72 data sheet, 72 GPUs: 360 PFLOP/s FP16 and 720 FP8 with sparsity; halved, by 72.
-                "bfloat16": 2500e12,
-                "float16": 2500e12,
-                "float32": 80e12,  # 5,760 TFLOP/s for 72
-                "float8": 5000e12,
-            },
-            memory_bandwidth=8e12,  # data sheet: 576 TB/s for 72
-            memory_bytes=186 * 10**9,  # data sheet: 13.4 TB for 72
-            ranks_per_node=72,  # one NVLink domain
-            intra_bandwidth=NCCL_INTRA * 900e9,  # NVLink 5: 130 TB/s for 72, both directions
-            intra_latency=INTRA_LATENCY,
-            inter_bandwidth=NCCL_INTER * 50e9,  # one ConnectX-7 of 400 Gbit/s per GPU
-            inter_latency=INTER_LATENCY,
-            capability=(10, 0),
-        ),
-        Hardware(
-            name="cpu",  # an orientation for gloo ranks on one machine: every figure is an assumption
-            flops={
-                "bfloat16": 50e9,
-                "float16": 50e9,
-                "float32": 100e9,
-                "float8": 50e9,
-            },  # one AVX2 core at 3 GHz: 96 GFLOP/s
-            memory_bandwidth=10e9,  # one core's share of a server's DRAM
-            memory_bytes=16 * 2**30,
-            ranks_per_node=64,  # all ranks on one machine
-            intra_bandwidth=2e9,  # gloo over loopback
-            intra_latency=50e-6,
-            inter_bandwidth=1.25e9,  # 10 Gbit/s Ethernet
-            inter_latency=100e-6,
-            efficiency=0.7,
-            memory_efficiency=0.8,
-            launch_overhead=20e-6,
-        ),
+def _nvidia(
+    name: str,
+    *,
+    bfloat16: float,
+    float32: float,
+    float8: float,
+    bandwidth: float,
+    gigabytes: int,
+    nvlink: float,
+    network: float,
+    capability: tuple[int, int],
+    ranks_per_node: int = 8,
+) -> Hardware:
+    """A preset from NVIDIA's data sheets: TFLOP/s without sparsity, GB/s (of links in one direction), GB of memory."""
+    rates = {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32, "float8": float8}
+    return Hardware(
+        name,
+        flops={dtype: rate * 1e12 for dtype, rate in rates.items()},
+        memory_bandwidth=bandwidth * 1e9,
+        memory_bytes=gigabytes * 10**9,
+        ranks_per_node=ranks_per_node,
+        intra_bandwidth=NCCL_INTRA * nvlink * 1e9,
+        intra_latency=INTRA_LATENCY,
+        inter_bandwidth=NCCL_INTER * network * 1e9,
+        inter_latency=INTER_LATENCY,
+        capability=capability,
     )
-}
+
+
+_A100 = _nvidia(
+    "a100",  # SXM4, 80 GB, in DGX and HGX A100
+    bfloat16=312,
+    float32=19.5,  # without TF32, as torch computes by default
+    float8=312,  # no FP8 units: multiplied after conversion
+    bandwidth=2039,
+    gigabytes=80,
+    nvlink=300,  # NVLink 3: 600 GB/s both directions
+    network=25,  # one HDR InfiniBand card of 200 Gbit/s per GPU (DGX A100)
+    capability=(8, 0),
+)
+_H100 = _nvidia(
+    "h100",  # SXM5, 80 GB, in DGX and HGX H100; the data sheet gives rates with sparsity: halved
+    bfloat16=990,
+    float32=67,
+    float8=1979,
+    bandwidth=3350,
+    gigabytes=80,
+    nvlink=450,  # NVLink 4: 900 GB/s both directions
+    network=50,  # one NDR InfiniBand card of 400 Gbit/s per GPU (DGX H100)
+    capability=(9, 0),
+)
+# The arithmetic and the network of the H100, with 141 GB. GEMM and COPY were measured on it.
+_H200 = replace(_H100, name="h200", memory_bandwidth=4.8e12, memory_bytes=141 * 10**9)
+_B200 = _nvidia(
+    "b200",  # HGX B200, whose data sheet is for eight GPUs and has rates with sparsity: halved, by eight
+    bfloat16=2250,  # 36 PFLOP/s
+    float32=75,  # 600 TFLOP/s
+    float8=4500,  # 72 PFLOP/s
+    bandwidth=7700,  # 62 TB/s
+    gigabytes=180,  # 1.4 TB
+    nvlink=900,  # NVLink 5: 1.8 TB/s both directions
+    network=50,  # one card of 400 Gbit/s per GPU (DGX B200)
+    capability=(10, 0),
+)
+_GB200 = _nvidia(
+    "gb200",  # GB200 NVL72, whose data sheet is for 72 GPUs and has rates with sparsity: halved, by 72
+    bfloat16=2500,  # 360 PFLOP/s
+    float32=80,  # 5,760 TFLOP/s
+    float8=5000,  # 720 PFLOP/s
+    bandwidth=8000,  # 576 TB/s
+    gigabytes=186,  # 13.4 TB
+    nvlink=900,  # NVLink 5: 130 TB/s, both directions
+    network=50,  # one ConnectX-7 of 400 Gbit/s per GPU
+    capability=(10, 0),
+    ranks_per_node=72,  # one NVLink domain
+)
+_CPU = Hardware(
+    "cpu",  # an orientation for gloo ranks on one machine: every figure is an assumption
+    flops={"bfloat16": 50e9, "float16": 50e9, "float32": 100e9, "float8": 50e9},  # an AVX2 core at 3 GHz: 96 GFLOP/s
+    memory_bandwidth=10e9,  # one core's share of a server's DRAM
+    memory_bytes=16 * 2**30,
+    ranks_per_node=64,  # all ranks on one machine
+    intra_bandwidth=2e9,  # gloo over loopback
+    intra_latency=50e-6,
+    inter_bandwidth=1.25e9,  # 10 Gbit/s Ethernet
+    inter_latency=100e-6,
+    efficiency=0.7,
+    memory_efficiency=0.8,
+    launch_overhead=20e-6,
+)
+
+PRESETS = {preset.name: preset for preset in (_A100, _H100, _H200, _B200, _GB200, _CPU)}
 
 
 def hardware(choice: str | Hardware) -> Hardware:

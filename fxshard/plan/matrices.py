@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 ITERATIONS = 5
 """Newton–Schulz iterations where nothing else is said."""
@@ -16,14 +16,13 @@ def matrix_cost(shape: Sequence[int]) -> int:
     return math.prod(stack) * small * small * large
 
 
-def newton_schulz_flops(shape: Sequence[int], iterations: int = ITERATIONS) -> int:
+def newton_schulz_flops(shape: Sequence[int]) -> int:
     """Operations of the iterations that compute half of each symmetric product: 3 n² m + n³ each."""
     *stack, rows, columns = shape
     small, large = sorted((rows, columns))
-    return math.prod(stack) * iterations * (3 * small * small * large + small**3)
+    return math.prod(stack) * ITERATIONS * (3 * small * small * large + small**3)
 
 
-def least_loaded(loads: Sequence[float], among: Iterable[int] | None = None) -> int:
+def least_loaded(loads: Sequence[float]) -> int:
     """The rank with the least to do; the first of several."""
-    ranks = range(len(loads)) if among is None else among
-    return min(ranks, key=lambda rank: (loads[rank], rank))
+    return min(range(len(loads)), key=lambda rank: (loads[rank], rank))

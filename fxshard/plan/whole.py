@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fxshard.plan.layout import Layout, Slot, TensorSpec, aligned, require_all_placed
-from fxshard.plan.matrices import matrix_cost
+from fxshard.plan.matrices import least_loaded, matrix_cost
 
 
 def whole_layout(specs: Sequence[TensorSpec], ranks: int, work: Sequence[float] = ()) -> Layout:
@@ -55,7 +55,7 @@ def _packed(specs: Sequence[TensorSpec], ranks: int, *, deal: bool) -> list[list
 
     load = [_length(specs_of_rank) for specs_of_rank in owned]
     for spec in sorted(left, key=lambda spec: -spec.numel):  # stable: equal sizes keep the given order
-        rank = min(range(ranks), key=lambda rank: (load[rank], rank))
+        rank = least_loaded(load)
         owned[rank].append(spec)
         load[rank] += aligned(spec.numel)
     return owned

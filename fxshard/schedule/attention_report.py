@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fxshard.kernels.report import by_place
+
 
 @dataclass(frozen=True)
 class CausalCall:
@@ -57,13 +59,5 @@ class AttentionReport:
         return [*self.causal, *self.windows, *self.masked]
 
     def __str__(self) -> str:
-        lines: dict[str, list[str]] = {}
-        for entry in self.found:
-            lines.setdefault(str(entry), []).append(entry.where)
-        if not lines:
-            return "no attention with a mask found"
-        return "\n".join(f"{_places(where)}: {what}" for what, where in lines.items())
-
-
-def _places(where: list[str]) -> str:
-    return where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more"
+        lines = [f"{places}: {what}" for places, what in by_place(self.found)]
+        return "\n".join(lines) or "no attention with a mask found"

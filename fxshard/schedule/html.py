@@ -12,7 +12,7 @@ import torch
 
 from fxshard.plan.buckets import BucketPlan
 from fxshard.schedule.events import Event, Kind
-from fxshard.schedule.schedule import COMMUNICATES, Schedule, size
+from fxshard.schedule.schedule import Schedule, size
 from fxshard.schedule.trace import stream_order
 
 if TYPE_CHECKING:
@@ -20,12 +20,9 @@ if TYPE_CHECKING:
 
 COMPUTES = (Kind.COMPUTE, Kind.UPDATE)
 
-Drawn = tuple[int, str, float, float]
-"""A bar of the timeline: event, stream, start, stop. What starts and stops at once is drawn as a mark."""
 
-
-def to_html(schedule: Schedule, simulation: Simulation | None = None) -> str:
-    """The page. With a simulation its axis is time; without one it counts events.
+def to_html(schedule: Schedule, simulation: Simulation) -> str:
+    """The page of a simulated step.
 
     >>> Path("schedule.html").write_text(to_html(schedule, simulate(schedule, hardware("h200"))))
     """
@@ -34,11 +31,10 @@ def to_html(schedule: Schedule, simulation: Simulation | None = None) -> str:
     data = {
         "title": f"ZeRO-{schedule.zero} on {ranks}",
         "subtitle": f"{len(schedule.buckets)} buckets · {len(schedule.events)} events · digest {schedule.digest}",
-        "simulated": simulation is not None,
         "figures": list(_figures(schedule, simulation)),
         "budget": schedule.budget,
         "resident": schedule.resident_bytes,
-        "peak": simulation.peak_bytes if simulation is not None else schedule.peak_bytes,
+        "peak": simulation.peak_bytes,
         **_timeline(schedule, simulation),
         **_events(schedule.events),
         "buckets": [_bucket(bucket) for bucket in schedule.buckets],
@@ -54,45 +50,33 @@ def embedded(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _figures(schedule: Schedule, simulation: Simulation | None) -> Iterator[tuple[str, str, str]]:
+def _figures(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[str, str, str]]:
     """(name, value, note) of the boxes on top."""
-    if simulation is not None:
-        step, exposed, bound = simulation.step_seconds, simulation.exposed_seconds, simulation.bound_seconds
-        slower = f"{step / bound - 1:.1%} above the bound of {duration(bound)}" if bound else ""
-        yield "step time, simulated", duration(step), slower
-        yield "exposed communication", duration(exposed), f"{exposed / step:.1%} of the step" if step else ""
-        busy = f"{simulation.compute_seconds / step:.1%} of the step" if step else ""
-        yield "compute", duration(simulation.compute_seconds), busy
-        communication = simulation.communication_seconds
-        hidden = f"{max(0.0, 1 - exposed / communication):.1%} hidden by compute" if communication else ""
-        yield "communication", duration(communication), hidden
-        yield "peak memory, simulated", size(simulation.peak_bytes), "with activations"
+    step, exposed, bound = simulation.step_seconds, simulation.exposed_seconds, simulation.bound_seconds
+    slower = f"{step / bound - 1:.1%} above the bound of {duration(bound)}" if bound else ""
+    yield "step time, simulated", duration(step), slower
+    yield "exposed communication", duration(exposed), f"{exposed / step:.1%} of the step" if step else ""
+    busy = f"{simulation.compute_seconds / step:.1%} of the step" if step else ""
+    yield "compute", duration(simulation.compute_seconds), busy
+    hidden = f"{simulation.overlap:.1%} hidden by compute" if simulation.communication_seconds else ""
+    yield "communication", duration(simulation.communication_seconds), hidden
+    yield "peak memory, simulated", size(simulation.peak_bytes), "with activations"
     held = f"{size(schedule.resident_bytes)} at rest + {size(schedule.arena_bytes)} arena"
-    yield "shards and arena", size(schedule.peak_bytes), held + _budget(schedule)
+    budget = f"; budget {size(schedule.budget)}" if schedule.budget is not None else ""
+    yield "shards and arena", size(schedule.peak_bytes), held + budget
     gathers = sum(1 for _ in schedule.of(Kind.UNSHARD))
     reductions = sum(1 for _ in schedule.of(Kind.REDUCE))
     yield "communication per step", size(schedule.comm_bytes), f"{gathers} gathers, {reductions} reductions"
 
 
-def _budget(schedule: Schedule) -> str:
-    return f"; budget {size(schedule.budget)}" if schedule.budget is not None else ""
-
-
-def _timeline(schedule: Schedule, simulation: Simulation | None) -> dict[str, Any]:
-    if simulation is not None:
-        drawn = [(span.index, span.stream, span.start, span.stop) for span in simulation.spans]
-        memory = list(_with_and_without_activations(schedule, simulation))
-    else:
-        drawn = list(_by_position(schedule))
-        memory = [(float(i), held, held) for i, held in _held_by_position(schedule)]
-    streams = stream_order(stream for _, stream, _, _ in drawn)
-    ends = [stop for _, _, _, stop in drawn]
+def _timeline(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
+    streams = stream_order(span.stream for span in simulation.spans)
     return {
         "streams": streams,
-        "spans": [(event, streams.index(stream), start, stop) for event, stream, start, stop in drawn],
-        "memory": memory,
-        "end": max(ends, default=0),
-        "step": simulation.step_seconds if simulation is not None else len(schedule.events),
+        "spans": [(span.index, streams.index(span.stream), span.start, span.stop) for span in simulation.spans],
+        "memory": list(_with_and_without_activations(schedule, simulation)),
+        "end": max((span.stop for span in simulation.spans), default=0),
+        "step": simulation.step_seconds,
     }
 
 
@@ -106,45 +90,6 @@ def _with_and_without_activations(schedule: Schedule, simulation: Simulation) ->
             activations = computed[k][1].held
             k += 1
         yield seconds, held, max(held - activations, schedule.resident_bytes)
-
-
-def _by_position(schedule: Schedule) -> Iterator[Drawn]:
-    """Each event at its position; a gather reaches to its wait and a reduction to its finish, one at a time."""
-    over: dict[int, int] = {}
-    started: dict[tuple[str, Kind], int] = {}
-    ends = {Kind.WAIT: Kind.UNSHARD, Kind.FINISH: Kind.REDUCE}
-    for i, event in enumerate(schedule.events):
-        started[event.bucket, event.kind] = i
-        if event.kind in ends:
-            start = started.pop((event.bucket, ends[event.kind]), None)
-            if start is not None:
-                over[start] = i
-    free: dict[str, float] = {}
-    for i, event in enumerate(schedule.events):
-        if event.kind in (Kind.COMPUTE, Kind.UPDATE):
-            yield i, event.stream, i, i + 1
-        elif event.kind in COMMUNICATES:
-            start_at = max(float(i), free.get(event.stream, 0.0))
-            stop = max(float(over.get(i, i + 1)), start_at)
-            free[event.stream] = stop
-            yield i, event.stream, start_at, stop
-        else:
-            yield i, event.stream, i, i
-
-
-def _held_by_position(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Bytes held after each event that takes or gives back a place in the arena."""
-    held, taken = schedule.resident_bytes, dict[tuple[Kind, int], int]()
-    gives_back = {Kind.RESHARD: Kind.UNSHARD, Kind.FINISH: Kind.GRAD}
-    yield 0, held
-    for i, event in enumerate(schedule.events):
-        if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
-            taken[event.kind, event.bucket_index] = event.slot.bytes
-            held += event.slot.bytes
-            yield i, held
-        elif event.kind in gives_back:
-            held -= taken.pop((gives_back[event.kind], event.bucket_index), 0)
-            yield i, held
 
 
 def _events(events: tuple[Event, ...]) -> dict[str, Any]:

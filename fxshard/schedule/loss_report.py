@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fxshard.kernels.report import by_place
 from fxshard.schedule.schedule import size
 
 
@@ -40,5 +41,5 @@ class LossReport:
     full: list[FullLoss] = field(default_factory=list)
 
     def __str__(self) -> str:
-        entries: list[ChunkedLoss | FullLoss] = [*self.chunked, *self.full]
-        return "\n".join(f"{entry.where}: {entry}" for entry in entries) or "no cross-entropy found"
+        lines = [f"{places}: {what}" for places, what in by_place([*self.chunked, *self.full])]
+        return "\n".join(lines) or "no cross-entropy found"

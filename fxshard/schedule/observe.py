@@ -65,13 +65,8 @@ class Observer:
     def begin(self, where: str, name: str, module: fx.GraphModule) -> Watch:
         """A pass is about to work on a graph."""
         stem = f"{next(self._written):02}-{where}-{re.sub(r'[^a-z0-9_]+', '-', name.lower()).strip('-')}"
-        self._write(f"{stem}.before.txt", module)
+        self.write(f"{stem}.before.txt", module)
         return Watch(self, where, name, stem, Shape.of(module), time.perf_counter())
-
-    def end(self, watch: Watch, module: fx.GraphModule, seconds: float) -> None:
-        """It is done."""
-        self.say("%s: %s: %.1f ms, %s", watch.where, watch.name, seconds * 1e3, watch.shape.became(Shape.of(module)))
-        self._write(f"{watch.stem}.after.txt", module)
 
     def schedule(self, schedule: Schedule, name: str) -> None:
         """A schedule is emitted, and not verified yet: a wrong one is worth looking at."""
@@ -83,7 +78,7 @@ class Observer:
             (self.folder / f"{name}.schedule.json").write_text(to_json(schedule), encoding="utf-8")
             (self.folder / f"{name}.schedule.txt").write_text(render(schedule), encoding="utf-8")
 
-    def _write(self, name: str, module: fx.GraphModule) -> None:
+    def write(self, name: str, module: fx.GraphModule) -> None:
         if self.folder is not None:
             (self.folder / name).write_text(graph_text(module), encoding="utf-8")
 
@@ -127,4 +122,7 @@ class Watch:
 
     def done(self, module: fx.GraphModule, seconds: float | None = None) -> None:
         """``seconds``: what it took, where that is not the time since it began."""
-        self.observer.end(self, module, time.perf_counter() - self.started if seconds is None else seconds)
+        taken = time.perf_counter() - self.started if seconds is None else seconds
+        became = self.shape.became(Shape.of(module))
+        self.observer.say("%s: %s: %.1f ms, %s", self.where, self.name, taken * 1e3, became)
+        self.observer.write(f"{self.stem}.after.txt", module)

@@ -66,7 +66,7 @@ def test_bitwise_what_the_compiler_makes_of_an_mlp() -> None:
     """The kernel multiplies and rounds like cuBLAS and the compiler, and backward is autograd's own formulas."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        mlp = MLP(CONFIG).to(BF16)
+        mlp = MLP(CONFIG.dim, CONFIG.hidden).to(BF16)
         x = torch.randn(ROWS, LENGTH, CONFIG.dim, dtype=BF16, requires_grad=True)
     leaves = [x, *mlp.parameters()]
     found = {}

@@ -73,14 +73,6 @@ def test_activations_do_not_count_against_the_budget() -> None:
     assert min(planned for _, _, planned in memory) == schedule.resident_bytes
 
 
-def test_without_simulation_the_axis_counts_events() -> None:
-    schedule = drawn(layers=5)
-    data = data_of(to_html(schedule))
-    assert data["simulated"] is False and data["end"] == len(schedule)
-    assert max(held for _, held, _ in data["memory"]) <= schedule.peak_bytes
-    assert data["memory"][-1][1] == schedule.resident_bytes
-
-
 def test_thousands_of_events_make_a_small_page() -> None:
     assert len(page(drawn(layers=320, ranks=1024))) < 2**20
 
@@ -115,7 +107,7 @@ def test_search_finds_a_parameter_and_shows_the_bucket(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("scheme", "bright"), [(1, True), (0, False)], ids=["light", "dark"])
 def test_a_picture_in_light_and_dark(tmp_path: Path, scheme: int, bright: bool) -> None:
     path, picture = tmp_path / "schedule.html", tmp_path / "page.png"
-    path.write_text(to_html(drawn(layers=4)), encoding="utf-8")
+    path.write_text(page(drawn(layers=4)), encoding="utf-8")
     chromium(path, f"--screenshot={picture}", f"--blink-settings=preferredColorScheme={scheme}")
     data = picture.read_bytes()
     assert struct.unpack(">II", data[16:24]) == (1500, 1000)

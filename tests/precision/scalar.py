@@ -6,6 +6,8 @@ import math
 import struct
 from fractions import Fraction
 
+import torch
+
 Values = list[float]
 
 
@@ -87,3 +89,10 @@ def _floor_log2(value: Fraction) -> int:
 
 def _nearest_even(value: Fraction) -> int:
     return round(value)  # Python rounds fractions half to even
+
+
+def swizzled_index(rows: int, across: int) -> torch.Tensor:
+    """Where the scale at (y, x) stands in the order that products read, by the formula of the format."""
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(across), indexing="ij")
+    tile = y // 128 * -(-across // 4) + x // 4
+    return tile * 512 + y % 32 * 16 + y % 128 // 32 * 4 + x % 4

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, dequantize, quantize
-from fxshard.kernels.swizzle import swizzle, unswizzle
+from fxshard.kernels.swizzle import swizzle
 from tests.precision import scalar
+from tests.precision.scalar import swizzled_index
 
 VECTORS = Path(__file__).with_name("transformer_engine.npz")
 
@@ -95,12 +96,6 @@ def test_bf16_holds_what_is_dequantized() -> None:
 @pytest.mark.shows("Q11")
 @given(st.integers(1, 300), st.integers(1, 11))
 @settings(max_examples=25)
-def test_swizzle_is_the_formula_and_comes_back(rows: int, across: int) -> None:
+def test_swizzle_is_the_formula(rows: int, across: int) -> None:
     scales = torch.arange(rows * across, dtype=torch.int32).remainder(251).to(torch.uint8).view(rows, across)
-    swizzled = swizzle(scales)
-    tiles = -(-across // 4)
-    for y, x in {(0, 0), (rows - 1, across - 1), (rows // 2, across // 2), (rows // 3, 0)}:
-        tile = (y // 128) * tiles + x // 4
-        within = y % 128
-        assert swizzled[tile * 512 + (within % 32) * 16 + (within // 32) * 4 + x % 4] == scales[y, x]
-    assert torch.equal(unswizzle(swizzled, rows, across), scales)
+    assert torch.equal(swizzle(scales)[swizzled_index(rows, across)], scales)

@@ -13,8 +13,8 @@ import fxshard
 from fxshard.kernels import mxfp8_products as products
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, Quantized, quantize
 from fxshard.kernels.mxfp8_ops import mxfp8_mm
-from fxshard.kernels.swizzle import unswizzle
 from tests.precision.nets import VOCAB, Net, net
+from tests.precision.scalar import swizzled_index
 from tests.toy import batch
 
 BF16 = torch.bfloat16
@@ -44,7 +44,7 @@ def scaled_mm(
     assert a.shape[1] == b.shape[0] and a.shape[1] % 32 == 0
     assert kwargs["swizzle_a"] == kwargs["swizzle_b"] == F.SwizzleType.SWIZZLE_32_4_4
     left, right = (
-        Quantized(m, unswizzle(s.view(torch.uint8), m.shape[0], m.shape[1] // 32), ROWWISE).dequantize()
+        Quantized(m, s.view(torch.uint8)[swizzled_index(m.shape[0], m.shape[1] // 32)], ROWWISE).dequantize()
         for m, s in ((a, a_scales), (b.t(), b_scales))
     )
     return (left @ right.t()).to(kwargs["output_dtype"])
