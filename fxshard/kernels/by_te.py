@@ -1,4 +1,4 @@
-"""Experts with Transformer Engine's grouped GEMM, on the parameters' own memory; all else is as torch's.
+"""Experts with Transformer Engine's grouped GEMM and activations, on the parameters' own memory.
 
 Transformer Engine imports only with a CUDA build of torch and fails with all kinds of exceptions, so it is imported
 when it is first wanted, and the reason is kept. Its bf16 grouped GEMM takes the numbers of tokens from the host: each
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fxshard.kernels.by_torch import TorchExperts, groups
+from fxshard.kernels.glu import Glu
 
 OLDEST = (2, 17)
 
@@ -41,6 +42,28 @@ class TransformerEngineExperts(TorchExperts):
         none = [None] * len(counts)
         gemm(a, b, out, none, out[0].dtype, layout=layout, m_splits=counts, single_output=single_output)
 
+    def activate(
+        self, pre: torch.Tensor, pre_up: torch.Tensor | None, weights: torch.Tensor | None, glu: Glu
+    ) -> torch.Tensor:
+        if pre_up is not None or weights is None:  # Transformer Engine's takes a joined projection and weights
+            return super().activate(pre, pre_up, weights, glu)
+        tex, scales = engine().kernels, weights.to(pre.dtype)
+        if glu.name == "SwiGLU":
+            return tex.scaled_swiglu(pre, scales, None, glu.interleave)
+        return tex.scaled_clamped_swiglu(pre, scales, None, glu.limit, glu.alpha, glu.offset, glu.interleave)
+
+    def differentiate(
+        self, pre: torch.Tensor, pre_up: torch.Tensor | None, grad: torch.Tensor, weights: torch.Tensor | None, glu: Glu
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        if pre_up is not None or weights is None:
+            return super().differentiate(pre, pre_up, grad, weights, glu)
+        tex, scales = engine().kernels, weights.to(pre.dtype)
+        constants = () if glu.name == "SwiGLU" else (glu.limit, glu.alpha, glu.offset)
+        backward = tex.scaled_dswiglu if glu.name == "SwiGLU" else tex.scaled_clamped_dswiglu
+        grad_pre, grad_scales = backward(grad, pre, scales, None, *constants, glu.interleave, True)
+        hidden = self.activate(pre, None, weights, glu)
+        return grad_pre, pre.new_empty(0), hidden, grad_scales.to(weights.dtype)
+
 
 class _Engine:
     """Transformer Engine as far as it is used here, imported, or the reason why it cannot be."""
@@ -48,13 +71,14 @@ class _Engine:
     def __init__(self) -> None:
         self.refusal: str | None = None
         self.version = "none"
+        self.kernels: Any = None
         if not torch.cuda.is_available():
             self.refusal = "Transformer Engine needs a CUDA device"
             return
         try:
             self.version = str(importlib.import_module("transformer_engine").__version__)
             importlib.import_module("transformer_engine.pytorch")
-            importlib.import_module("transformer_engine_torch")
+            self.kernels = importlib.import_module("transformer_engine_torch")
         except Exception as error:  # ImportError, RuntimeError, OSError, AssertionError have been seen
             self.refusal = f"Transformer Engine does not import ({type(error).__name__}: {error})"
             return

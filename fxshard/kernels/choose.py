@@ -113,6 +113,8 @@ def _te_refusal(case: Case) -> str | None:
         return f"Transformer Engine's grouped GEMM takes 16-bit types, they are {case.dtype}"
     if case.hidden % 8 or case.inner % 8:
         return f"hidden size {case.hidden} and inner size {case.inner} must be multiples of 8"
+    if case.glu.interleave % 32:
+        return f"Transformer Engine alternates gate and up every 32 columns, they do every {case.glu.interleave}"
     from fxshard.kernels.by_te import engine_refusal
 
     return engine_refusal()

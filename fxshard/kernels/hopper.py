@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""What the kernels for matrix products on a Hopper have in common (``optim.tiles``, ``hopper_kernels`` and
-``hopper_gradient``).
+"""What the kernels for matrix products on a Hopper have in common (``optim.tiles``, ``fused.hopper_kernels`` and
+``fused.hopper_gradient``).
 
 A warp that copies fills stages of shared memory and says so at the barriers ``full``; warps that multiply take tiles of
 128 × 256 out of them and say at ``empty`` when a stage may be filled again.

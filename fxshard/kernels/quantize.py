@@ -38,24 +38,26 @@ def runs_on(device: torch.device) -> bool:
 
 def quantize_both(value: torch.Tensor, tile: Tile | None = None) -> tuple[Quantized, Quantized]:
     """The rowwise and the columnwise copy of a matrix."""
+    if not runs_on(value.device):
+        return quantize(value, ROWWISE), quantize(value, COLUMNWISE)
     rowwise, columnwise = empty(value, ROWWISE), empty(value, COLUMNWISE)
-    quantize_into(value, rowwise, columnwise, tile)
+    _launch(value, rowwise, columnwise, tile)
     return rowwise, columnwise
 
 
 def quantize_one(value: torch.Tensor, axis: int, tile: Tile | None = None) -> Quantized:
     """One copy of a matrix."""
+    if not runs_on(value.device):
+        return quantize(value, axis)
     copy = empty(value, axis)
-    quantize_into(value, copy if axis == ROWWISE else None, copy if axis == COLUMNWISE else None, tile)
+    _launch(value, copy if axis == ROWWISE else None, copy if axis == COLUMNWISE else None, tile)
     return copy
 
 
-def quantize_into(
-    value: torch.Tensor, rowwise: Quantized | None, columnwise: Quantized | None, tile: Tile | None = None
-) -> None:
+def quantize_into(value: torch.Tensor, rowwise: Quantized | None, columnwise: Quantized | None) -> None:
     """Quantize into memory that is there already; a copy that is None is not made."""
     if runs_on(value.device):
-        _launch(value, rowwise, columnwise, tile)
+        _launch(value, rowwise, columnwise, None)
         return
     for copy in (rowwise, columnwise):
         if copy is not None:
