@@ -24,12 +24,13 @@ def build(kind: str, size: LlamaConfig, length: int) -> nn.Module:
         import transformers
     except ImportError:
         raise UsageError(f"hf:{kind} needs transformers: pip install -c constraints.txt -e '.[hf]'") from None
-    config = getattr(transformers, CONFIGS[kind])(**_shapes(kind, size, length))
+    config = getattr(transformers, CONFIGS[kind])(**shapes(kind, size, length))
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model.train()
 
 
-def _shapes(kind: str, size: LlamaConfig, length: int) -> dict[str, Any]:
+def shapes(kind: str, size: LlamaConfig, length: int) -> dict[str, Any]:
+    """What a configuration of that kind is given for a model of that size."""
     shapes = {
         "vocab_size": size.vocab,
         "hidden_size": size.dim,
