@@ -343,9 +343,16 @@ def no_observers() -> Iterator[None]:
 
 def capture_failures() -> tuple[type[BaseException], ...]:
     """What Dynamo raises when it cannot capture a function as one graph. torch 2.11, 2.13."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return (TorchDynamoException,)
+    return (TorchDynamoException, FailOnRecompileLimitHit)
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Whether Dynamo captured a function as often as it may, and would have to once more. torch 2.11, 2.13."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
 
 
 def fused_adamw(
