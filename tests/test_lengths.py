@@ -129,6 +129,40 @@ def test_numbers_that_change_are_left_open_too() -> None:
     assert model.report.compilations.captures == 2
 
 
+class Broken(nn.Module):
+    """Two layers that each break: Dynamo captures the parts of the first, and calls them for the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.one(x, *layer)
+        return x.square().mean()
+
+    def one(self, x: torch.Tensor, before: nn.Module, after: nn.Module) -> torch.Tensor:
+        hidden = torch.tanh(before(x))
+        torch._dynamo.graph_break()
+        return x + after(hidden)
+
+
+@pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
+def test_parts_between_graph_breaks_take_every_length(lowering: str) -> None:
+    model, plain = fxshard.compile(Broken(), fullgraph=False, lowering=lowering), Broken()
+    programs = []
+    for length in (5, 6, 7, 3, 11):
+        x = torch.randn(length, 8)
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        programs.append(len(model.emitted))
+    assert programs[0] < programs[1] == programs[-1]
+
+
 def test_a_graph_for_every_length_ends_in_an_error_that_lists_them() -> None:
     model = fxshard.compile(nn.Linear(4, 4), dynamic=False, lowering="eager")
     with torch.no_grad(), pytest.raises(fxshard.CaptureError) as caught:

@@ -102,12 +102,17 @@ class Backend:
         if self.one_graph or not any(refs):
             return self.compile(graph, refs, example_inputs, watching)
         again = duplicate(graph)  # before AOTAutograd has worked on it
+        opened = private.open_inputs(graph)
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
-            return self.compile(duplicate(again), [self._ref(value) for value in args], args, observer())
+            refs = [self._ref(value) for value in args]
+            if opened is None:
+                return self.compile(duplicate(again), refs, args, observer())
+            with opened.tracing():
+                return self.compile(duplicate(again), refs, opened.values, observer())
 
         first = self.compile(graph, refs, example_inputs, watching)
-        return Variants(first, tuple(refs), self._ref, another)
+        return Variants(first, tuple(refs), self._ref, another, sizes_open=opened is not None)
 
     def compile(
         self,

@@ -17,7 +17,7 @@ def taken_shapes(inputs: Sequence[fx.Node]) -> str:
     mode = "training" if torch.is_grad_enabled() else "evaluation"
     arguments = [(found[1], node.meta.get("example_value")) for node in inputs if (found := _ARGUMENT.match(node.name))]
     shapes = [f"{name} {_shape(value)}" for name, value in arguments if isinstance(value, torch.Tensor)]
-    return f"{', '.join(shapes) or 'no tensors'} ({mode})"
+    return f"{', '.join(shapes) or 'values of an earlier graph'} ({mode})"
 
 
 def _shape(value: torch.Tensor) -> str:

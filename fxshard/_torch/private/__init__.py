@@ -17,6 +17,7 @@ from fxshard._torch.private.aot import Traced as Traced
 from fxshard._torch.private.aot import traced as traced
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
+from fxshard._torch.private.dynamo import open_inputs as open_inputs
 from fxshard._torch.private.dynamo import without_logging as without_logging
 from fxshard._torch.private.inductor import compile_clocks as compile_clocks
 from fxshard._torch.private.inductor import inductor_compile as inductor_compile
