@@ -349,6 +349,20 @@ def capture_failures() -> tuple[type[BaseException], ...]:
     return (TorchDynamoException, FailOnRecompileLimitHit)
 
 
+def onednn_supports(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of bf16 or fp16 on this CPU. torch 2.11, 2.13.
+
+    Also where torch has no oneDNN: then nothing is known of what its products are like.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return True
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return bool(supported[dtype]())
+
+
 def is_recompile_limit(error: BaseException) -> bool:
     """Whether Dynamo captured a function as often as it may, and would have to once more. torch 2.11, 2.13."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
