@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,14 +23,21 @@ from tests.forks import fork, load_compiler
 GATHER = r"(forward|optimizer) unshard of 'layers.\d'"
 START = 150.0
 """Seconds that two processes may take to start."""
-TIMEOUTS = {"killed": 600.0, "stuck": 8.0, "another graph": 8.0}
+KILLED = {
+    "killed": GATHER,
+    "killed ahead of clipping": "all_reduce of the gradient norm",
+    "killed ahead of Muon's step": "optimizer all_reduce of whether gradients are finite",
+    "killed in Muon's step": r"optimizer exchange of 'layers.\d'",
+}
+"""By case: the event that the rank that is left alone names."""
+TIMEOUTS = {**dict.fromkeys(KILLED, 600.0), "stuck": 8.0, "another graph": 8.0}
 """By case: the timeout of collectives, once both ranks are there."""
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
         for layer in list(self.layers)[:used]:
@@ -42,19 +51,28 @@ def train(rank: int, case: str, store: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=start)
     dist.barrier()  # from here on both are equally far: what one waits for the other is not its start
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUTS[case]))
-    model = fxshard.compile(Net(), optimizer=fxshard.AdamW(), lowering="eager")
+    muon = "Muon" in case
+    optimizer = fxshard.Muon() if muon else fxshard.AdamW()
+    model = fxshard.compile(Net(), optimizer=optimizer, layout="rows" if muon else "auto", lowering="eager")
     for step in range(3):
-        used = 3
-        if step == 1 and rank == 1:
-            if case == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif case == "stuck":
-                time.sleep(300)
-            elif case == "another graph":
-                used = 2
-        model(torch.ones(2, 8), used).backward()
-        model.optimizer.step()
+        misbehaves = case if step == 1 and rank == 1 else ""
+        used = 2 if misbehaves == "another graph" else 3
+        if misbehaves == "killed":
+            die()
+        if misbehaves == "stuck":
+            time.sleep(300)
+        model(torch.ones(2, 16), used).backward()
+        if misbehaves in ("killed ahead of clipping", "killed ahead of Muon's step"):
+            die()
+        if case == "killed ahead of clipping":
+            model.clip_grad_norm_(1.0)
+        with mock.patch("torch.distributed.all_to_all_single", die) if misbehaves else contextlib.nullcontext():
+            model.optimizer.step()
         model.optimizer.zero_grad()
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +82,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
     All cases run at once, since most of the time is spent waiting, and in forked processes, which have torch loaded.
     """
     load_compiler()
-    folders = {case: tmp_path_factory.mktemp(case.replace(" ", "_")) for case in TIMEOUTS}
+    folders = {case: tmp_path_factory.mktemp(re.sub(r"\W", "_", case)) for case in TIMEOUTS}
     started = time.monotonic()
     processes = {
         (case, rank): fork(folder / str(rank), {}, train, rank, case, folder / "store")
@@ -89,9 +107,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
 Said = dict[str, tuple[str, float]]
 
 
-def test_a_rank_that_is_killed_ends_the_others(said: Said) -> None:
-    text, seconds = said["killed"]
-    assert re.search(rf"PeerError: rank 0: {GATHER} failed", text)
+@pytest.mark.parametrize("case", KILLED)
+def test_a_rank_that_is_killed_ends_the_others(said: Said, case: str) -> None:
+    text, seconds = said[case]
+    assert re.search(rf"PeerError: rank 0: {KILLED[case]} failed", text), text
     assert seconds < 170  # as soon as its connections close, not after the timeout
 
 

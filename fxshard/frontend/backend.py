@@ -11,6 +11,7 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError
 from fxshard.frontend.compiled import CompiledGraphs
+from fxshard.frontend.input_shapes import taken_shapes
 from fxshard.frontend.lowering.programs import bind, lower
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
 from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
@@ -54,7 +55,8 @@ class Backend:
         """What the graph of each phase was scheduled with, the latest."""
         self.schedules: dict[str, Schedule] = {}
         self.emitted: list[Schedule] = []
-        self.captures = 0
+        self.captured: list[str] = []
+        """For each captured graph that was compiled, the shapes that it takes."""
         self.layers_folded = 0
         """Layers that did not go through autograd, being like those that did."""
         self.attention: list[AttentionReport] = []
@@ -76,11 +78,13 @@ class Backend:
         return {phase.value: scheduled.graphs[phase] for phase, scheduled in self.scheduled.items()}
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        inputs = graph.graph.find_nodes(op="placeholder")  # of Dynamo's graph, whatever becomes of it
         run = self._compile_captured(graph, example_inputs)
+        # Only now: compiling can close a size, or make Dynamo capture once more.
+        self.captured.append(taken_shapes(inputs))
         return self.compiled.add(run) if self.sharding.plans else run  # without parameters there is nothing to free
 
     def _compile_captured(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.captures += 1
         broken = private.graph_break(graph)
         if broken is not None:
             self._note_break(broken)
@@ -98,12 +102,17 @@ class Backend:
         if self.one_graph or not any(refs):
             return self.compile(graph, refs, example_inputs, watching)
         again = duplicate(graph)  # before AOTAutograd has worked on it
+        opened = private.open_inputs(graph)
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
-            return self.compile(duplicate(again), [self._ref(value) for value in args], args, observer())
+            refs = [self._ref(value) for value in args]
+            if opened is None:
+                return self.compile(duplicate(again), refs, args, observer())
+            with opened.tracing():
+                return self.compile(duplicate(again), refs, opened.values, observer())
 
         first = self.compile(graph, refs, example_inputs, watching)
-        return Variants(first, tuple(refs), self._ref, another)
+        return Variants(first, tuple(refs), self._ref, another, sizes_open=opened is not None)
 
     def compile(
         self,

@@ -58,11 +58,23 @@ def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
     return compile_for
 
 
-def explained(error: BaseException, model: nn.Module) -> FxshardError:
-    """Our own error inside one of Dynamo's, or Dynamo's with what to do about it."""
+def explained(error: BaseException, model: nn.Module, captured: Sequence[str] = ()) -> FxshardError:
+    """Our own error inside one of Dynamo's, or Dynamo's with what to do about it.
+
+    ``captured``: the shapes that each graph takes that was compiled before.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, FxshardError):
         cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+    if cause is None and private.is_recompile_limit(error):
+        graphs = "\n".join(f"  graph {i} takes {shapes}" for i, shapes in enumerate(captured, 1))
+        return CaptureError(
+            f"{type(model).__name__}.forward was compiled {len(captured)} times, as often as torch allows, and needs "
+            f"yet another graph:\n{graphs}\n"
+            "Where sizes change, leave dynamic=None, which leaves them open after the first change, or pad batches to "
+            "a few lengths; where something else does (TORCH_LOGS=recompiles says what), give it to forward as a "
+            "tensor, or raise torch._dynamo.config.recompile_limit."
+        )
     return cause or CaptureError(
         f"torch.compile could not capture {type(model).__name__}.forward as one graph:\n{error}\n"
         "Move what cannot be traced (printing, .item(), data-dependent Python) out of forward, or allow several graphs "

@@ -115,7 +115,7 @@ class ShardedModule(nn.Module):
             with self._reads or contextlib.nullcontext():
                 result = self._compiled(*args, **kwargs)
         except FAILURES as error:
-            raise self._failed(explained(error, self._inner)) from error
+            raise self._failed(explained(error, self._inner, self._backend.captured)) from error
         except FxshardError as error:
             raise self._failed(error) from None
         except RuntimeError as error:
@@ -236,13 +236,14 @@ class ShardedModule(nn.Module):
         names = [name for _, name, _ in state.places(self._sharding.buckets)]
         replays = self._sharding.engine.replays
         return Report(
-            Compilations(compiler.segments, compiler.compilations, backend.captures, backend.layers_folded),
+            Compilations(compiler.segments, compiler.compilations, len(backend.captured), backend.layers_folded),
             tuple(backend.breaks),
             reads,
             [name for name in names if name not in used and name not in reads],
             replays.report() if replays is not None else None,
             backend.attention[-1] if backend.attention else AttentionReport(),
             backend.losses[-1] if backend.losses else LossReport(),
+            tuple(backend.captured),
         )
 
     @property

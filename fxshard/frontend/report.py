@@ -44,6 +44,8 @@ class Report:
     """Which attention masks were recognised as causal, and which were kept, and why; of the graph captured last."""
     loss: LossReport = field(default_factory=LossReport)
     """Which losses are computed without logits, and which are not, and why; of the graph captured last."""
+    shapes: tuple[str, ...] = ()
+    """The shapes that each captured graph takes; ``any`` is a size that was left open, and needs no other graph."""
 
     def __str__(self) -> str:
         made = self.compilations
@@ -51,6 +53,8 @@ class Report:
             f"{made.captures} graphs captured, {made.segments} segments, {made.compiled} of them compiled, "
             f"{made.layers_folded} layers not traced because they repeat others"
         ]
+        if len(self.shapes) > 1 or any("any" in shapes for shapes in self.shapes):
+            lines += [f"graph {i} takes {shapes}" for i, shapes in enumerate(self.shapes, 1)]
         lines += str(self.attention).splitlines() if self.attention.found else []
         lines += str(self.loss).splitlines() if self.loss.chunked or self.loss.full else []
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxshard._torch.errors import ConfigError, FxshardError, StateError
 from fxshard._torch.log import LOG
+from fxshard.frontend.cpu_products import warn_of_slow_products
 from fxshard.frontend.groups import Groups, check_patterns, domain_by_name, meshes_of
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.frontend.materialise import Init, check_initialisable, is_meta, materialise
@@ -140,6 +141,7 @@ def take_apart(
     except FxshardError as error:
         agreement.fail(error)
     agreement.check(PARAMETERS, [_line(plan) for plan in plans])
+    warn_of_slow_products({plan.param_dtype for plan in plans}, device)
 
     channels = {
         chosen: connect(chosen, where, [plan for plan in plans if plan.domain == chosen])

@@ -23,19 +23,28 @@ class Variants:
     """What Dynamo calls in place of a compiled graph: chooses the program by the parameters that are passed."""
 
     def __init__(
-        self, first: Callable[..., Any], refs: Refs, identify: Callable[[Any], ParamRef | None], compile: Compile
+        self,
+        first: Callable[..., Any],
+        refs: Refs,
+        identify: Callable[[Any], ParamRef | None],
+        compile: Compile,
+        *,
+        sizes_open: bool = False,
     ) -> None:
         self._first = first
         self._refs = refs
         self._identify = identify
         self._compile = compile
+        self._sizes_open = sizes_open
         self._others: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         refs = tuple(map(self._identify, args))
         if refs == self._refs:
             return self._first(*args)
-        key = (refs, torch.is_grad_enabled(), tuple(map(_kind, args)))
+        # With open sizes every program takes what Dynamo's guards let through, as the first one does.
+        kinds = () if self._sizes_open else tuple(map(_kind, args))
+        key = (refs, torch.is_grad_enabled(), kinds)
         if key not in self._others:
             with private.no_observers():
                 self._others[key] = self._compile(args)
@@ -43,7 +52,7 @@ class Variants:
 
 
 def _kind(value: Any) -> Any:
-    """What a graph is specialised on: the first program follows Dynamo's guards, the others have none."""
+    """What a program is specialised on that was compiled for the values of a call, and has no guards of Dynamo's."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype, value.device, value.shape, value.stride(), value.requires_grad

@@ -93,7 +93,8 @@ class ShardedMuon(ShardedOptimizer):
         }
         filled = {name: grad for name, grad in grads.items() if grad.numel()}
         finite = rule.finite(list(filled.values()), self._engine.device)
-        return self._verdicts.may_step(list(filled), finite, self._engine.on_all_ranks(finite.all()))
+        everywhere = self._engine.on_all_ranks(finite.all(), "whether gradients are finite")
+        return self._verdicts.may_step(list(filled), finite, everywhere)
 
     def _verdict(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self._verdicts.allowed, self._verdicts.refused

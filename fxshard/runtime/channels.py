@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.domain import Domain
+from fxshard.runtime.watchdog import failing
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class Channels:
             if group is not None:
                 dist.broadcast(value, group=group, group_src=0)
 
-    def all_reduce(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        """Combine a small value over all ranks."""
+    def all_reduce(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, event: str) -> None:
+        """Combine a small value over all ranks. ``event``: what to call this where it fails."""
         for group in (self.gather, self.replicas):
             if group is not None:
-                dist.all_reduce(value, op=operation, group=group)
+                with failing(event, dist.get_rank()):
+                    dist.all_reduce(value, op=operation, group=group)
 
 
 def connect(domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan]) -> Channels:

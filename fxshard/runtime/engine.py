@@ -202,11 +202,14 @@ class Engine:
             token = watched(self._streams.launch("gather", swap, after=[self._streams.mark()]))
         return Sent(sends, brings, self.frame.launched(token))
 
-    def on_all_ranks(self, condition: torch.Tensor) -> torch.Tensor:
-        """Whether something holds on every rank."""
+    def on_all_ranks(self, condition: torch.Tensor, what: str) -> torch.Tensor:
+        """Whether something holds on every rank. ``what`` it is, in words, for the error of a rank that is left alone.
+
+        For optimizers, in their step.
+        """
         held = condition.to(self.device, torch.int32)
         for channels in {id(bucket.channels): bucket.channels for bucket in self.buckets}.values():
-            channels.all_reduce(held, dist.ReduceOp.MIN)
+            channels.all_reduce(held, dist.ReduceOp.MIN, f"{Phase.OPTIMIZER} all_reduce of {what}")
         return held.bool()
 
     # -- parameters --------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def gradient_norm(
     if norms:
         stacked = torch.stack(norms)
         total = stacked.max() if largest else stacked.pow(norm_type).sum()
-    channels.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    channels.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, "all_reduce of the gradient norm")
     return total if largest else total.pow(1 / norm_type)
 
 

@@ -14,7 +14,6 @@ from fxshard.plan.memory import SlotRange
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.streams import Token
-from fxshard.runtime.watchdog import failing
 from fxshard.schedule.events import Kind
 
 
@@ -79,9 +78,8 @@ class Reductions:
         bucket = self._frame.buckets[index]
         with torch.no_grad():
             value = gradient.to(bucket.plan.reduce_dtype).contiguous()
-            if bucket.channels.domain.ranks > 1:
-                with failing(f"eager reduce of {bucket.plan.params[position]!r}", dist.get_rank()):
-                    bucket.channels.all_reduce(value, dist.ReduceOp.SUM)
+            event = f"eager reduce of {bucket.plan.params[position]!r}"
+            bucket.channels.all_reduce(value, dist.ReduceOp.SUM, event)
             value = value / bucket.plan.domain.divisor
             bucket.add_gradient(bucket.plan.params[position], value)
 

@@ -17,6 +17,7 @@ from fxshard._torch.private.aot import Traced as Traced
 from fxshard._torch.private.aot import traced as traced
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
+from fxshard._torch.private.dynamo import open_inputs as open_inputs
 from fxshard._torch.private.dynamo import without_logging as without_logging
 from fxshard._torch.private.inductor import compile_clocks as compile_clocks
 from fxshard._torch.private.inductor import inductor_compile as inductor_compile
@@ -343,9 +344,30 @@ def no_observers() -> Iterator[None]:
 
 def capture_failures() -> tuple[type[BaseException], ...]:
     """What Dynamo raises when it cannot capture a function as one graph. torch 2.11, 2.13."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return (TorchDynamoException,)
+    return (TorchDynamoException, FailOnRecompileLimitHit)
+
+
+def onednn_supports(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of bf16 or fp16 on this CPU. torch 2.11, 2.13.
+
+    Also where torch has no oneDNN: then nothing is known of what its products are like.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return True
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return bool(supported[dtype]())
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Whether Dynamo captured a function as often as it may, and would have to once more. torch 2.11, 2.13."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
 
 
 def fused_adamw(

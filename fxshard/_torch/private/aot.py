@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 BoxedCallable = Callable[[list[Any]], Any]
 
@@ -19,10 +19,10 @@ BoxedCallable = Callable[[list[Any]], Any]
 class Traced:
     """A graph that AOTAutograd has traced: forward and backward in one, or forward alone where nothing is trained."""
 
-    def __init__(self, joint: Any, constants: Sequence[torch.Tensor]) -> None:
+    def __init__(self, joint: Any, graph: fx.GraphModule, constants: Sequence[torch.Tensor]) -> None:
         self._joint = joint
         self._constants = tuple(constants)
-        self.graph: fx.GraphModule = joint.graph_module
+        self.graph = graph
         self.trains = bool(joint._aot_state.needs_autograd)
 
     @property
@@ -83,4 +83,27 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Mapping
         joint = aot_export_joint_with_descriptors(
             stack, graph, tuple(inputs), decompositions=dict(decompositions or {})
         )
-        yield Traced(joint, constants)
+        yield Traced(joint, _with_open_numbers_as_tensors(joint.graph_module), constants)
+
+
+def _with_open_numbers_as_tensors(joint: fx.GraphModule) -> fx.GraphModule:
+    """A graph in which the Python floats that Dynamo left open are tensors. torch 2.11, 2.13.
+
+    A float that cannot be one (the ``eps`` of a norm) makes this restart Dynamo, which then takes the number as it is.
+    ``aot_compile_joint_with_descriptors`` does the same, but only when everything is scheduled and compiled; it finds
+    the graph as it was, because in one that has been through this it would take every float for a fixed one.
+    """
+    from torch._guards import detect_fake_mode
+    from torch.fx.passes._tensorify_python_scalars import tensorify_python_scalars
+
+    fake = detect_fake_mode()
+    if fake is None or fake.shape_env is None:
+        return joint
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(joint.graph, values)
+    end = joint.graph.output_node()
+    graph.output(fx.map_arg(end.args[0], values.__getitem__), end.type).meta.update(end.meta)
+    module = _LazyGraphModule(joint, graph)
+    tensorify_python_scalars(module, fake.shape_env, fake)
+    return module

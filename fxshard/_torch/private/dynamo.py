@@ -27,6 +27,43 @@ def graph_input_example(placeholder: fx.Node) -> Any:
     return argument.example if argument is not None else None
 
 
+class OpenInputs:
+    """What Dynamo traced a graph with, where sizes are left open: to trace the same graph once more, after Dynamo."""
+
+    def __init__(self, values: list[Any], fake_mode: Any) -> None:
+        self.values = values
+        self._fake_mode = fake_mode
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """The sizes in ``values`` have a meaning inside. torch 2.11, 2.13."""
+        from torch._guards import TracingContext, tracing
+
+        with tracing(TracingContext(self._fake_mode)):
+            yield
+
+
+def open_inputs(graph: fx.GraphModule) -> OpenInputs | None:
+    """Inputs of a Dynamo graph with open sizes. None where all are fixed, or a float is open. torch 2.11, 2.13.
+
+    An open float could make a later trace restart Dynamo, which is over by then.
+    """
+    from torch._guards import TracingContext
+    from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
+
+    context = TracingContext.try_get()
+    environment = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    if context is None or environment is None:
+        return None
+    values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
+    renamed = hasattr(environment, "backed_var_to_val")
+    symbols = environment.backed_var_to_val if renamed else environment.var_to_val
+    if any(symbol_is_type(symbol, SymT.FLOAT) for symbol in symbols):
+        return None
+    return OpenInputs(values, context.fake_mode) if any(isinstance(size, torch.SymInt) for size in sizes) else None
+
+
 @contextlib.contextmanager
 def without_logging() -> Iterator[None]:
     """What Dynamo captures in here has no calls of loggers, nor of ``warnings.warn``. torch 2.13.
