@@ -51,7 +51,7 @@ class Checkpointed(Llama):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-def make(policy: str, dropout: float = 0.0, layers: int = 3) -> nn.Module:
+def make(policy: str, dropout: float = 0.0, layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
     return Checkpointed(policy, dropout, layers)
 
@@ -65,7 +65,7 @@ def test_a_recomputed_block_is_gathered_once_and_saves_memory() -> None:
     x = torch.zeros(4, 16, dtype=torch.int64)
     plans = {
         policy: fxshard.plan(
-            make(policy),
+            make(policy, layers=3),
             (x, x),
             world_size=2,
             hardware="cpu",
@@ -86,10 +86,10 @@ def test_a_recomputed_block_is_gathered_once_and_saves_memory() -> None:
     assert full.simulate("cpu").peak_bytes < none.simulate("cpu").peak_bytes
 
 
-def dropped(policy: str, lowering: str) -> tuple[float, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def dropped(policy: str) -> tuple[float, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Loss and gradients of one seeded step: fxshard's, and this rank's part of it in plain PyTorch."""
-    model = fxshard.compile(make(policy, 0.3, layers=1), lowering=lowering)
-    plain = make(policy, 0.3, layers=1)
+    model = fxshard.compile(make(policy, 0.3), lowering="eager")
+    plain = make(policy, 0.3)
     batch = this_ranks_batch(0)
     torch.manual_seed(dist.get_rank())
     loss = model(*batch)
@@ -108,7 +108,7 @@ def dropped(policy: str, lowering: str) -> tuple[float, float, dict[str, torch.T
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_dropout_is_that_of_plain_pytorch(ranks: Pool, policy: str) -> None:
     """Each rank draws what its own seed says, and backward uses the mask that forward drew."""
-    for loss, expected, mine, gradients in ranks(2, dropped, policy, "eager"):
+    for loss, expected, mine, gradients in ranks(2, dropped, policy):
         assert loss == pytest.approx(expected, rel=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(mine[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
