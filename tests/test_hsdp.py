@@ -14,10 +14,9 @@ import fxshard
 from fxshard.schedule.events import Kind
 from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool
-from tests.stack import Stack
+from tests.stack import Stack, wide, wide_batch
 from tests.stack import batch as stack_batch
-from tests.toy import Llama
-from tests.training import EPS, Run, fsdp2_run, full_gradients, llama, plain_run, sharded_run, with_debug
+from tests.training import EPS, Run, fsdp2_run, full_gradients, plain_run, sharded_run, with_debug
 
 
 def two_by_two() -> DeviceMesh:
@@ -196,12 +195,11 @@ def test_the_schedule_shows_both_and_plan_gives_it(found: list[dict[str, Any]]) 
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
-def planned(zero: int = 3, shard_size: int | None = 8, world_size: int = 64) -> Schedule:
+def planned(zero: int = 3, shard_size: int | None = 8) -> Schedule:
     with torch.device("meta"):
-        model = Llama(vocab=512, dim=256, layers=2, heads=4, hidden=512)
-        tokens = torch.empty(4, 128, dtype=torch.long)
+        model = wide()
     return fxshard.plan(
-        model, (tokens, tokens), world_size=world_size, shard_size=shard_size, zero=zero, lowering="eager"
+        model, wide_batch(0, 0), world_size=64, shard_size=shard_size, zero=zero, lowering="eager", hardware="h200"
     )
 
 
@@ -230,4 +228,4 @@ def test_wrong_shard_size(shard_size: Any) -> None:
 
 def test_wrong_reduction() -> None:
     with pytest.raises(fxshard.ConfigError, match="'mean' or 'sum'"):
-        fxshard.compile(llama(), reduction="max")  # type: ignore[arg-type]
+        fxshard.compile(Stack(), reduction="max")  # type: ignore[arg-type]
