@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -18,8 +19,13 @@ settings.load_profile("suite")
 
 
 def pytest_configure() -> None:
-    """Compute with one thread, as the ranks of the pool do, so that results can be compared bitwise."""
+    """Compute with one thread, as the ranks of the pool do, so that results can be compared bitwise.
+
+    Processes that tests start do the same, and Inductor starts none: two workers of the suite fill two cores.
+    """
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # torch writes out every graph for whoever listens to this logger, and pytest listens to all that do not propagate.
     logging.getLogger("torch.__trace").propagate = True
 

@@ -8,34 +8,31 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxshard
 from fxshard._torch import private
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from tests.pool import Pool
-from tests.thorough import thorough
-from tests.toy import Llama, Mlp
-from tests.training import EPS, Run, llama, sharded_run, this_ranks_batch, train
+from tests.stack import Stack, batch
+from tests.toy import Mlp
+from tests.training import EPS, Run, full_gradients, mean_over_ranks, sharded_run
 
 
 def through_torch_compile() -> tuple[Run, Run]:
-    sharded = fxshard.shard(llama(), zero=3, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
+    sharded = fxshard.shard(Stack(), zero=3, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
     step = torch.compile(sharded, backend="fxshard")
-    losses = []
+    losses, grads = [], {}
     for i in range(3):
-        loss = step(*this_ranks_batch(i))
+        loss = step(*batch(i, dist.get_rank()))
         loss.backward()
-        losses.append(float(loss.detach()))
-        if i < 2:
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-    del losses
-    sharded.optimizer.step()
+        losses.append(mean_over_ranks(loss))
+        grads = full_gradients(sharded)
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
     assert "unshard" in str(sharded.schedule)  # the schedule is there whichever way the model was compiled
-    mine = Run([], {}, sharded.full_state_dict())
-    direct = sharded_run(zero=3, steps=3)
-    return mine, Run([], {}, direct.params)
+    return Run(losses, grads, sharded.full_state_dict()), sharded_run(Stack, zero=3, steps=3)
 
 
 @pytest.mark.shows("E1")
@@ -70,52 +67,6 @@ def test_options_are_checked() -> None:
             torch.compile(Mlp(), backend="fxshard", options={"speed": 11})(torch.ones(2, 7))
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from error
-
-
-def test_repeated_layers_compile_once() -> None:
-    """The number of compilations does not grow with depth."""
-    counts = {}
-    for layers in (3, 6):
-        torch.manual_seed(0)
-        model = fxshard.compile(Llama(vocab=96, dim=32, layers=layers, heads=4, hidden=88), lowering="eager")
-        x = torch.randint(0, 96, (2, 8))
-        model(x, x).backward()
-        assert model.report.compilations.captures == 1
-        counts[layers] = (model.report.compilations.segments, model.report.compilations.compiled)
-    assert counts[6][0] > counts[3][0]
-    assert counts[6][1] == counts[3][1]
-
-
-def both_ways(zero: int) -> list[float]:
-    """Evaluation between training steps disturbs nothing."""
-    model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3), lowering="eager")
-    losses = []
-    for step in range(3):
-        loss = model(*this_ranks_batch(step))
-        if step == 1:
-            with torch.no_grad():  # between a forward and its backward: what forward kept must be gathered again
-                model(*this_ranks_batch(7))
-        loss.backward()
-        with torch.no_grad():
-            losses.append(float(model(*this_ranks_batch(9))))
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-    return [*losses, *[float(value.sum()) for value in model.full_state_dict().values()]]
-
-
-def straight(zero: int) -> list[float]:
-    model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3), lowering="eager")
-    run = train(model, model.optimizer, 3)
-    return [float(value.sum()) for value in run.params.values()]
-
-
-def interleaved(zero: int) -> bool:
-    return both_ways(zero)[3:] == straight(zero)
-
-
-@pytest.mark.parametrize("zero", [thorough(2), thorough(3)])
-def test_evaluation_between_steps_disturbs_nothing(ranks: Pool, zero: int) -> None:
-    assert ranks(2, interleaved, zero) == [True, True]
 
 
 def test_a_lookup_alone_is_not_compiled() -> None:

@@ -13,7 +13,7 @@ from fxshard.bench.workloads import SIZES
 from tests.pool import Pool
 from tests.training import VOCAB, Run, fsdp2_run, plain_run, sharded_run
 
-TINY = LlamaConfig(vocab=VOCAB, dim=16, layers=2, heads=2, hidden=24, experts=16)
+TINY = LlamaConfig(vocab=VOCAB, dim=16, layers=1, heads=2, hidden=24, experts=8)
 STEPS = 2
 
 

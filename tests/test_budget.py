@@ -17,6 +17,8 @@ from fxshard.plan.hardware import PRESETS, Hardware
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool
+from tests.stack import Stack
+from tests.stack import batch as stack_batch
 from tests.toy import Llama, Mlp, batch
 from tests.training import VOCAB, Run, sharded_run, with_debug
 
@@ -197,25 +199,19 @@ def test_what_a_step_carries_does_not_depend_on_durations(name: str, budget: int
 # -- no option changes a result ----------------------------------------------------------------------------------------
 
 
-def short_llama() -> Llama:
-    """Two layers: one that is kept and one that is not."""
-    torch.manual_seed(0)
-    return Llama(vocab=VOCAB, dim=32, layers=2, heads=4, hidden=88)
-
-
 def variants(budgets: dict[str, int]) -> dict[str, Run]:
     return {
-        "default": sharded_run(short_llama, steps=2),
-        "nothing kept": sharded_run(short_llama, steps=2, keep_resident=False),
-        **{name: sharded_run(short_llama, steps=2, memory_budget=budget) for name, budget in budgets.items()},
+        "default": sharded_run(Stack, steps=2),
+        "nothing kept": sharded_run(Stack, steps=2, keep_resident=False),
+        **{name: sharded_run(Stack, steps=2, memory_budget=budget) for name, budget in budgets.items()},
     }
 
 
 @pytest.mark.shows("S3")
 def test_budgets_and_residency_change_no_bit(ranks: Pool) -> None:
     with pytest.raises(fxshard.BudgetError) as caught:
-        tokens = batch(0, 2, 0, VOCAB)
-        fxshard.plan(short_llama(), tokens, world_size=2, hardware="cpu", lowering="eager", memory_budget=1)
+        options: dict[str, Any] = {"optimizer": fxshard.AdamW(), "hardware": "cpu", "lowering": "eager"}
+        fxshard.plan(Stack(), stack_batch(0, 0), world_size=2, memory_budget=1, **options)
     least = caught.value.smallest
     for runs in ranks(2, variants, {"tight": least, "loose": 10 * least}):
         for name, run in runs.items():

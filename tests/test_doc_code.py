@@ -44,7 +44,7 @@ def blocks(page: str) -> list[str]:
 
 
 WITH_CODE = [page for page in PAGES if blocks(page)]
-CONFIG = LlamaConfig(vocab=64, dim=32, layers=2, heads=2, hidden=64)
+CONFIG = LlamaConfig(vocab=64, dim=32, layers=1, heads=2, hidden=64)
 
 
 class Transformer(nn.Module):

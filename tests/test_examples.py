@@ -9,6 +9,7 @@ import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 from xml.etree import ElementTree
@@ -50,10 +51,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return here
 
 
-def test_trainer_on_two_processes(tmp_path: Path) -> None:
+def test_trainer_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
-    shown = torchrun("examples/trainer.py", "--lowering", "eager", "--steps", "2", "--out", str(tmp_path))
-    assert shown.count("loss after 2 steps") == 1  # by rank 0 alone
+    options = ("--lowering", "eager", "--steps", "2", "--out", str(tmp_path))
+    shown, silent = ranks(2, as_under_torchrun, "examples/trainer.py", *options)
+    assert shown.count("loss after 2 steps") == 1 and "loss after" not in silent  # by rank 0 alone
     assert (tmp_path / "final" / "model.safetensors").exists()
 
 
@@ -80,12 +82,23 @@ def as_under_torchrun(script: str, *options: str) -> str:
     dist.broadcast_object_list(ports)
     dist.destroy_process_group()
     said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), forgetting_accelerate():
         for name, value in {**about, "MASTER_PORT": str(ports[0])}.items():
             patch.setenv(name, value)
         patch.setattr(sys, "argv", [script, *options])
         runpy.run_path(str(ROOT / script), run_name="__main__")
     return said.getvalue()
+
+
+@contextlib.contextmanager
+def forgetting_accelerate() -> Iterator[None]:
+    """What Accelerate remembers of this process is not for the tests after this one."""
+    try:
+        yield
+    finally:
+        if (state := sys.modules.get("accelerate.state")) is not None:
+            state.AcceleratorState._reset_state(reset_partial_state=True)
+            state.GradientState._reset_state()
 
 
 def _free_port() -> int:

@@ -18,7 +18,7 @@ from fxshard.schedule.events import Kind
 from tests.pool import Pool
 from tests.training import EPS, full_gradients
 
-DIM, EXPERTS, TOKENS, LAYERS = 8, 4, 16, 2
+DIM, EXPERTS, TOKENS, LAYERS = 8, 4, 16, 1
 
 
 class Experts(nn.Module):

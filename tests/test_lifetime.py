@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,18 +9,8 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
-from tests.toy import Llama, Mlp
-from tests.training import llama, this_ranks_batch
-
-
-def test_a_dropped_model_is_freed() -> None:
-    model = fxshard.compile(Mlp(), optimizer=fxshard.AdamW(), lowering="eager")
-    model(torch.ones(2, 7)).sum().backward()
-    held = weakref.ref(model._sharding)
-    del model
-    torch._dynamo.reset()
-    gc.collect()
-    assert held() is None
+from tests.stack import Stack, batch
+from tests.toy import Mlp
 
 
 def test_many_models_of_one_class() -> None:
@@ -68,18 +55,21 @@ def test_freezing_after_compile_is_refused() -> None:
         model(torch.ones(2, 7))
 
 
-def partial_load(zero: int) -> float:
+def partial_load() -> list[float]:
     """One small parameter, whose rows only one rank holds: both ranks must gather its bucket again."""
-    model = fxshard.compile(llama(), zero=zero, lowering="eager")
-    with torch.no_grad():
-        before = model(*this_ranks_batch(0))
-        model.load_state_dict({"norm.weight": torch.full((32,), 3.0)}, strict=False)
-        return float(model(*this_ranks_batch(0)) - before)
+    changes = []
+    for zero in (2, 3):
+        model = fxshard.compile(Stack(), zero=zero, lowering="eager")
+        with torch.no_grad():
+            before = model(*batch(0, dist.get_rank()))
+            model.load_state_dict({"layers.0.bias": torch.full((7,), 3.0)}, strict=False)
+            changes.append(float(model(*batch(0, dist.get_rank())) - before))
+    return changes
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_a_partial_load_reaches_every_rank(ranks: Pool, zero: int) -> None:
-    assert all(abs(change) > 1e-3 for change in ranks(2, partial_load, zero))
+def test_a_partial_load_reaches_every_rank(ranks: Pool) -> None:
+    for changes in ranks(2, partial_load):
+        assert all(abs(change) > 1e-3 for change in changes)
 
 
 def uneven() -> tuple[list[float], list[float]]:
@@ -90,18 +80,17 @@ def uneven() -> tuple[list[float], list[float]]:
     """
     both = []
     for own in (True, False):
-        torch.manual_seed(0)
-        small = Llama(vocab=96, dim=32, layers=2, heads=4, hidden=88)
-        model = fxshard.compile(small, zero=3, optimizer=fxshard.AdamW() if own else None, lowering="eager")
+        model = fxshard.compile(Stack(), zero=3, optimizer=fxshard.AdamW() if own else None, lowering="eager")
         optimizer = model.optimizer if own else torch.optim.AdamW(model.parameters(), fused=True)
         losses = []
         for step, size in enumerate((2, 64, 2)):
             size = size if dist.get_rank() else 2
-            x = torch.randint(0, 96, (size, 16), generator=torch.Generator().manual_seed(step))
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(size, 7, generator=generator), torch.randn(size, 5, generator=generator)
             if step == 1:
                 with torch.no_grad():
-                    losses.append(float(model(x, x)))
-            loss = model(x, x)
+                    losses.append(float(model(x, y)))
+            loss = model(x, y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

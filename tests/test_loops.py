@@ -8,17 +8,20 @@ import torch.distributed as dist
 
 import fxshard
 from tests.pool import Pool
+from tests.stack import Stack, batch
 from tests.thorough import thorough
-from tests.toy import batch
-from tests.training import VOCAB, full_gradients, llama, this_ranks_batch
+from tests.training import all_data_for, full_gradients
+
+
+def this_ranks_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch(step, dist.get_rank())
 
 
 def plain_gradients(steps: list[int], world: int) -> dict[str, torch.Tensor]:
     """Gradients of the plain model, summed over the global batches of some steps."""
-    model = llama()
+    model = Stack()
     for step in steps:
-        parts = [batch(step, world, rank, VOCAB) for rank in range(world)]
-        model(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+        model(*all_data_for(model, step, world)).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -26,9 +29,9 @@ def close(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> 
     return all(torch.allclose(mine[name], value, rtol=1e-4, atol=1e-6) for name, value in reference.items())
 
 
-def loops(zero: int, precision: fxshard.Precision | None = None) -> dict[str, bool]:
+def loops(zero: int) -> dict[str, bool]:
     world = dist.get_world_size()
-    model = fxshard.compile(llama(), zero=zero, optimizer=fxshard.AdamW(), precision=precision, lowering="eager")
+    model = fxshard.compile(Stack(), zero=zero, optimizer=fxshard.AdamW(), lowering="eager")
     found = {}
 
     model(*this_ranks_batch(0)).backward()
@@ -52,8 +55,8 @@ def loops(zero: int, precision: fxshard.Precision | None = None) -> dict[str, bo
 
     model.optimizer.zero_grad()
     x, y = this_ranks_batch(0)
-    model(x[:2], y[:2]).backward()  # another batch size: recompiled, not corrupted
-    model(x[2:], y[2:]).backward()
+    model(x[:3], y[:3]).backward()  # another batch size: recompiled, not corrupted
+    model(x[3:], y[3:]).backward()
     halves = {name: 2 * value for name, value in plain_gradients([0], world).items()}
     found["another batch size"] = close(full_gradients(model), halves)
     return found
@@ -67,8 +70,8 @@ def test_loops_that_are_not_straight(ranks: Pool, zero: int) -> None:
 
 def in_place_changes(zero: int) -> list[bool]:
     """However a parameter is changed, the next forward sees it: by hand, by loading, by a fused optimizer."""
-    model = fxshard.compile(llama(), zero=zero, lowering="eager")
-    other = llama()
+    model = fxshard.compile(Stack(), zero=zero, lowering="eager")
+    other = Stack()
     same = []
 
     def losses() -> bool:
@@ -86,8 +89,8 @@ def in_place_changes(zero: int) -> list[bool]:
         for parameter in other.parameters():
             parameter.mul_(2)
     same.append(losses())
-    model.load_state_dict(llama().state_dict())
-    other = llama()
+    model.load_state_dict(Stack().state_dict())
+    other = Stack()
     same.append(losses())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3, fused=True) for m in (model, other)]
     for m, optimizer in zip((model, other), optimizers, strict=True):
@@ -95,8 +98,7 @@ def in_place_changes(zero: int) -> list[bool]:
             if m is model:
                 m(*this_ranks_batch(1)).backward()
             else:
-                parts = [batch(1, dist.get_world_size(), rank, VOCAB) for rank in range(dist.get_world_size())]
-                m(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+                m(*all_data_for(other, 1, dist.get_world_size())).backward()
             optimizer.step()
             optimizer.zero_grad()
     same.append(losses())

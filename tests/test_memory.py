@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,16 +21,40 @@ from tests.stack import wide, wide_batch
 from tests.training import llama, this_ranks_batch
 
 
-def bytes_by_stage() -> dict[int, dict[str, int]]:
+@dataclass
+class Stage:
+    """What one ZeRO stage holds at rest, and for every reduce-scatter: does its output share memory with its input?"""
+
+    held: dict[str, int]
+    overlaps: list[bool]
+
+
+def by_stage() -> dict[int, Stage]:
     found = {}
-    for zero in range(4):
-        new = NewBytes()
-        model = fxshard.compile(wide(), zero=zero, optimizer=fxshard.AdamW(), lowering="eager")
-        model(*wide_batch(0, dist.get_rank())).backward()
-        model.optimizer.step()
-        found[zero] = {"total": new.count() - model._sharding.engine.arena.bytes, **model.bytes_at_rest()}
-        del model
+    original = private.reduce_scatter
+
+    def observed(output: torch.Tensor, full: torch.Tensor, *args: object, **kwargs: object) -> object:
+        begin, end = full.data_ptr(), full.data_ptr() + full.nbytes
+        overlaps.append(output.data_ptr() < end and begin < output.data_ptr() + output.nbytes)
+        return original(output, full, *args, **kwargs)  # type: ignore[arg-type]
+
+    with mock.patch.object(private, "reduce_scatter", observed):
+        for zero in range(4):
+            overlaps: list[bool] = []
+            new = NewBytes()
+            model = fxshard.compile(wide(), zero=zero, optimizer=fxshard.AdamW(), lowering="eager")
+            model(*wide_batch(0, dist.get_rank())).backward()
+            model.optimizer.step()
+            held = {"total": new.count() - model._sharding.engine.arena.bytes, **model.bytes_at_rest()}
+            model(*wide_batch(0, dist.get_rank())).backward()  # and again with gradients to add to
+            found[zero] = Stage(held, overlaps)
+            del model
     return found
+
+
+@pytest.fixture(scope="module")
+def stages(ranks: Pool) -> list[dict[int, Stage]]:
+    return ranks(2, by_stage)
 
 
 @dataclass
@@ -92,27 +117,6 @@ def seen(ranks: Pool) -> list[Watched]:
     return ranks(2, watched)
 
 
-def reductions() -> list[bool]:
-    """For every reduce-scatter: does its output share memory with its input?"""
-    overlaps = []
-    original = private.reduce_scatter
-
-    def observed(output: torch.Tensor, full: torch.Tensor, *args: object, **kwargs: object) -> object:
-        begin, end = full.data_ptr(), full.data_ptr() + full.nbytes
-        overlaps.append(output.data_ptr() < end and begin < output.data_ptr() + output.nbytes)
-        return original(output, full, *args, **kwargs)  # type: ignore[arg-type]
-
-    private.reduce_scatter = observed  # type: ignore[assignment]
-    try:
-        for zero in (1, 2, 3):
-            model = fxshard.compile(wide(), zero=zero, lowering="eager")
-            model(*wide_batch(0, dist.get_rank())).backward()
-            model(*wide_batch(0, dist.get_rank())).backward()  # and again with gradients to add to
-    finally:
-        private.reduce_scatter = original
-    return overlaps
-
-
 def freed() -> tuple[int, int, int]:
     new = NewBytes()
     plain = llama()
@@ -125,7 +129,7 @@ def freed() -> tuple[int, int, int]:
 
 
 @pytest.mark.shows("S1")
-def test_bytes_at_rest_match_the_table_of_the_stage(ranks: Pool) -> None:
+def test_bytes_at_rest_match_the_table_of_the_stage(stages: list[dict[int, Stage]]) -> None:
     """N parameters of four bytes over two ranks: full is 4N, a shard 2N; padding stays under two per cent."""
     full = sum(p.numel() * 4 for p in wide().parameters())
     table = {
@@ -134,12 +138,13 @@ def test_bytes_at_rest_match_the_table_of_the_stage(ranks: Pool) -> None:
         2: {"param": full, "grad": full // 2, "state": full},
         3: {"param": full // 2, "grad": full // 2, "state": full},
     }
-    for found in ranks(2, bytes_by_stage):
+    for found in stages:
         for zero, expected in table.items():
+            held = found[zero].held
             for what, size in expected.items():
-                assert size <= found[zero][what] <= size * 1.02, f"ZeRO-{zero} {what}"
+                assert size <= held[what] <= size * 1.02, f"ZeRO-{zero} {what}"
             total = sum(expected.values())
-            assert total <= found[zero]["total"] <= total * 1.04, f"ZeRO-{zero}: something else is held"
+            assert total <= held["total"] <= total * 1.04, f"ZeRO-{zero}: something else is held"
 
 
 def test_steps_allocate_the_arena_once(seen: list[Watched]) -> None:
@@ -155,11 +160,11 @@ def test_parameters_are_views_of_the_gathered_buffer(seen: list[Watched]) -> Non
 
 
 @pytest.mark.shows("S6")
-def test_reduce_scatter_never_writes_where_it_reads(ranks: Pool) -> None:
+def test_reduce_scatter_never_writes_where_it_reads(stages: list[dict[int, Stage]]) -> None:
     buckets = len(plan_buckets(wide(), find_units(wide()), zero=3, ranks=2))
-    for overlaps in ranks(2, reductions):
-        assert len(overlaps) == 3 * 2 * buckets
-        assert not any(overlaps)
+    for found in stages:
+        for zero in (1, 2, 3):
+            assert found[zero].overlaps == [False] * 2 * buckets
 
 
 @pytest.mark.shows("S14")

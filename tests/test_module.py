@@ -14,6 +14,7 @@ from torch import nn
 import fxshard
 from tests.pool import Pool
 from tests.stack import Stack
+from tests.thorough import thorough
 from tests.toy import Mlp
 from tests.training import Run, all_data_for, deliver, full_gradients, llama, plain_run, random_gradients, train
 
@@ -112,13 +113,14 @@ def attributes() -> tuple[list[str], list[str], list[int]]:
     return [layer.weight.tag for layer in model.layers], [name for name, _ in model.named_parameters()], shapes
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [0, thorough(2), 3])
 def test_any_torch_optimizer_works(ranks: Pool, zero: int) -> None:
     for runs in ranks(2, with_torch_optimizers, zero):
         for name, (mine, reference) in runs.items():
             assert mine.distance(reference) < 2e-6, name
 
 
+@pytest.mark.shows("O7")
 def test_gradient_norms_count_every_element_once(ranks: Pool) -> None:
     for found in ranks(3, clipped):
         for by_torch, by_us, expected in found:

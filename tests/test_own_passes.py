@@ -19,6 +19,7 @@ from fxshard.passes.options import Options
 from fxshard.passes.pass_list import Pass
 from fxshard.schedule.events import Kind, events
 from tests.pool import Pool
+from tests.stack import Stack
 from tests.training import Run, sharded_run
 
 
@@ -34,7 +35,7 @@ def default_and_own() -> tuple[Run, Run]:
     own = fxshard.PASSES.without("defer_wgrad").without("write_gradients").replace("insert_reshard", my_reshard)
     for name in ("fuse_grouped_swiglu", "recompute_param_views", "insert_reshard"):
         own = own.after(name, nothing)
-    return sharded_run(steps=2), sharded_run(steps=2, passes=own)
+    return sharded_run(Stack, steps=2), sharded_run(Stack, steps=2, passes=own)
 
 
 def test_training_is_bitwise_the_same(ranks: Pool) -> None:

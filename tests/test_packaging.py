@@ -29,8 +29,8 @@ def run(*command: str, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built beside the checkout, which stays clean."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a source distribution, and that beside the checkout, which stays clean."""
     folder = tmp_path_factory.mktemp("source")
     for part in PARTS:
         if (ROOT / part).is_dir():
@@ -39,17 +39,12 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy2(ROOT / part, folder)
     run("-c", "from setuptools import build_meta; build_meta.build_sdist('dist')", cwd=folder)
-    (found,) = (folder / "dist").glob("*.tar.gz")
-    return found
-
-
-@pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    shutil.unpack_archive(sdist, folder)
-    (source,) = folder.iterdir()
-    run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder), ".", cwd=source)
-    (found,) = folder.glob("*.whl")
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
+    unpacked = tmp_path_factory.mktemp("wheel")
+    shutil.unpack_archive(sdist, unpacked)
+    (source,) = unpacked.iterdir()
+    run("-c", "from setuptools import build_meta; build_meta.build_wheel('dist')", cwd=source)
+    (found,) = (source / "dist").glob("*.whl")
     return found
 
 

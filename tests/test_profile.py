@@ -12,8 +12,8 @@ import torch.distributed as dist
 import fxshard
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
-from tests.toy import batch
-from tests.training import EPS, VOCAB, Run, full_gradients, llama, sharded_run, this_ranks_batch
+from tests.stack import Stack, batch
+from tests.training import EPS, Run, full_gradients, sharded_run
 
 
 @dataclass
@@ -28,12 +28,12 @@ class Profiled:
 
 def profiled() -> Profiled:
     """Five steps, of which the second and third are recorded; the last two run on the new schedule."""
-    model = fxshard.compile(llama(), optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
+    model = fxshard.compile(Stack(), optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
     losses = []
 
     def step(number: int) -> None:
         model.optimizer.zero_grad()
-        loss = model(*this_ranks_batch(number))
+        loss = model(*batch(number, dist.get_rank()))
         loss.backward()
         value = loss.detach().clone().double()
         dist.all_reduce(value)
@@ -53,7 +53,7 @@ def profiled() -> Profiled:
     grads = full_gradients(model)
     model.optimizer.step()
     run = Run(losses, grads, model.full_state_dict())
-    reference = sharded_run(steps=5)
+    reference = sharded_run(Stack, steps=5)
     return Profiled(profile, before, model.schedule, (compiled, model.report.compilations.compiled), run, reference)
 
 
@@ -109,10 +109,10 @@ def planned(profile: fxshard.Profile, gathers: float) -> fxshard.Schedule:
     """The plan for a machine whose gathers take that many times as long."""
     seconds = {key: value * (gathers if key[0] == "gather" else 1) for key, value in profile.seconds.items()}
     with torch.device("meta"):
-        model = llama()
+        model = Stack()
     scaled = replace(profile, seconds=seconds)
     settings: dict[str, Any] = {"hardware": "cpu", "lowering": "eager", "optimizer": fxshard.AdamW()}
-    return fxshard.plan(model, batch(0, 2, 0, VOCAB), world_size=2, profile=scaled, **settings)
+    return fxshard.plan(model, batch(0, 0), world_size=2, profile=scaled, **settings)
 
 
 @pytest.mark.shows("P2")
@@ -134,17 +134,15 @@ def test_what_is_refused(found: list[Profiled]) -> None:
     profile = found[0].profile
     with pytest.raises(fxshard.ConfigError, match="another schedule"):
         fxshard.plan(
-            llama(), batch(0, 2, 0, VOCAB), world_size=2, hardware="cpu", lowering="eager",
-            debug=fxshard.Debug(keep_resident=False),
-            profile=profile,
+            Stack(), batch(0, 0), world_size=2, hardware="cpu", lowering="eager", zero=2, profile=profile,
         )  # fmt: skip
     for text in ("", "{}", '{"fxshard_profile": 7}', '{"fxshard_profile": 1, "seconds": [[1]], "structure": {}}'):
         with pytest.raises(fxshard.ConfigError):
             fxshard.Profile.from_json(text)
-    model = fxshard.compile(llama(), lowering="eager")
+    model = fxshard.compile(Stack(), lowering="eager")
     with pytest.raises(fxshard.ConfigError, match="empty"):
         model.reschedule(fxshard.Profile())
     with pytest.raises(fxshard.ConfigError, match="at least one"), model.profile(steps=0):
         pass
     with pytest.raises(fxshard.StateError, match="sharded, not compiled"):
-        fxshard.shard(llama(), lowering="eager").reschedule(profile)
+        fxshard.shard(Stack(), lowering="eager").reschedule(profile)

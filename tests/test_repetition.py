@@ -90,11 +90,10 @@ def same(example: Example, lowering: str = "eager") -> int:
     return sum(folded)
 
 
-@pytest.mark.shows("P2")
 @pytest.mark.parametrize(
     ("make", "layers", "lowering", "removed"),
     [
-        (llama, 8, "eager", 3),
+        thorough(llama, 8, "eager", 3),
         thorough(experts, 8, "eager", 3),
         thorough(llama, 7, "inductor", 2),
         thorough(experts, 8, "inductor", 3),
@@ -106,10 +105,12 @@ def test_the_plan_is_that_of_the_whole_trace(
     assert same(make(layers), lowering) == removed
 
 
+@pytest.mark.shows("P2")
 @pytest.mark.parametrize("make", [lambda: Odd(8, 3), lambda: Odd(8, 3, again=True), Uneven])
 def test_what_does_not_repeat_is_traced_whole(make: Callable[[], nn.Module]) -> None:
     assert same((make(), (torch.ones(4, 16),))) == 0
 
 
+@pytest.mark.shows("P2")
 def test_the_first_and_the_last_layer_may_differ() -> None:
     assert same((Odd(8, 7), (torch.ones(4, 16),))) > 0

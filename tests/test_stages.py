@@ -9,18 +9,14 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
-from tests.stack import Stack
+from tests.stack import Stack, batch
 from tests.thorough import thorough
-from tests.toy import batch
-from tests.training import EPS, VOCAB, Make, Run, fsdp2_run, llama, plain_run, sharded_run
+from tests.training import EPS, Make, Run, fsdp2_run, llama, plain_run, sharded_run
 
 
-def stages(make: Make) -> dict[int, Run]:
-    return {zero: sharded_run(make, zero=zero) for zero in range(4)}
-
-
-def peer_and_stage() -> tuple[Run, Run]:
-    return fsdp2_run(), sharded_run(zero=3)
+def stages(make: Make) -> tuple[dict[int, Run], Run]:
+    """ZeRO 0–3, and FSDP2."""
+    return {zero: sharded_run(make, zero=zero) for zero in range(4)}, fsdp2_run(make)
 
 
 def variants(zero: int) -> dict[str, Run]:
@@ -57,19 +53,17 @@ def tied_stages() -> dict[int, Run]:
 @pytest.mark.shows("S2")
 @pytest.mark.parametrize(("world", "make"), [(2, short), (3, Stack), thorough(4, Stack)], ids=["2", "3", "4"])
 def test_stages_equal_one_process_on_the_global_batch(ranks: Pool, world: int, make: Make) -> None:
-    """With two ranks a sum has one order, so all-reduce and reduce-scatter must give the same bits there."""
+    """With two ranks a sum has one order, so all-reduce and reduce-scatter must give the same bits there.
+
+    And those of FSDP2.
+    """
     reference = plain_run(world, make)
-    for runs in ranks(world, stages, make):
+    for runs, peer in ranks(world, stages, make):
         for zero, run in runs.items():
             assert run.distance(reference) < 1e-6, f"ZeRO-{zero}"
             assert run.losses == pytest.approx(reference.losses, rel=1e-6)
-            assert world > 2 or run.same(runs[0]), f"ZeRO-{zero} is not bitwise ZeRO-0"
-
-
-@pytest.mark.shows("S2")
-def test_equals_fsdp2_bitwise(ranks: Pool) -> None:
-    for peer, run in ranks(2, peer_and_stage):
-        assert run.same(peer)
+            assert run.distance(peer) < 1e-6, f"ZeRO-{zero} is not FSDP2"
+            assert world > 2 or run.same(peer), f"ZeRO-{zero} is not bitwise FSDP2"
 
 
 @pytest.mark.shows("S3")
@@ -96,11 +90,11 @@ def test_tied_embedding_is_stored_and_updated_once(ranks: Pool) -> None:
 
 
 def test_alone_without_a_process_group() -> None:
-    reference = plain_run(1, short)
+    reference = plain_run(1, Stack)
     for zero in (0, 3):  # alone, everything is resident whatever the stage
-        model = fxshard.compile(short(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
+        model = fxshard.compile(Stack(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
         for step in range(5):
-            loss = model(*batch(step, 1, 0, VOCAB))
+            loss = model(*batch(step, 0))
             loss.backward()
             assert float(loss.detach()) == pytest.approx(reference.losses[step], rel=1e-6)
             model.optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,47 +64,55 @@ def theirs() -> Loop:
     return Loop(Accelerator(cpu=True, gradient_accumulation_steps=2))
 
 
-def both() -> tuple[list[Any], list[Any]]:
+@dataclass
+class Found:
+    mine: list[Any]
+    peer: list[Any]
+    resumed: list[float]
+    """Losses of the second half, in a run that loaded what was saved after the first."""
+    files: list[str]
+
+
+def runs(folder: str) -> Found:
+    """fxshard, which saves in the middle, Accelerate alone, and fxshard from what was saved."""
     found = []
     for make in (own, theirs):
         with launched():
             loop = make()
-            losses = loop.run(0, BATCHES)
+            losses = loop.run(0, BATCHES // 2)
+            if make is own:
+                loop.accelerator.save_state(folder)
+                loop.accelerator.save_state(folder)  # over the one before
+            losses += loop.run(BATCHES // 2, BATCHES)
             weights = loop.accelerator.get_state_dict(loop.model)
             shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
             found.append([losses, loop.norms, loop.scheduler.get_last_lr(), shapes])
-    return found[0], found[1]
-
-
-@pytest.mark.shows("I2")
-def test_an_optimizer_and_a_scheduler_made_before_train_the_shards(ranks: Pool) -> None:
-    for mine, peer in ranks(2, both):
-        losses, norms, rates, shapes = mine
-        assert losses == pytest.approx(peer[0], rel=1e-6) and len(set(losses)) > 1
-        assert norms == pytest.approx(peer[1], rel=1e-5)
-        assert rates == peer[2]
-        assert shapes == peer[3]
-
-
-def interrupted(folder: str) -> tuple[list[float], list[float], list[str]]:
-    """Losses of a run, and of one that stops in the middle and goes on from what it saved."""
-    with launched():
-        straight = own().run(0, BATCHES)
-    with launched():
-        first = own()
-        first.run(0, BATCHES // 2)
-        first.accelerator.save_state(folder)
-        first.accelerator.save_state(folder)  # over the one before
     with launched():
         second = own()
         second.accelerator.load_state(folder)
-        rest = second.run(BATCHES // 2, BATCHES)
-    return straight[BATCHES // 2 :], rest, sorted(path.name for path in Path(folder).iterdir())
+        resumed = second.run(BATCHES // 2, BATCHES)
+    return Found(*found, resumed, sorted(path.name for path in Path(folder).iterdir()))
 
 
-def test_a_saved_state_continues_bitwise(ranks: Pool, tmp_path: Path) -> None:
-    for straight, rest, files in ranks(2, interrupted, str(tmp_path)):
-        assert rest == straight
+@pytest.fixture(scope="module")
+def by_rank(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return ranks(2, runs, str(tmp_path_factory.mktemp("state")))
+
+
+@pytest.mark.shows("I2")
+def test_an_optimizer_and_a_scheduler_made_before_train_the_shards(by_rank: list[Found]) -> None:
+    for found in by_rank:
+        losses, norms, rates, shapes = found.mine
+        assert losses == pytest.approx(found.peer[0], rel=1e-6) and len(set(losses)) > 1
+        assert norms == pytest.approx(found.peer[1], rel=1e-5)
+        assert rates == found.peer[2]
+        assert shapes == found.peer[3]
+
+
+def test_a_saved_state_continues_bitwise(by_rank: list[Found]) -> None:
+    for found in by_rank:
+        files = found.files
+        assert found.resumed == found.mine[0][BATCHES // 2 :]
         assert "fxshard_0" in files and not [name for name in files if name.endswith(".before")]
         assert "optimizer.bin" not in files and "model.safetensors" not in files, "rank 0 has only a part of them"
 

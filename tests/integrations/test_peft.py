@@ -22,7 +22,8 @@ STEPS = 3
 def adapted(dora: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], use_dora=dora, task_type="CAUSAL_LM")
+    modules = ["q_proj"] if dora else ["q_proj", "v_proj"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=dora, task_type="CAUSAL_LM")
     return get_peft_model(llama(), config)
 
 

@@ -153,7 +153,7 @@ def wide_vocabulary(layers: int = 2) -> nn.Module:
 @pytest.mark.parametrize("vocab", [32768, 4096], ids=["large embedding", "small embedding"])
 def test_less_is_exposed_and_the_schedule_holds(vocab: int) -> None:
     with torch.device("meta"):
-        model = Llama(vocab=vocab, dim=512, layers=3, heads=4, hidden=1408)
+        model = Llama(vocab=vocab, dim=512, layers=2, heads=4, hidden=1408)
     captured = capture(model, batch(0, 1, 0, 96, size=2, length=512), lowering="eager")
     exposed = {}
     for on in (False, True):

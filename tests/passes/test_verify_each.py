@@ -82,8 +82,7 @@ def test_without_it_only_the_schedule_is_checked() -> None:
         planned(fxshard.PASSES.replace("insert_reshard", reshard_early), fxshard.Debug())
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("shard_size", [2, 4])
+@pytest.mark.parametrize(("zero", "shard_size"), [(0, 4), (1, 4), (2, 2), (3, 2)])
 def test_what_is_right_passes_and_the_schedule_is_the_same(zero: int, shard_size: int) -> None:
     options = {"zero": zero, "shard_size": shard_size}
     each = planned(fxshard.PASSES, **options)

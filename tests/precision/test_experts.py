@@ -186,8 +186,8 @@ def test_gradients_equal_plain_autograd(form: str) -> None:
             expected = reference.get_parameter(name).grad
             assert parameter.grad is not None and expected is not None
             assert torch.equal(parameter.grad.to(BF16), expected), name
-        with torch.no_grad():
-            assert torch.equal(model(x, offsets), mine)
+    with torch.no_grad():
+        assert torch.equal(model(x, offsets), mine)  # what rests quantized, in an evaluation
     targets = {str(node.target) for graph in model.graphs.values() for node in graph.graph.nodes}
     assert {"fxshard.mxfp8_grouped_mm.default", "fxshard.mxfp8_grouped_wgrad.default"} <= targets
     assert not targets & {"fxshard.grouped_product.default", "fxshard.grouped_swiglu.default", "aten.mm.default"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import fxshard
 from fxshard._torch import private
 from fxshard.plan.gather_modes import Gather
+from fxshard.runtime.bucket import Bucket
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.precision.nets import net, this_ranks_tokens
@@ -186,78 +188,89 @@ def test_direct_gathers_move_half_the_bytes(ranks: Pool) -> None:
             assert quantized[phase] <= 0.53 * plain[phase]
 
 
-def quantizations(zero: int, gather: str) -> list[tuple[int, int]]:
+@dataclass
+class Stage:
+    """What one model under ZeRO 0–3 holds, and how often it quantizes."""
+
+    exact: bool
+    """Whether masters start from the model's own values."""
+    measured: dict[str, int]
+    planned: dict[str, int]
+    forms: set[str]
+    """What parameters rest in."""
+    shared: list[bool]
+    """For every staging buffer: does it lie in memory that gradients use?"""
+    quantized: list[tuple[int, int]]
     """(steps so far, times each bucket's copies were made), before each update: micro-batches and an evaluation."""
-    model = compiled(zero, gather, **({"prefetch": AHEAD} if zero == 3 else {}))
-    counts = []
-    for step in range(3):
-        for _ in range(2):
-            model(*this_ranks_tokens(step)).backward()
-        with torch.no_grad():
-            model(*this_ranks_tokens(step))
-        made = {bucket.copies.quantized for bucket in model._sharding.buckets if bucket.copies is not None}
-        counts.append((step + 1, *made))
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-    return counts
 
 
-@pytest.mark.shows("Q3")
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_quantized_once_per_step(ranks: Pool, zero: int) -> None:
-    for counts in ranks(2, quantizations, zero, "auto"):
-        assert counts == [(1, 1), (2, 2), (3, 3)]
-
-
-def rest(zero: int) -> tuple[bool, dict[str, int], dict[str, int], set[str]]:
-    """Whether masters start from the model's own values, bytes at rest measured and planned, and forms at rest."""
+def stage(zero: int) -> Stage:
     plain = net().state_dict()
-    model = compiled(zero, "auto")
+    model = compiled(zero, "auto", **({"prefetch": AHEAD} if zero == 3 else {}))
+    buckets = model._sharding.buckets
     exact = all(torch.equal(value, plain[name]) for name, value in model.full_state_dict().items())
     model(*this_ranks_tokens(0)).backward()
     measured = {what: size for what, size in model.bytes_at_rest().items() if what != "state"}
     plans = [plan.at_rest() for plan in model._sharding.plans]
     forms = {
         str(tensor.dtype)
-        for bucket in model._sharding.buckets
+        for bucket in buckets
         if bucket.plan.quantized
         for tensor in (bucket.full, *([bucket.copies.memory] if bucket.copies else []))
         if tensor is not None
     }
-    return exact, measured, {"param": sum(p.param for p in plans), "grad": sum(p.grad for p in plans)}, forms
+    shared = [shares(model, bucket) for bucket in buckets if bucket.plan.gather is Gather.STAGED]
+    counts = []
+    for step in range(3):
+        for _ in range(2):
+            model(*this_ranks_tokens(step)).backward()
+        with torch.no_grad():
+            model(*this_ranks_tokens(step))
+        counts.append((step + 1, *{bucket.copies.quantized for bucket in buckets if bucket.copies is not None}))
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    planned = {"param": sum(p.param for p in plans), "grad": sum(p.grad for p in plans)}
+    return Stage(exact, measured, planned, forms, shared, counts)
+
+
+def shares(model: fxshard.ShardedModule, bucket: Bucket) -> bool:
+    if bucket.grad_full is not None:  # ZeRO-1
+        return bucket.staging().data_ptr() == bucket.grad_full.data_ptr()
+    taken = [event.slot for _, event in model.schedule.of(Kind.GRAD) if event.slot is not None]
+    staged = [
+        event.slot
+        for _, event in model.schedule.of(Kind.UNSHARD, phase=Phase.FORWARD)
+        if event.bucket_index == bucket.plan.index and event.slot is not None
+    ]
+    return bool(staged) and all(any(a.offset < b.end and b.offset < a.end for b in taken) for a in staged)
+
+
+def every_stage() -> list[Stage]:
+    return [stage(zero) for zero in range(4)]
+
+
+@pytest.fixture(scope="module")
+def by_rank(ranks: Pool) -> list[list[Stage]]:
+    return ranks(2, every_stage)
 
 
 @pytest.mark.shows("Q2")
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_masters_start_from_the_initial_values_and_parameters_rest_quantized(ranks: Pool, zero: int) -> None:
-    for exact, measured, planned, forms in ranks(2, rest, zero):
-        assert exact
-        assert measured == planned
-        assert forms == {"torch.uint8"}
+def test_masters_start_from_the_initial_values_and_parameters_rest_quantized(by_rank: list[list[Stage]]) -> None:
+    for stages in by_rank:
+        for found in stages:
+            assert found.exact
+            assert found.measured == found.planned
+            assert found.forms == {"torch.uint8"}
 
 
-def shares(zero: int) -> bool:
-    """Whether the staging buffer of every bucket lies in memory that gradients use."""
-    model = compiled(zero, "auto")
-    model(*this_ranks_tokens(0)).backward()
-    gradient_slots = [event.slot for _, event in model.schedule.of(Kind.GRAD) if event.slot is not None]
-    found = []
-    for bucket in model._sharding.buckets:
-        if bucket.plan.gather is not Gather.STAGED:
-            continue
-        if zero == 1:
-            assert bucket.grad_full is not None
-            found.append(bucket.staging().data_ptr() == bucket.grad_full.data_ptr())
-            continue
-        for _, event in model.schedule.of(Kind.UNSHARD, phase=Phase.FORWARD):
-            if event.bucket_index == bucket.plan.index:
-                slot = event.slot
-                assert slot is not None
-                found.append(any(slot.offset < other.end and other.offset < slot.end for other in gradient_slots))
-    return bool(found) and all(found)
+@pytest.mark.shows("Q3")
+def test_quantized_once_per_step(by_rank: list[list[Stage]]) -> None:
+    for _, *stages in by_rank:
+        assert [found.quantized for found in stages] == [[(1, 1), (2, 2), (3, 3)]] * 3
 
 
 @pytest.mark.shows("Q5")
-@pytest.mark.parametrize("zero", [1, 2])
-def test_staging_shares_memory_with_gradients(ranks: Pool, zero: int) -> None:
-    assert all(ranks(2, shares, zero))
+def test_staging_shares_memory_with_gradients(by_rank: list[list[Stage]]) -> None:
+    for _, one, two, _ in by_rank:
+        for found in (one, two):
+            assert found.shared and all(found.shared)
