@@ -123,6 +123,7 @@ def test_gradient_checkpointing_may_be_switched_after_compile() -> None:
         model(input_ids=PROMPT, labels=PROMPT).loss.backward()
         saved.append(model.schedule.saved_bytes)
         model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()  # as peft asks for, and has no effect here
     assert saved[1] < saved[0]
 
 

@@ -12,6 +12,7 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.backend import backend_of
 from fxshard.frontend.capture import capture
 from fxshard.frontend.groups import Groups
+from fxshard.frontend.input_gradients import drop_input_gradient_hooks
 from fxshard.frontend.materialise import Init
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import take_apart
@@ -154,6 +155,7 @@ def shard(
     sharding = take_apart(
         model, choices, mesh=mesh, groups=groups, matrices=splits, own_optimizer=optimizer is not None, init=init
     )
+    drop_input_gradient_hooks(model)
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     if isinstance(optimizer, AdamW):
         sharded._optimizer = ShardedAdamW(sharding.engine, optimizer)

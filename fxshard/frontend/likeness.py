@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fxshard._torch.errors import StateError
+from fxshard.frontend.input_gradients import drop_input_gradient_hooks
 from fxshard.frontend.mirror import Mirror
 from fxshard.frontend.pretrained import save_pretrained
 from fxshard.runtime.borrowed import borrowed
@@ -74,6 +75,7 @@ def method(model: ShardedModule, original: types.MethodType) -> Callable[..., An
         before = _structure(plain)
         with borrowed(sharding.engine, sharding.hollow_places(), name, all_at_once=name in WITH_ALL_WEIGHTS):
             result = original(*args, **kwargs)
+        drop_input_gradient_hooks(plain)
         if _structure(plain) != before:
             raise StateError(
                 f"{name}() changed modules or parameters of the plain model, and the sharded one cannot follow: "

@@ -19,12 +19,16 @@ pytest.importorskip("peft", reason="needs peft: pip install peft")
 STEPS = 3
 
 
-def adapted(dora: bool) -> nn.Module:
+def adapted(dora: bool, checkpointed: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     modules = ["q_proj"] if dora else ["q_proj", "v_proj"]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=dora, task_type="CAUSAL_LM")
-    return get_peft_model(llama(), config)
+    model = get_peft_model(llama(), config)
+    if checkpointed:
+        model.train().gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    return model
 
 
 def batch(step: int, ranks: list[int]) -> dict[str, torch.Tensor]:
@@ -44,9 +48,9 @@ def train(model: nn.Module, ranks: list[int]) -> list[float]:
     return losses
 
 
-def run(folder: str, dora: bool) -> dict[str, Any]:
+def run(folder: str, dora: bool, checkpointed: bool) -> dict[str, Any]:
     # DoRA asks for the module of a parameter's class, which Dynamo cannot trace: its graph breaks.
-    model = fxshard.compile(adapted(dora), lowering="eager", fullgraph=not dora)
+    model = fxshard.compile(adapted(dora, checkpointed), lowering="eager", fullgraph=not dora)
     before = model.full_state_dict()
     losses = train(model, [dist.get_rank()])
     model.save_pretrained(folder)
@@ -62,12 +66,12 @@ def run(folder: str, dora: bool) -> dict[str, Any]:
 
 
 @pytest.mark.shows("I5")
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapters_train_and_the_base_stays(ranks: Pool, tmp_path: Path, dora: bool) -> None:
+@pytest.mark.parametrize(("dora", "checkpointed"), [(False, False), (True, False), (False, True)])
+def test_adapters_train_and_the_base_stays(ranks: Pool, tmp_path: Path, dora: bool, checkpointed: bool) -> None:
     from peft import PeftModel
 
-    found = ranks(2, run, str(tmp_path), dora)
-    plain = adapted(dora)
+    found = ranks(2, run, str(tmp_path), dora, checkpointed)
+    plain = adapted(dora, checkpointed)
     expected = train(plain, [0, 1])
     means = [sum(losses) / 2 for losses in zip(*(each["losses"] for each in found), strict=True)]
     assert means == pytest.approx(expected, rel=1e-5)
