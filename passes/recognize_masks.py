@@ -186,7 +186,9 @@ def _check_wanted(node: fx.Node, seen: Range, context: PassContext) -> None:
     what = "separates documents" if seen.documents is not None else f"is a window of {seen.window}"
     if wanted is False:
         raise Masked(f"{what}: Debug(window_attention=False)")
-    if query is None or (wanted is None and not runs_well(query)):
+    machine = context.hardware if context.planned_experts is not None else None
+    planned = machine is not None and machine.capability is not None
+    if query is None or (wanted is None and not runs_well(query, planned=planned)):
         raise Masked(f"{what}: there are kernels for that on CUDA, in half precision")
     if argument(node, 4, "dropout_p", 0.0) != 0.0:
         raise Masked(f"{what}, but the call has dropout")

@@ -106,8 +106,11 @@ def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
 def _by_triton(query: torch.Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _has_triton()
+    return query.is_cuda and query.dtype in HALF and _has_triton()
 
 
 @cache
@@ -115,9 +118,13 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def runs_well(query: torch.Tensor) -> bool:
-    """Whether the kernels take such queries; elsewhere the operator computes all scores, as torch does with a mask."""
-    return _by_triton(query) and query.shape[-1] in WIDTHS
+def runs_well(query: torch.Tensor, *, planned: bool) -> bool:
+    """Whether the kernels take such queries; elsewhere the operator computes all scores, as torch does with a mask.
+
+    ``planned``: whether this is a plan for a GPU, which need not be here.
+    """
+    there = query.dtype in HALF if planned else _by_triton(query)
+    return there and query.shape[-1] in WIDTHS
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fxshard
 from fxshard.kernels.window_op import document_bounds, visible, window_attention
 from fxshard.passes.constant_values import NotConstant
 from fxshard.passes.match_range import window_of
@@ -170,6 +171,21 @@ def test_only_where_there_is_a_kernel() -> None:
     for windows, reason in ((None, "on CUDA, in half precision"), (False, "Debug(window_attention=False)")):
         found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, windowed(3)), *qkv(), windows=windows)
         assert reason in found.report.masked[0].reason
+
+
+def test_a_plan_for_a_gpu_has_no_mask_either() -> None:
+    model = make("mistral", head_dim=16, sliding_window=4).bfloat16()
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    saved = {
+        (hardware, windows): fxshard.plan(
+            model, inputs, world_size=2, hardware=hardware, debug=fxshard.Debug(window_attention=windows)
+        ).saved_bytes
+        for hardware in ("h200", "cpu")
+        for windows in (None, True, False)
+    }
+    assert saved["h200", None] == saved["h200", True] < saved["h200", False]
+    assert saved["cpu", None] == saved["cpu", False]
 
 
 # -- all masks -------------------------------------------------------------------------------------------------------
