@@ -25,6 +25,21 @@ def test_models_of_transformers_are_as_large_as_ours(kind: str) -> None:
     assert len(blocks(model)) == len(blocks(ours)) == SIZES[f"hf:{kind}"].config.layers
 
 
+@pytest.mark.parametrize(
+    ("variant", "differs"),
+    [("large_vocabulary", {"vocab_size": 128256}), ("window", {"sliding_window": 1024}), ("packed", {})],
+)
+def test_variants_differ_from_the_llama_in_one_thing(variant: str, differs: dict[str, int]) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    meta = torch.device("meta")
+    model, inputs = Workload(f"fxshard.bench.variants:{variant}", cache=False).build(meta)
+    plain, expected = Workload("hf:llama", cache=False).build(meta)
+    compared = {**plain.config.to_dict(), **differs}
+    assert all(getattr(model.config, name) == compared[name] for name in ("hidden_size", "vocab_size", *differs))
+    assert len(blocks(model)) == len(blocks(plain)) and inputs["input_ids"].shape == expected["input_ids"].shape
+    assert ("position_ids" in inputs) == (variant == "packed")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_transformers_are_called_as_users_do(kind: str) -> None:
     """With the cache they fill by default, unless it is switched off; the loss is the same."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache
 
 import torch
+
+from fxshard.kernels.ops import has_triton
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,11 @@ def rows_loss(
     ``labels`` of rows that do not count may be any class.
     """
     picked = logits.gather(1, labels.unsqueeze(1)).squeeze(1)  # which also checks that labels are classes
-    if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
+    if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
         from fxshard.kernels.loss_kernels import rows_loss as by_triton  # Triton is not everywhere
 
         return by_triton(logits, labels, picked, counts, cap, gradient=gradient)
     return _by_torch(logits, labels, picked, counts, cap, gradient=gradient)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _by_torch(

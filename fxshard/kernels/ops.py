@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 _LIBRARY = torch.library.Library("fxshard", "DEF")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed: torch for the CPU comes without it."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def define(

@@ -6,13 +6,13 @@ Triton is imported when a kernel is first needed: a CPU build of torch has none.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, E4M3, ROWWISE, Quantized, quantize
+from fxshard.kernels.ops import has_triton
 
 CAPABILITY = (8, 9)
 """From here on a GPU converts to E4M3 by itself."""
@@ -29,11 +29,7 @@ class Tile:
 @functools.cache
 def runs_on(device: torch.device) -> bool:
     """Whether the kernel runs there; on other devices the torch version does."""
-    return (
-        device.type == "cuda"
-        and importlib.util.find_spec("triton") is not None
-        and torch.cuda.get_device_capability(device) >= CAPABILITY
-    )
+    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def quantize_both(value: torch.Tensor, tile: Tile | None = None) -> tuple[Quantized, Quantized]:

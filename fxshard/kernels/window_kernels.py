@@ -111,6 +111,16 @@ def _highest(bounds, cols, length, window, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
+def _ends(low, inside, begin, length, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The keys of a block of queries: where they start, where all see them, where the diagonal is, where they stop."""
+    start = tl.min(tl.where(inside, low, length)) // COLS * COLS
+    diagonal = tl.maximum(begin // COLS * COLS, start)
+    whole = tl.cdiv(tl.max(tl.where(inside, low, 0)), COLS) * COLS
+    whole = tl.minimum(tl.maximum(whole, start), diagonal)
+    return start, whole, diagonal, tl.minimum(begin + ROWS, length)
+
+
+@triton.jit
 def _tile(base, at, stride, length, WIDTH: tl.constexpr):
     """Rows ``at`` of a matrix; zeros after its end."""
     across = tl.arange(0, WIDTH)
@@ -165,11 +175,7 @@ def _forward(
     tile = _tile(query + b * sqb + h * sqh, rows, sqn, length, WIDTH)
     low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
     inside = rows < length
-    start = tl.min(tl.where(inside, low, length)) // COLS * COLS
-    diagonal = tl.maximum(begin // COLS * COLS, start)
-    whole = tl.cdiv(tl.max(tl.where(inside, low, 0)), COLS) * COLS
-    whole = tl.minimum(tl.maximum(whole, start), diagonal)
-    stop = tl.minimum(begin + ROWS, length)
+    start, whole, diagonal, stop = _ends(low, inside, begin, length, ROWS, COLS)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     most = tl.full([ROWS], -1.0e30, dtype=tl.float32)
@@ -241,11 +247,7 @@ def _query_gradient(
     logs = tl.load(sums + (b * heads + h) * length + rows, mask=inside, other=float("inf"))
     deltas = tl.load(delta + (b * heads + h) * length + rows, mask=inside, other=0.0)
     low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
-    start = tl.min(tl.where(inside, low, length)) // COLS * COLS
-    diagonal = tl.maximum(begin // COLS * COLS, start)
-    whole = tl.cdiv(tl.max(tl.where(inside, low, 0)), COLS) * COLS
-    whole = tl.minimum(tl.maximum(whole, start), diagonal)
-    stop = tl.minimum(begin + ROWS, length)
+    start, whole, diagonal, stop = _ends(low, inside, begin, length, ROWS, COLS)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     acc = _of_queries(
         acc, tile, grads, logs, deltas, key, value, skn, svn, rows, low, length, scale, start, whole, True, WIDTH, COLS

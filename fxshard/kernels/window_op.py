@@ -7,14 +7,12 @@ mask exists, and keys outside of the range are not read. Heads of queries may sh
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from fxshard.kernels.ops import define
+from fxshard.kernels.ops import define, has_triton
 
 Maybe = torch.Tensor | None
 WIDTHS = (16, 32, 64, 128, 256)
@@ -110,12 +108,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def _by_triton(query: torch.Tensor) -> bool:
-    return query.is_cuda and query.dtype in HALF and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return query.is_cuda and query.dtype in HALF and has_triton()
 
 
 def runs_well(query: torch.Tensor, *, planned: bool) -> bool:
