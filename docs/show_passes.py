@@ -26,6 +26,7 @@ from fxshard.passes.chunk_loss import chunk_loss
 from fxshard.passes.context import PassContext
 from fxshard.passes.decide import Decisions
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.extern_tables import extern_tables
 from fxshard.passes.fill_arena import fill_arena
 from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
@@ -174,7 +175,7 @@ def captured(
         joint.graph.output_node().meta[GRADS] = (*[None] * outputs, *found["refs"])
         if shows:
             show("joint graph, as traced", joint)
-        for run in (open_experts, quantize_linears, recompute_param_views, save_residuals):
+        for run in (extern_tables, open_experts, quantize_linears, recompute_param_views, save_residuals):
             joint = run(joint, context)
             if shows:
                 show(f"joint graph, {run.__name__}", joint, lambda node: node.meta.get("recompute"))

@@ -201,6 +201,15 @@ def as_fake_as(value: torch.Tensor) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors that are made here have no memory. torch 2.11, 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        yield
+
+
 def memory_of(value: torch.Tensor) -> int:
     """The same number for tensors that share memory, also for fake ones, which have none. torch 2.11, 2.13."""
     return value.untyped_storage()._cdata
