@@ -41,7 +41,7 @@ def only_compiling() -> Iterator[None]:
 
 
 def aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 16 bytes. Fake ones have no address, and count as what they stand for."""
+    """Whether a tensor begins at a multiple of 16 bytes. Fake ones, which have no address, stand for such."""
     return getattr(_MODE, "only_compiling", False) or tensor.data_ptr() % 16 == 0
 
 
