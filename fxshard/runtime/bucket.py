@@ -11,6 +11,7 @@ from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
+from fxshard.runtime.foreign_optimizers import mark
 from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
 from fxshard.runtime.full_tensor import FullTensor
@@ -88,6 +89,7 @@ class Bucket:
             parameter.__dict__.update(original.__dict__)
             if self.mesh is not None and self.plan.layout.ranks > 1:
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
+                mark(parameter)
             self.params.append(parameter)
             guard(parameter, self)
             watch(parameter, self.master, always=self.plan.resident)
