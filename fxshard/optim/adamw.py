@@ -9,6 +9,7 @@ import torch
 
 from fxshard.optim.config import AdamW
 from fxshard.optim.sharded import ShardedOptimizer
+from fxshard.optim.verdict import Verdicts
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
 
@@ -19,7 +20,8 @@ class ShardedAdamW(ShardedOptimizer):
     def __init__(self, engine: Engine, choice: AdamW) -> None:
         trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
         defaults = {"lr": choice.lr, "betas": choice.betas, "eps": choice.eps, "weight_decay": choice.weight_decay}
-        super().__init__(engine, _groups(trained, choice), defaults)
+        verdicts = Verdicts(choice.nan, "AdamW") if choice.nan is not None else None
+        super().__init__(engine, _groups(trained, choice), defaults, verdicts)
 
 
 def _groups(buckets: Sequence[Bucket], choice: AdamW) -> list[dict[str, Any]]:

@@ -15,12 +15,16 @@ from fxshard.optim import coefficients as coefficient_sets
 if TYPE_CHECKING:
     from fxshard.optim.plain_muon import PlainMuon
 
+NAN = ("raise", "skip")
+
 
 @dataclass(frozen=True)
 class AdamW:
     """AdamW over the flat shards: one fused pass per bucket, equal to ``torch.optim.AdamW``.
 
-    ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch.
+    ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch. ``nan``: what to
+    do when a gradient is not finite, as in :class:`fxshard.Muon`: "raise" or "skip"; by default nobody looks, as in
+    torch.
 
     >>> fxshard.AdamW(lr=3e-4, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
     """
@@ -30,8 +34,11 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 1e-2
     decay: Callable[[str, tuple[int, ...]], bool] | None = None
+    nan: str | None = None
 
     def __post_init__(self) -> None:
+        if self.nan not in (None, *NAN):
+            raise ConfigError(f"AdamW(nan={self.nan!r}): expected one of {', '.join(map(repr, (None, *NAN)))}")
         checks: dict[str, bool] = {
             "lr": self.lr >= 0,
             "betas": all(0 <= beta < 1 for beta in self.betas),
@@ -73,7 +80,6 @@ class Split:
 
 SCALES = ("rms", "spectral", "ratio", None)
 FORMS = ("auto", "plain", "symmetric", "gram")
-NAN = ("raise", "skip")
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,11 @@ class Muon:
                 )
         if not isinstance(self.adamw, AdamW):
             raise ConfigError(f"Muon(adamw={self.adamw!r}): expected fxshard.AdamW(...)")
+        if self.adamw.nan not in (None, self.nan):
+            raise ConfigError(
+                f"Muon(nan={self.nan!r}, adamw=AdamW(nan={self.adamw.nan!r})): one check covers all gradients; say it "
+                "to Muon alone"
+            )
         if self.use is not None and not callable(self.use):
             raise ConfigError(f"Muon(use={self.use!r}): expected a function of name and shape")
         if self.split is not None:

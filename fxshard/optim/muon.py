@@ -43,8 +43,7 @@ class ShardedMuon(ShardedOptimizer):
         trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
         named = [pair for bucket in trained for pair in zip(bucket.plan.params, bucket.params, strict=True)]
         self._choice, self._splits = choice, splits
-        self._verdicts = Verdicts(choice)
-        super().__init__(engine, groups(choice, named, splits), {"lr": choice.lr})
+        super().__init__(engine, groups(choice, named, splits), {"lr": choice.lr}, Verdicts(choice.nan, "Muon"))
         self._travelling = {
             travel.name: travel
             for instruction in self._program
@@ -55,53 +54,17 @@ class ShardedMuon(ShardedOptimizer):
         self._views: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._row_factors: dict[tuple[str, str | None], torch.Tensor | float] = {}
 
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were left out because gradients were not finite. Waits for the last one."""
-        self.settle()
-        return self._verdicts.left_out
-
-    def settle(self, *, may_raise: bool = True) -> None:
-        self._verdicts.settle(self._take_back, may_raise=may_raise)
-
-    def state_dict(self) -> dict[str, Any]:
-        self.settle()
-        return super().state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         check_loaded(self.param_groups, state_dict["param_groups"])
-        self.settle(may_raise=False)  # what the step would have spoilt is about to be replaced
         super().load_state_dict(state_dict)
 
-    def state_was_written(self) -> None:
-        self.settle(may_raise=False)
-        super().state_was_written()
-
     def _may_step(self) -> bool:
-        self.settle()
         if sum(group["kind"] == "muon" for group in self.param_groups) > 1:
             raise StateError(
                 "param_groups has several groups of kind 'muon', but all of Muon's parameters follow the first: give "
                 "them one group, or choose with fxshard.Muon(use=...) which parameters are Muon's"
             )
-        grads = {
-            name: moments.bucket.as_rows(moments.bucket.grad, name)
-            for moments in self._moments.values()
-            if moments.bucket.grad is not None
-            for name, parameter in zip(moments.bucket.plan.params, moments.bucket.params, strict=True)
-            if parameter.grad is not None
-        }
-        filled = {name: grad for name, grad in grads.items() if grad.numel()}
-        finite = rule.finite(list(filled.values()), self._engine.device)
-        everywhere = self._engine.on_all_ranks(finite.all(), "whether gradients are finite")
-        return self._verdicts.may_step(list(filled), finite, everywhere)
-
-    def _verdict(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self._verdicts.allowed, self._verdicts.refused
-
-    def _take_back(self) -> None:
-        for moments in self._moments.values():
-            moments.take_back()
+        return super()._may_step()
 
     def _run(self, instruction: Instruction) -> None:
         match instruction:
@@ -143,14 +106,14 @@ class ShardedMuon(ShardedOptimizer):
         splits = [self._splits[rows.name] for rows in chosen]
         grads, group = [rows.grad for rows in chosen if rows.grad is not None], self._group
         momenta = [rows.momentum for rows in chosen]
-        refused = self._verdicts.refused
+        refused = self._refused
         directions, factors = moved_directions(grads, momenta, splits, group, self._choice.form, refused)
         rule.apply_([rows.value for rows in chosen], directions, group["lr"], group["weight_decay"], factors, refused)
 
     def _momentum(self, chosen: Sequence[_Rows]) -> list[torch.Tensor]:
         grads = [rows.grad for rows in chosen if rows.grad is not None]
         momenta, group = [rows.momentum for rows in chosen], self._group
-        return rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], self._verdicts.refused)
+        return rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], self._refused)
 
     def _orthogonal(self, updates: Sequence[torch.Tensor], splits: Sequence[Split | None]) -> list[list[torch.Tensor]]:
         return orthogonal_pieces(updates, splits, self._group, self._choice.form)
@@ -203,7 +166,7 @@ class ShardedMuon(ShardedOptimizer):
             values.append(rows.value)
             directions.append(direction)
             factors.append(factor)
-        rule.apply_(values, directions, group["lr"], group["weight_decay"], factors, self._verdicts.refused)
+        rule.apply_(values, directions, group["lr"], group["weight_decay"], factors, self._refused)
 
     def _scaled(self, travel: Travel, direction: torch.Tensor, rank: int) -> tuple[torch.Tensor, float]:
         """Some rows of a direction, and what is left to scale them by: matrices of a split may differ in that."""

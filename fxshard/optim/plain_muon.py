@@ -28,7 +28,7 @@ class PlainMuon(torch.optim.Optimizer):
         named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         self._choice = choice
         self._splits = rule.matrices(choice, model if isinstance(model, nn.Module) else named)
-        self._verdicts = Verdicts(choice)
+        self._verdicts = Verdicts(choice.nan, "Muon")
         super().__init__(groups(choice, named, self._splits), {"lr": choice.lr})
 
     @property

@@ -10,6 +10,8 @@ import torch
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.optim.moments import Moments
+from fxshard.optim.muon_rule import finite
+from fxshard.optim.verdict import Verdicts
 from fxshard.plan.step import Done, Instruction, Local, plan_step
 from fxshard.runtime.engine import Engine
 
@@ -24,9 +26,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     gathers_ahead = True
     """Buckets that the next forward starts with are gathered here, each as soon as it is updated."""
 
-    def __init__(self, engine: Engine, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, engine: Engine, groups: list[dict[str, Any]], defaults: dict[str, Any], verdicts: Verdicts | None
+    ) -> None:
         super().__init__(groups, defaults)
         self._engine = engine
+        self._verdicts = verdicts
         self._moments = {b.plan.index: Moments(b) for b in engine.buckets if b.plan.trainable}
         self._program = plan_step([bucket.plan for bucket in engine.buckets])
         self._bind_state()
@@ -58,7 +63,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because gradients were not finite. Waits for the last one."""
+        self.settle()
+        return self._verdicts.left_out if self._verdicts is not None else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.settle(may_raise=False)  # what the last step would have spoilt is about to be replaced
         super().load_state_dict(state_dict)
         with torch.no_grad():
             for moments in self._moments.values():
@@ -70,22 +86,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._bind_state()
 
     def settle(self, *, may_raise: bool = True) -> None:
-        """Say what is still to be said about the last step, before its state is read. An optimizer that refuses no step
-        has nothing to say.
+        """Say what is still to be said about the last step, before its state is read. An optimizer that looks at no
+        gradients has nothing to say.
         """
+        if self._verdicts is not None:
+            self._verdicts.settle(self._take_back, may_raise=may_raise)
+
+    def _take_back(self) -> None:
+        for moments in self._moments.values():
+            moments.take_back()
 
     def state_was_written(self) -> None:
         """The state tensors were written in place, as loading a checkpoint does."""
+        self.settle(may_raise=False)
         for moments in self._moments.values():
             moments.recount()
 
     def _may_step(self) -> bool:
         """Whether the gradients are such that a step may be made; asked on every rank, before anything is changed."""
-        return True
+        self.settle()
+        if self._verdicts is None:
+            return True
+        grads = {
+            name: moments.bucket.as_rows(moments.bucket.grad, name)
+            for moments in self._moments.values()
+            if moments.bucket.grad is not None
+            for name, parameter in zip(moments.bucket.plan.params, moments.bucket.params, strict=True)
+            if parameter.grad is not None
+        }
+        filled = {name: grad for name, grad in grads.items() if grad.numel()}
+        here = finite(list(filled.values()), self._engine.device)
+        everywhere = self._engine.on_all_ranks(here.all(), "whether gradients are finite")
+        return self._verdicts.may_step(list(filled), here, everywhere)
 
-    def _verdict(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Numbers on the device by which kernels make the step or not: (1.0 if so, 1.0 if not); None: they make it."""
-        return None, None
+    @property
+    def _refused(self) -> torch.Tensor | None:
+        """A number on the device by which kernels make the step (0.0) or not (1.0); None: they make it."""
+        return self._verdicts.refused if self._verdicts is not None else None
 
     def _run(self, instruction: Instruction) -> None:
         match instruction:
@@ -98,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _adamw(self, chosen: Sequence[Moments]) -> None:
         group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
-        allowed, refused = self._verdict()
+        allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in chosen:
             moments.count_step(allowed)
             for number, positions in moments.stretches(group_of):
@@ -116,7 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     betas=group["betas"],
                     weight_decay=group["weight_decay"],
                     eps=group["eps"],
-                    refused=refused,
+                    refused=self._refused,
                 )
 
     def _bind_state(self) -> None:
