@@ -16,7 +16,7 @@ from torch import nn
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import elementwise
-from fxshard.optim.config import Muon, Split
+from fxshard.optim.config import Muon, Scale, Split
 
 # Parts of a parameter's name that say what it is, where no module can be asked.
 _EMBEDDINGS = ("embed", "wte", "wpe")
@@ -160,9 +160,16 @@ def join_matrices(pieces: Sequence[torch.Tensor], split: Split | None, shape: Se
     return torch.cat(grouped, dim=-2).reshape(*shape)
 
 
-def scale_factor(shape: Sequence[int], scale: str | None) -> float:
+def scale_factor(shape: Sequence[int], scale: Scale) -> float:
     """What multiplies the update of a matrix of shape [..., out, in]."""
     out, inputs = shape[-2:]
+    if callable(scale):
+        factor = scale((out, inputs))
+        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+            raise ConfigError(f"Muon: scale returned {factor!r} for a matrix of {out}×{inputs}: expected a number")
+        return float(factor)
+    if isinstance(scale, (int, float)):
+        return float(scale)
     match scale:
         case None:
             return 1.0
@@ -176,7 +183,7 @@ def scale_factor(shape: Sequence[int], scale: str | None) -> float:
 
 
 def join_directions(
-    pieces: Sequence[torch.Tensor], split: Split | None, shape: Sequence[int], scale: str | None
+    pieces: Sequence[torch.Tensor], split: Split | None, shape: Sequence[int], scale: Scale
 ) -> tuple[torch.Tensor, float]:
     """The direction of a whole parameter from those of its matrices, and the factor that remains to be applied.
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fxshard._torch import private
-from fxshard._torch.errors import ConfigError
+from fxshard._torch.errors import ConfigError, StateError
+from fxshard.optim.groups import check_group, check_states, in_our_order, saved
 from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
 from fxshard.optim.verdict import Verdicts
@@ -31,6 +32,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, defaults)
         self._engine = engine
+        self._name_of = {
+            id(parameter): name
+            for bucket in engine.buckets
+            for name, parameter in zip(bucket.plan.params, bucket.params, strict=True)
+        }
+        self._group_of: dict[str, dict[str, Any]] = {}
+        """By name of the parameter, as ``param_groups`` were when the step began."""
         self._verdicts = verdicts
         self._moments = {b.plan.index: Moments(b) for b in engine.buckets if b.plan.trainable}
         self._program = plan_step([bucket.plan for bucket in engine.buckets])
@@ -42,6 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._group_of = self._checked_groups()
         for moments in self._moments.values():
             moments.bucket.adopt_gradients()
         if self._may_step():
@@ -71,9 +80,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        return super().state_dict()
+        self._name_groups()
+        return saved(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a plain optimizer's state or a sharded one, by name where it has names, else in the order of the
+        model's ``parameters()``. Everything is checked before anything is changed.
+        """
+        self._name_groups()
+        state_dict = in_our_order(self.param_groups, state_dict)
+        check_states(self.param_groups, state_dict, lambda parameter: self.state[parameter])
         self.settle(may_raise=False)  # what the last step would have spoilt is about to be replaced
         super().load_state_dict(state_dict)
         with torch.no_grad():
@@ -101,6 +117,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.settle(may_raise=False)
         for moments in self._moments.values():
             moments.recount()
+
+    def _name_groups(self) -> None:
+        """Names follow parameters that were moved between groups."""
+        for group in self.param_groups:
+            group["param_names"] = [self._name_of[id(parameter)] for parameter in group["params"]]
+
+    def _checked_groups(self) -> dict[str, dict[str, Any]]:
+        """The group of every parameter; raises if a group says what cannot be done."""
+        found = {}
+        for group in self.param_groups:
+            check_group(group)
+            found.update({self._name_of.get(id(parameter), ""): group for parameter in group["params"]})
+        for moments in self._moments.values():
+            for name in moments.bucket.plan.params:
+                if name not in found:
+                    raise StateError(
+                        f"{name} is in none of param_groups: leave it there with lr=0, or freeze it before compile"
+                    )
+                if (found[name].get("kind") == "muon") != (name in moments.muon):
+                    raise StateError(
+                        f"{name} was moved to a group of kind {found[name].get('kind')!r}: choose with "
+                        "fxshard.Muon(use=...) which parameters are Muon's"
+                    )
+        return found
 
     def _may_step(self) -> bool:
         """Whether the gradients are such that a step may be made; asked on every rank, before anything is changed."""
@@ -133,16 +173,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._engine.carry(index)
 
     def _adamw(self, chosen: Sequence[Moments]) -> None:
-        group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        number = {id(group): i for i, group in enumerate(self.param_groups)}
+        group_of = {name: number[id(group)] for name, group in self._group_of.items()}
         pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
         allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in chosen:
             moments.count_step(allowed)
-            for number, positions in moments.stretches(group_of):
-                pieces[number].append(moments.tensors(positions))
-        for group, of_group in zip(self.param_groups, pieces, strict=True):
-            if of_group:
-                masters, grads, firsts, seconds, steps = (list(column) for column in zip(*of_group, strict=True))
+            for of_group, positions in moments.stretches(group_of):
+                pieces[of_group].append(moments.tensors(positions))
+        for group, together in zip(self.param_groups, pieces, strict=True):
+            if together:
+                masters, grads, firsts, seconds, steps = (list(column) for column in zip(*together, strict=True))
                 private.fused_adamw(
                     masters,
                     grads,
@@ -153,6 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     betas=group["betas"],
                     weight_decay=group["weight_decay"],
                     eps=group["eps"],
+                    maximize=group.get("maximize", False),
                     refused=self._refused,
                 )
 
@@ -160,3 +202,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for moments in self._moments.values():
             for i, parameter in enumerate(moments.bucket.params):
                 self.state[parameter] = moments.state_of(i)
+
+
+def in_order(engine: Engine, order: Sequence[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    """(name, parameter) of what is trained, in the order of the model's ``parameters()``; buckets have another one."""
+    trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
+    found = {name: p for bucket in trained for name, p in zip(bucket.plan.params, bucket.params, strict=True)}
+    return [(name, found[name]) for name in order if name in found]

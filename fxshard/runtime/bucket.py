@@ -257,6 +257,18 @@ class Bucket:
                 if parameter.grad is not None and parameter.grad is not own:
                     own.copy_(parameter.grad)
                     parameter.grad = own
+        if self.mesh is None and self.grad is not None:
+            self._take_back_moved(self.grad)
+
+    def _take_back_moved(self, flat: torch.Tensor) -> None:
+        """``parameter.grad.data = t`` moves our own view of a gradient to other memory."""
+        for i, (fragment, parameter) in enumerate(zip(self.fragments, self.params, strict=True)):
+            at = flat.data_ptr() + fragment.offset * flat.element_size()
+            if fragment.numel and parameter.grad is self.grads[i] and self.grads[i].data_ptr() != at:
+                moved, self.grads[i] = self.grads[i], self.as_param(flat, fragment.name)
+                parameter.grad = self.grads[i]
+                with torch.no_grad():
+                    self.grads[i].copy_(moved)
 
     def publish_gradients(self) -> None:
         for parameter, own in zip(self.params, self.grads, strict=True):
