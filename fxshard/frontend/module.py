@@ -243,6 +243,7 @@ class ShardedModule(nn.Module):
             replays.report() if replays is not None else None,
             backend.attention[-1] if backend.attention else AttentionReport(),
             backend.losses[-1] if backend.losses else LossReport(),
+            getattr(self._optimizer, "splits", {}),
             tuple(backend.captured),
         )
 

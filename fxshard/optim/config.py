@@ -123,7 +123,9 @@ class Muon:
     is a group of ``param_groups``; AdamW's parameters have ``adamw``'s. Weight decay is decoupled and uses ``lr``
     without that factor. ``coefficients`` names a set of ``fxshard.optim.coefficients``. ``use(name, shape)`` says which
     parameters are Muon's; by default all matrices that are no embeddings or output heads. ``split`` maps name patterns
-    to how fused weights are cut before orthogonalisation (a ``Split``, or its ``parts``). ``form`` chooses how
+    to how fused weights are cut before orthogonalisation (a ``Split``, or its ``parts``); weights that no pattern
+    matches are cut if their names and shapes say that they are fused (``model.report.splits``), unless ``split`` is
+    "off". ``form`` chooses how
     Newton–Schulz is computed. ``nan``: what to do when a gradient is not finite: "raise" a ``StateError``, or "skip"
     the step with a warning. Nothing is changed either way. On a GPU the host does not wait to know: it raises or warns
     when the next step begins, or when the optimizer's state is read.
@@ -140,7 +142,7 @@ class Muon:
     scale: Scale = "spectral"
     adamw: AdamW = AdamW()
     use: Callable[[str, tuple[int, ...]], bool] | None = None
-    split: Mapping[str, Split | int | tuple[int, ...]] | None = None
+    split: Mapping[str, Split | int | tuple[int, ...]] | str = "auto"
     form: str = "auto"
     nan: str = "raise"
     groups: Mapping[str, Mapping[str, Any]] | None = None
@@ -171,9 +173,11 @@ class Muon:
             )
         if self.use is not None and not callable(self.use):
             raise ConfigError(f"Muon(use={self.use!r}): expected a function of name and shape")
-        if self.split is not None:
+        if self.split not in ("auto", "off"):
             if not isinstance(self.split, Mapping):
-                raise ConfigError(f"Muon(split={self.split!r}): expected a mapping from name patterns to splits")
+                raise ConfigError(
+                    f"Muon(split={self.split!r}): expected 'auto', 'off', or a mapping from name patterns to splits"
+                )
             cuts = {name: cut if isinstance(cut, Split) else Split(cut) for name, cut in self.split.items()}
             object.__setattr__(self, "split", cuts)
 

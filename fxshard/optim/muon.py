@@ -10,6 +10,7 @@ import torch
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon, Scale, Split
 from fxshard.optim.directions import alike, apply_by_group, moved_directions, orthogonal_pieces
+from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
 from fxshard.optim.sending import sent
@@ -37,8 +38,17 @@ class ShardedMuon(ShardedOptimizer):
     a step whose gradients are not finite changes nothing, and is reported when the next begins or the state is read.
     """
 
-    def __init__(self, engine: Engine, choice: Muon, splits: Mapping[str, Split | None], order: Sequence[str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        choice: Muon,
+        splits: Mapping[str, Split | None],
+        order: Sequence[str],
+        fused: Mapping[str, Found],
+    ) -> None:
         self._choice, self._splits = choice, splits
+        self.splits = {name: found for name, found in fused.items() if name in splits}
+        """Weights that look fused, and how they are cut, or why they are not."""
         groups = param_groups(choice, in_order(engine, order), splits)
         super().__init__(engine, groups, {"lr": choice.lr}, Verdicts(choice.nan, "Muon"))
         self._travelling = {

@@ -29,7 +29,11 @@ class PlainMuon(torch.optim.Optimizer):
     def __init__(self, model: nn.Module | Iterable[tuple[str, torch.Tensor]], choice: Muon) -> None:
         named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         self._choice = choice
-        self._splits = rule.matrices(choice, model if isinstance(model, nn.Module) else named)
+        given = model if isinstance(model, nn.Module) else named
+        self._splits = rule.matrices(choice, given)
+        fused = rule.found_fused(choice, given)
+        self.splits = {name: found for name, found in fused.items() if name in self._splits}
+        """Weights that look fused, and how they are cut, or why they are not."""
         self._verdicts = Verdicts(choice.nan, "Muon")
         check_patterns(choice, [name for name, p in named if p.requires_grad], self._splits)
         super().__init__(param_groups(choice, named, self._splits), {"lr": choice.lr})
