@@ -11,6 +11,7 @@ from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
+from fxshard.runtime.foreign_optimizers import mark
 from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
 from fxshard.runtime.full_tensor import FullTensor
@@ -88,6 +89,7 @@ class Bucket:
             parameter.__dict__.update(original.__dict__)
             if self.mesh is not None and self.plan.layout.ranks > 1:
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
+                mark(parameter)
             self.params.append(parameter)
             guard(parameter, self)
             watch(parameter, self.master, always=self.plan.resident)
@@ -255,6 +257,18 @@ class Bucket:
                 if parameter.grad is not None and parameter.grad is not own:
                     own.copy_(parameter.grad)
                     parameter.grad = own
+        if self.mesh is None and self.grad is not None:
+            self._take_back_moved(self.grad)
+
+    def _take_back_moved(self, flat: torch.Tensor) -> None:
+        """``parameter.grad.data = t`` moves our own view of a gradient to other memory."""
+        for i, (fragment, parameter) in enumerate(zip(self.fragments, self.params, strict=True)):
+            at = flat.data_ptr() + fragment.offset * flat.element_size()
+            if fragment.numel and parameter.grad is self.grads[i] and self.grads[i].data_ptr() != at:
+                moved, self.grads[i] = self.grads[i], self.as_param(flat, fragment.name)
+                parameter.grad = self.grads[i]
+                with torch.no_grad():
+                    self.grads[i].copy_(moved)
 
     def publish_gradients(self) -> None:
         for parameter, own in zip(self.params, self.grads, strict=True):

@@ -390,6 +390,7 @@ def fused_adamw(
     betas: tuple[float, float],
     weight_decay: float,
     eps: float,
+    maximize: bool = False,
     refused: torch.Tensor | None = None,
 ) -> None:
     """The kernel that ``torch.optim.AdamW(fused=True)`` calls, for CPU and CUDA. torch 2.11, 2.13.
@@ -409,7 +410,7 @@ def fused_adamw(
         weight_decay=weight_decay,
         eps=eps,
         amsgrad=False,
-        maximize=False,
+        maximize=maximize,
         found_inf=refused,
     )
 
