@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fxshard._torch import private
@@ -54,6 +55,8 @@ class Bucket:
         """Where the gradient lives once a captured program writes it."""
         self.kept: torch.Tensor | None = None
         """Full gradients of this rank's own micro-batches inside ``no_sync``, not reduced yet."""
+        self.kept_for: frozenset[int] = frozenset()
+        """The parameters, by position, that those micro-batches used."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
         self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
         self.fragments = layout.fragments(self.rank)
@@ -212,7 +215,7 @@ class Bucket:
 
     def release_gradient(self) -> None:
         """``zero_grad``: forget what was kept, and free the gradient's memory if no parameter holds it."""
-        self.kept = None
+        self.kept, self.kept_for = None, frozenset()
         self.reclaim_gradient()
 
     def reclaim_gradient(self) -> None:
@@ -246,7 +249,7 @@ class Bucket:
         fragment = self.fragments[self.plan.layout.index[name]]
         if fragment.numel:
             self.as_rows(self.grad, name).add_(full[fragment.row_start : fragment.row_stop] if full.ndim else full)
-        self.publish_gradients()
+        self.publish_gradients([self.plan.layout.index[name]])
 
     def adopt_gradients(self) -> None:
         """Copy gradients that a user put in place of ours into the flat gradient."""
@@ -270,9 +273,20 @@ class Bucket:
                 with torch.no_grad():
                     self.grads[i].copy_(moved)
 
-    def publish_gradients(self) -> None:
-        for parameter, own in zip(self.params, self.grads, strict=True):
-            parameter.grad = own
+    def publish_gradients(self, positions: Collection[int]) -> None:
+        """Let parameters have their part of the gradient: those of which there is one."""
+        for i in positions:
+            self.params[i].grad = self.grads[i]
+
+    @property
+    def with_gradient(self) -> list[int]:
+        """Positions of the parameters that have a gradient."""
+        return [i for i, parameter in enumerate(self.params) if parameter.grad is not None]
+
+    @property
+    def reducing(self) -> dist.ProcessGroup | None:
+        """The group that reduces full gradients; None where no other rank has a part in them."""
+        return self.channels.reducing(self.plan)
 
     def bytes_at_rest(self) -> dict[str, int]:
         """What this rank holds for the bucket, counted from the storages that exist."""

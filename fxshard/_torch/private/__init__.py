@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxshard._torch.private.aot import OTHER_TANGENT as OTHER_TANGENT
 from fxshard._torch.private.aot import Traced as Traced
+from fxshard._torch.private.aot import before_backward as before_backward
+from fxshard._torch.private.aot import tangent_of as tangent_of
 from fxshard._torch.private.aot import traced as traced
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example

@@ -99,6 +99,7 @@ def _lower(
                     label=f"fxshard {phase} {call.target if event is None else f'{event.kind} {event.bucket}'}",
                     key=_key(event, phase, passed),
                     zeros=call.kwargs.get("zeros", ()),  # type: ignore[arg-type]
+                    needs=call.kwargs.get("needs", ()),  # type: ignore[arg-type]
                 )
             )
             passed += event is not None and event.kind is not Kind.UNSHARD
