@@ -65,10 +65,8 @@ class Float8Nodes:
             if self._recipe.scaling is Scaling.TENSOR and operand.base in self._both:
                 scales = self._scales(self._largest(value, ROWWISE), dtype)
                 plain, turned = unpacked(self._graph, float8_cast_both, (value, scales, dtype), user)
-                return {
-                    Operand(operand.base, ROWWISE): (plain, scales),
-                    Operand(operand.base, COLUMNWISE): (turned, scales),
-                }
+                rowwise, columnwise = (Operand(operand.base, axis) for axis in (ROWWISE, COLUMNWISE))
+                return {rowwise: (plain, scales), columnwise: (turned, scales)}
             scales = self._scales(self._largest(value, operand.axis), dtype)
             if operand.axis == ROWWISE:
                 return {operand: (self._cast(value, scales, dtype), scales)}

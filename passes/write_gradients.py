@@ -3,8 +3,8 @@
 Requires ``insert_reduce_scatter``. Replaces a matrix product whose only use is the copy into its place in the bucket by
 one that writes there; likewise gradients of a head whose loss was computed in chunks, which backward only scales. Where
 the bucket has a wider dtype this also saves the rounding in between (products on CUDA only: the CPU has none with
-another output dtype; of MXFP8 and float8 products, which have it anyway, only the copy is saved). Everything else keeps its copy,
-which the compiler fuses with what it can.
+another output dtype; of MXFP8 and float8 products, which have it anyway, only the copy is saved). Everything else keeps
+its copy, which the compiler fuses with what it can.
 """
 
 from __future__ import annotations
