@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fxshard.passes.options import Debug
     from fxshard.passes.pass_list import PassList
     from fxshard.passes.pipeline import PASSES
+    from fxshard.plan.float8_policy import Float8
     from fxshard.plan.mxfp8_policy import MXFP8
     from fxshard.plan.precision import Precision
     from fxshard.schedule.files import ScheduleFileError
@@ -52,6 +53,7 @@ _HOME = {
     "CheckpointError": "_torch.errors",
     "ConfigError": "_torch.errors",
     "Debug": "passes.options",
+    "Float8": "plan.float8_policy",
     "FxshardError": "_torch.errors",
     "Group": "frontend.groups",
     "LayoutError": "_torch.errors",
@@ -113,6 +115,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Debug",
+    "Float8",
     "FxshardError",
     "Group",
     "LayoutError",

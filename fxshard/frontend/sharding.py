@@ -26,6 +26,7 @@ from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.domain import Domain, Reduction, data_parallel
+from fxshard.plan.float8_policy import check_products
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.precision import Precision
 from fxshard.plan.units import find_units
@@ -132,6 +133,7 @@ def take_apart(
         options = Options(**choices)
         device = _check(model, mesh=mesh)
         check_capturable(options, device)
+        check_products(options.precision, device)
         check_initialisable(model, init)
         domain = _domain(mesh, options.reduction)
         others = meshes_of(groups, mesh, domain)

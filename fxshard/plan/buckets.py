@@ -12,12 +12,13 @@ from fxshard._torch.errors import ConfigError
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.choice import LayoutKind, choose_layout, span_units
 from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
+from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.gather_modes import Gather
 from fxshard.plan.layout import Layout, TensorSpec, aligned
 from fxshard.plan.matrices import matrix_cost
-from fxshard.plan.mxfp8_policy import MXFP8, choose_linears
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
+from fxshard.plan.quantized import Quantized, choose_linears
 from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
 
@@ -42,6 +43,8 @@ class BucketPlan:
     """The parameters that Muon updates; the others are AdamW's."""
     why: str = ""
     """Why it has the layout it has."""
+    float8: Float8Recipe | None = None
+    """How products with these parameters run in float8; what is quantized otherwise is so in MXFP8."""
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -80,7 +83,7 @@ class BucketPlan:
 
     @property
     def quantized(self) -> bool:
-        """Whether products with these parameters run in MXFP8."""
+        """Whether products with these parameters run in MXFP8 or float8."""
         return self.gather is not Gather.PLAIN
 
     @property
@@ -181,7 +184,7 @@ def plan_buckets(
     parameters = dict(model.named_parameters())
     rules = _Rules(
         ZERO[zero],
-        precision.mode(zero) if isinstance(precision, MXFP8) else Gather.PLAIN,
+        precision.mode(zero) if isinstance(precision, Quantized) else Gather.PLAIN,
         precision,
         layout,
         frozenset(matrices),
@@ -194,10 +197,10 @@ def plan_buckets(
     plans: list[BucketPlan] = []
     work: dict[Domain, list[float]] = {}
     for unit in reversed(units):
-        kinds = _kinds(unit, parameters, quantized, domain_of or (lambda name: own))
+        kinds = _kinds(unit, parameters, quantized, rules.cut, domain_of or (lambda name: own))
         for kind, specs in kinds.items():
             of_ranks = work.setdefault(kind.domain, [0.0] * kind.domain.shards)
-            name = unit.name + _kind_suffix(kind, among=kinds)
+            name = unit.name + _kind_suffix(kind, kinds, "mxfp8" if rules.float8 is None else "float8")
             plans.append(_bucket(len(plans), name, unit.name, kind, specs, rules, of_ranks))
     if not plans:
         raise ConfigError("the model has no parameters: there is nothing to shard")
@@ -214,9 +217,17 @@ class _Rules:
     layout: LayoutKind
     matrices: frozenset[str]
 
+    @property
+    def cut(self) -> int:
+        return self.precision.cut if isinstance(self.precision, Quantized) else 1
+
+    @property
+    def float8(self) -> Float8Recipe | None:
+        return self.precision.recipe if isinstance(self.precision, Quantized) else None
+
 
 def _kinds(
-    unit: Unit, parameters: Mapping[str, nn.Parameter], quantized: Collection[str], domain_of: DomainOf
+    unit: Unit, parameters: Mapping[str, nn.Parameter], quantized: Collection[str], cut_at: int, domain_of: DomainOf
 ) -> dict[Kind, list[TensorSpec]]:
     """The parameters of a unit by what keeps them apart."""
     kinds: dict[Kind, list[TensorSpec]] = {}
@@ -224,9 +235,9 @@ def _kinds(
         parameter = parameters[name]
         scalar = parameter.ndim == 0
         kind = Kind(parameter.dtype, parameter.requires_grad, scalar, name in quantized, domain_of(name))
-        # Columnwise blocks run down 32 rows: a boundary between them lets every owner quantize alone. A stack of
-        # experts' weights is cut between its matrices.
-        cut = BLOCK if kind.quantized and parameter.ndim == 2 else 1
+        # A boundary between blocks lets every owner quantize alone. A stack of experts' weights is cut between its
+        # matrices.
+        cut = cut_at if kind.quantized and parameter.ndim == 2 else 1
         kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape), cut))
     return kinds
 
@@ -265,6 +276,7 @@ def _bucket(
         domain=kind.domain,
         matrices=owned,
         why=chosen.why,
+        float8=rules.float8 if kind.quantized else None,
     )
 
 
@@ -286,7 +298,7 @@ def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtyp
     return param, precision.master or dtype, precision.reduce or param
 
 
-def _kind_suffix(own: Kind, among: Iterable[Kind]) -> str:
+def _kind_suffix(own: Kind, among: Iterable[Kind], quantized: str) -> str:
     """A suffix that tells the buckets of one unit apart; empty where the unit has only one."""
     kinds = list(among)
     parts = []
@@ -297,7 +309,7 @@ def _kind_suffix(own: Kind, among: Iterable[Kind]) -> str:
     if len({kind.scalar for kind in kinds}) > 1:
         parts.append("scalar" if own.scalar else "tensor")
     if len({kind.quantized for kind in kinds}) > 1:
-        parts.append("mxfp8" if own.quantized else "plain")
+        parts.append(quantized if own.quantized else "plain")
     if own.domain.name:
         parts.append(own.domain.name)
     return f" [{', '.join(parts)}]" if parts else ""

@@ -9,6 +9,7 @@ from itertools import islice, takewhile
 import torch
 from torch import fx
 
+from fxshard.kernels.float8_ops import float8_mm_into
 from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
 from fxshard.kernels.ops import mm_into, scaled_into
 from fxshard.plan.buckets import BucketPlan
@@ -84,7 +85,7 @@ def stretches(graph: fx.Graph, phase: Phase) -> Iterator[fx.Node | Event]:
         yield _compute(stretch, phase, live[stretch[-1]])
 
 
-_WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, scaled_into)
+_WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, float8_mm_into, scaled_into)
 """What writes gradients into their bucket."""
 
 

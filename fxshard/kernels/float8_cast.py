@@ -1,0 +1,95 @@
+"""Casting to float8 on a GPU: one Triton kernel that reads each value once and writes it as it lies and transposed.
+
+Triton is imported when a kernel is first needed: a CPU build of torch has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from fxshard.kernels.float8 import LARGEST, cast, tile
+from fxshard.kernels.quantize import runs_on
+
+ROWS, COLUMNS, WARPS = 64, 64, 4
+"""Of a tile."""
+
+
+def cast_plain(value: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix in float8, as it lies."""
+    out = torch.empty(value.shape, dtype=dtype, device=value.device)
+    cast_into(value, scales, plain=out)
+    return out
+
+
+def cast_turned(value: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix in float8, transposed."""
+    out = torch.empty(value.shape[::-1], dtype=dtype, device=value.device)
+    cast_into(value, scales, turned=out)
+    return out
+
+
+def cast_both(value: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in float8, as it lies and transposed, read once."""
+    plain = torch.empty(value.shape, dtype=dtype, device=value.device)
+    turned = torch.empty(value.shape[::-1], dtype=dtype, device=value.device)
+    cast_into(value, scales, plain, turned)
+    return plain, turned
+
+
+def cast_into(
+    value: torch.Tensor,
+    scales: torch.Tensor,
+    plain: torch.Tensor | None = None,
+    turned: torch.Tensor | None = None,
+) -> None:
+    """Cast a matrix, rounded to bf16 first, into memory that is there; what is None is not written."""
+    if runs_on(value.device):
+        _launch(value.contiguous(), scales, plain, turned)
+        return
+    some = plain if plain is not None else turned
+    assert some is not None
+    made = cast(value.to(torch.bfloat16), scales, some.dtype).view(torch.uint8)  # not all float8 copies run on a CPU
+    if plain is not None:
+        plain.view(torch.uint8).copy_(made)
+    if turned is not None:
+        turned.view(torch.uint8).copy_(made.t())
+
+
+def _launch(value: torch.Tensor, scales: torch.Tensor, plain: torch.Tensor | None, turned: torch.Tensor | None) -> None:
+    rows, columns = value.shape
+    if value.numel() == 0:
+        return
+    some = plain if plain is not None else turned
+    assert some is not None
+    share = [tile(scales.shape[dim], value.shape[dim]) for dim in (0, 1)]
+    strides = [scales.stride(dim) if scales.shape[dim] > 1 else 0 for dim in (0, 1)]
+    grid = (-(-rows // ROWS), -(-columns // COLUMNS))
+    with torch.cuda.device(value.device):
+        _kernel()[grid](
+            value,
+            scales,
+            some if plain is None else plain,
+            some if turned is None else turned,
+            rows,
+            columns,
+            *strides,
+            SHARE_ROWS=share[0] if strides[0] else 1,
+            SHARE_COLUMNS=share[1] if strides[1] else 1,
+            LARGEST=LARGEST[some.dtype],
+            PLAIN=plain is not None,
+            TURNED=turned is not None,
+            WHOLE=rows % ROWS == 0 and columns % COLUMNS == 0,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=WARPS,
+        )
+
+
+@functools.cache
+def _kernel() -> Any:
+    from fxshard.kernels.triton_float8 import cast_tile
+
+    return cast_tile
