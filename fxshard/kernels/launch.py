@@ -62,11 +62,13 @@ class Launches:
     ) -> None:
         """Launch with all arguments, constants too, in their order. Triton compiles for what ``described`` returns."""
         compiled = self._compiled.get(key)
+        only_compile = getattr(_MODE, "only_compiling", False)
         if compiled is not None:
-            compiled[grid](*args)
+            if not only_compile:
+                compiled[grid](*args)
             return
         with _COMPILING:
-            if getattr(_MODE, "only_compiling", False):
+            if only_compile:
                 self._kernel.warmup(*described(tuple(map(_without_memory, args))), grid=grid, **self._options)
                 return
             compiled = self._kernel[grid](*described(args), **self._options)

@@ -68,3 +68,6 @@ def test_only_compiling_launches_nothing() -> None:
     assert kernel.compiled == [(pointer, (pointer, 3), 7)]
     launches("key", (1, 1, 1), (odd, Block(odd, 3), 7))
     assert len(kernel.launched) == 1
+    with only_compiling():  # as for a second model with the same layers
+        launches("key", (1, 1, 1), (odd, Block(odd, 3), 7))
+    assert len(kernel.launched) == 1
