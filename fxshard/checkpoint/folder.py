@@ -1,13 +1,11 @@
-"""A checkpoint as a folder: written aside, renamed when it is complete, found again, refused when it is damaged."""
+"""A complete checkpoint as a folder: found again, refused when it is damaged, deleted when it is old."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import warnings
 from pathlib import Path
@@ -18,94 +16,7 @@ from fxshard._torch.errors import CheckpointError
 MANIFEST = "fxshard.json"
 METADATA = ".metadata"
 PARTIAL, DELETING = ".partial", ".deleting"
-LOCK = ".lock"
 FORMAT = 1
-
-
-class Partial:
-    """A checkpoint that is being written, under a name that no other save has, and locked as long as its process lives.
-
-    Made and given its final name by the first rank; the others only write into ``folder``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-        self._lock: int | None = None
-        self.folder.mkdir(parents=True)
-        # Named when it is locked: a lock file that nobody holds belongs to a process that has ended.
-        unnamed = self.folder / (LOCK + ".new")
-        handle = os.open(unnamed, os.O_CREAT | os.O_RDWR)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # a file system without locks: others leave the folder alone, whatever becomes of it
-            os.close(handle)
-            unnamed.unlink()
-        else:
-            self._lock = handle
-            unnamed.rename(self.folder / LOCK)
-
-    def commit(self, record: dict[str, Any]) -> None:
-        """Say what a complete checkpoint consists of, and give it its name. From here on it exists."""
-        (self.folder / LOCK).unlink(missing_ok=True)
-        files = {file.name: file.stat().st_size for file in sorted(self.folder.iterdir()) if file.is_file()}
-        digest = hashlib.sha256((self.folder / METADATA).read_bytes()).hexdigest()
-        manifest = {"format": FORMAT, **record, "files": files, "metadata_sha256": digest}
-        with (self.folder / MANIFEST).open("w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        self.publish()
-
-    def publish(self) -> None:
-        """Give a folder that is complete its name."""
-        (self.folder / LOCK).unlink(missing_ok=True)
-        _sync(self.folder)
-        try:
-            self.folder.rename(self.path)
-        except OSError as error:
-            taken = f"{self.path} exists by now: another program saved there at the same time"
-            raise OSError(taken if self.path.exists() else str(error)) from error
-        self._unlock()
-        _sync(self.path.parent)
-
-    def abandon(self) -> None:
-        """Remove what was written: a disk that was full has room again."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def prepare(path: Path) -> Partial:
-    """Make room for a checkpoint at ``path``; raises ``CheckpointError`` if that is not possible."""
-    if path.exists():
-        raise CheckpointError(f"{path} exists already: choose another name, or remove it")
-    try:
-        _remove_abandoned(path.parent)
-        return Partial(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {path.parent}: {error}") from None
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Delete what saves left behind whose process has ended: nobody holds their lock any more."""
-    for lock in folder.glob(f"*{PARTIAL}/{LOCK}"):
-        try:
-            handle = os.open(lock, os.O_RDWR)
-        except OSError:  # gone meanwhile, or somebody else's
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # a save in progress
-        else:
-            shutil.rmtree(lock.parent, ignore_errors=True)
-        finally:
-            os.close(handle)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -174,8 +85,9 @@ def prune(path: Path, keep: int) -> None:
     for old in _newest_first(path.parent)[keep:]:
         if old != path:
             # Renamed first: a process that ends in between must not leave half a checkpoint that looks like one.
-            leaving = old.rename(old.with_name(old.name + DELETING))
-            shutil.rmtree(leaving)
+            old.rename(old.with_name(old.name + DELETING))
+    for leaving in path.parent.glob(f"*{DELETING}"):  # those of a process that was killed here, too
+        shutil.rmtree(leaving, ignore_errors=True)
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -187,7 +99,7 @@ def _newest_first(folder: Path) -> list[Path]:
     return [candidate for *_, candidate in sorted(found, reverse=True)]
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """A rename is only safe from a power failure once its folder is written."""
     handle = os.open(folder, os.O_RDONLY)
     try:

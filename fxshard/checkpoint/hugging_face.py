@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from fxshard._torch.errors import CheckpointError, ConfigError
-from fxshard.checkpoint import folder
 from fxshard.checkpoint.conversion import as_in_memory
 from fxshard.checkpoint.fit import Stored, match_model, targets
 from fxshard.checkpoint.held import MODEL, of_model
+from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Target
 from fxshard.checkpoint.saving import check_model, wait_for_save
 from fxshard.frontend.exporting import INDEX, SafetensorsWriter, whole_tensors
@@ -77,11 +77,11 @@ def save_safetensors(
     ranks = check_model(model)
     path = Path(path)
     ranks.doing = f"saving {path}"
-    partial: folder.Partial | None = None
+    partial: Partial | None = None
     failure: str | None = None
     if ranks.rank == 0:
         try:
-            partial = folder.prepare(path)
+            partial = prepare(path)
         except CheckpointError as error:
             failure = str(error)
     ranks.settle([failure] if failure else [], "nothing was saved")

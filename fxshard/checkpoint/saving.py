@@ -22,6 +22,7 @@ from fxshard._torch.progress import long_work
 from fxshard._version import __version__
 from fxshard.checkpoint import folder, groups
 from fxshard.checkpoint.held import Held, of_model, of_optimizer
+from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Progress, SaveRows, packed
 from fxshard.checkpoint.ranks import Ranks, ranks_of
 from fxshard.checkpoint.surroundings import random_states
@@ -89,7 +90,7 @@ def save(
     path = Path(path)
     optimizer = model._optimizer if optimizer is None else optimizer
     problems: list[str] = []
-    partial: folder.Partial | None = None
+    partial: Partial | None = None
     ranks.doing = f"saving {path}"
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ConfigError(f"keep={keep!r}: expected how many checkpoints to keep, 1 or more, or None for all")
@@ -98,7 +99,7 @@ def save(
     device = model._sharding.engine.device
     try:
         if ranks.rank == 0 and not problems:
-            partial = folder.prepare(path)
+            partial = prepare(path)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.settle()
         held = [*of_model(model), *(of_optimizer(model, optimizer.state) if optimizer is not None else ())]
@@ -176,7 +177,7 @@ def _staging(model: ShardedModule) -> _Staging:
 
 
 @contextlib.contextmanager
-def _abandoned_on_failure(partial: folder.Partial | None) -> Iterator[None]:
+def _abandoned_on_failure(partial: Partial | None) -> Iterator[None]:
     """What was written goes if the save fails; only the first rank has it."""
     try:
         yield
@@ -195,7 +196,7 @@ def _write(path: Path, into: Path, planner: SaveRows, ranks: Ranks, writers: int
         raise CheckpointError(f"{path} was not saved: {explained(error)}") from error
 
 
-def _commit(path: Path, partial: folder.Partial | None, ranks: Ranks, record: dict[str, Any]) -> None:
+def _commit(path: Path, partial: Partial | None, ranks: Ranks, record: dict[str, Any]) -> None:
     problems = []
     if partial is not None:
         try:

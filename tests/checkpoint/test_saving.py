@@ -42,7 +42,7 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
         fxshard.save(first, tmp_path / "step-2", progress=die_half_way)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    complete, half = sorted(tmp_path.iterdir())
+    complete, half, _ = sorted(tmp_path.iterdir())
     assert complete.name == "step-1" and re.fullmatch(r"step-2\.\w+\.partial", half.name)
     assert any(half.glob("*.distcp"))
 
