@@ -150,7 +150,7 @@ def _adapted(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     length = 4096 if device == "cuda" else 64
     torch.manual_seed(0)
     with torch.device(device):
-        config = Config(**shapes, use_cache=False, max_position_embeddings=length)
+        config = Config(**shapes, use_cache=False, max_position_embeddings=length)  # type: ignore[arg-type]
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
         adapters = LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED, task_type="CAUSAL_LM")
         adapted = get_peft_model(model, adapters)

@@ -312,6 +312,13 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
+def default_store() -> dist.Store:
+    """The store that the processes of the world found each other with. torch 2.11, 2.13."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def local_version(tensor: torch.Tensor) -> int:
     """The version of the rows that a DTensor wraps; 0 for a plain tensor. torch 2.11, 2.13."""
     local = getattr(tensor, "_local_tensor", None)
