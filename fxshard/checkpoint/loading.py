@@ -18,7 +18,6 @@ from fxshard._torch.progress import long_work
 from fxshard.checkpoint import folder, groups
 from fxshard.checkpoint.fit import Stored, fields_in, match_model, targets
 from fxshard.checkpoint.held import MODEL, OPTIMIZER, empty_like_parameter, of_model, of_optimizer, parameter_names
-from fxshard.checkpoint.names import Source
 from fxshard.checkpoint.planners import LoadRows, Progress, Target
 from fxshard.checkpoint.ranks import Ranks
 from fxshard.checkpoint.reader import RowReader
@@ -26,6 +25,7 @@ from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_sa
 from fxshard.checkpoint.surroundings import restore_random_states
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.sharded import ShardedOptimizer
+from fxshard.plan.stored_names import Source
 
 
 @dataclass(frozen=True)
