@@ -265,6 +265,10 @@ class OperatorObserver(TorchDispatchMode):
         return result
 
 
+storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""Where the object lies that stands for a tensor's memory, also for a DTensor. torch 2.11, 2.13."""
+
+
 def constants(graph: fx.GraphModule) -> int:
     """How many tensors are part of a captured graph. AOTAutograd makes them its first inputs. torch 2.11, 2.13."""
     named = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
