@@ -279,6 +279,15 @@ class OperatorObserver(TorchDispatchMode):
         return result
 
 
+storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""Where the object lies that stands for a tensor's memory, also for a DTensor. torch 2.11, 2.13."""
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that runs now is over, on the thread that started it. torch 2.11, 2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
 def constants(graph: fx.GraphModule) -> int:
     """How many tensors are part of a captured graph. AOTAutograd makes them its first inputs. torch 2.11, 2.13."""
     named = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
