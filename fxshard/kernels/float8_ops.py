@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels import float8_products as products
-from fxshard.kernels.float8 import BLOCK, E4M3, ROWWISE, Scaling, largest_of, scales_of
+from fxshard.kernels.float8 import E4M3, Scaling, largest_of, scale_shape, scales_of
 from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
 from fxshard.kernels.ops import define
 
@@ -26,16 +26,6 @@ def _quantize(value: torch.Tensor, scaling: str, axis: int) -> tuple[torch.Tenso
 def _fake_quantize(value: torch.Tensor, scaling: str, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     scales = value.new_empty(scale_shape(tuple(value.shape), Scaling(scaling), axis), dtype=torch.float32)
     return value.new_empty(value.shape, dtype=E4M3), scales
-
-
-def scale_shape(shape: tuple[int, ...], scaling: Scaling, axis: int) -> tuple[int, int]:
-    """Of the scales of a weight."""
-    rows, columns = shape
-    if scaling is Scaling.BLOCK:
-        return -(-rows // BLOCK), -(-columns // BLOCK)
-    if scaling is Scaling.TENSOR:
-        return 1, 1
-    return (rows, 1) if axis == ROWWISE else (1, columns)
 
 
 def _fake_plain(value: torch.Tensor, scales: torch.Tensor, dtype: Any) -> torch.Tensor:

@@ -20,6 +20,7 @@ from fxshard.schedule.constants import is_constant
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import META, Event, Kind, Phase, event_of
 from fxshard.schedule.params import PARAM
+from fxshard.schedule.scales import scales_event
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.updates import update, updates
 
@@ -53,6 +54,8 @@ def record(
             found += updates(reduced, buckets, carried, _group(found))
         else:
             found += [update(event, buckets[index]) for index, event in reduced.items()]
+    scales = scales_event(buckets, next(iter(graphs)), _group(found))
+    found = found if scales is None else [scales, *found]
     resident = resident_bytes(buckets)
     events = tuple(with_dependencies(found, buckets))
     return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
@@ -182,8 +185,13 @@ def _carried(
     return {
         event.bucket_index: event
         for event in head
-        if event.bucket_index in reduced and not buckets[event.bucket_index].resident
+        if event.bucket_index in reduced and _may_be_carried(buckets[event.bucket_index])
     }
+
+
+def _may_be_carried(bucket: BucketPlan) -> bool:
+    """What rests in float8 is quantized with scales that are known when every bucket is updated."""
+    return not bucket.resident and not bucket.scale_shapes
 
 
 def _group(events: list[Event]) -> str:

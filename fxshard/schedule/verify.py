@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fxshard.plan.tuning import GRADIENT_BUCKETS
-from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.events import OF_MANY, Kind, Phase
 from fxshard.schedule.exchange_rules import exchanges_go_there_and_back
 from fxshard.schedule.replica_rules import replicas_are_added_up_once
+from fxshard.schedule.scales import scales_come_first
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.staging_rules import (
     staging_and_gradients_take_turns,
@@ -40,7 +41,7 @@ def buckets_exist(schedule: Schedule) -> None:
     """Every bucket that an event names is one of the schedule's."""
     count = len(schedule.buckets)
     for i, event in enumerate(schedule.events):
-        of_many = event.kind in (Kind.COMPUTE, Kind.EXCHANGE)
+        of_many = event.kind in OF_MANY
         named = (*event.reads, *event.writes) if of_many else (event.bucket_index,)
         for index in named:
             if not 0 <= index < count:
@@ -218,6 +219,7 @@ RULES: tuple[Callable[[Step], None], ...] = (
     staging_and_gradients_take_turns,
     staging_keeps_to_its_bytes,
     waits_get_their_copies,
+    scales_come_first,
     every_reduced_bucket_is_updated_once,
     gather_after_update,
     exchanges_go_there_and_back,
