@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from fxshard.kernels.float8 import LARGEST, cast, tile
+from fxshard.kernels.float8 import BLOCK, LARGEST, cast, tile
 from fxshard.kernels.quantize import runs_on
 
-ROWS, COLUMNS, WARPS = 64, 64, 4
-"""Of a tile."""
+WARPS = 8
+"""Of a tile, which is as large as a block that shares a scale."""
 
 
 def cast_plain(value: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,9 +64,9 @@ def _launch(value: torch.Tensor, scales: torch.Tensor, plain: torch.Tensor | Non
         return
     some = plain if plain is not None else turned
     assert some is not None
-    share = [tile(scales.shape[dim], value.shape[dim]) for dim in (0, 1)]
     strides = [scales.stride(dim) if scales.shape[dim] > 1 else 0 for dim in (0, 1)]
-    grid = (-(-rows // ROWS), -(-columns // COLUMNS))
+    each = [scales.shape[dim] > 1 and tile(scales.shape[dim], value.shape[dim]) == 1 for dim in (0, 1)]
+    grid = (-(-rows // BLOCK), -(-columns // BLOCK))
     with torch.cuda.device(value.device):
         _kernel()[grid](
             value,
@@ -76,14 +76,14 @@ def _launch(value: torch.Tensor, scales: torch.Tensor, plain: torch.Tensor | Non
             rows,
             columns,
             *strides,
-            SHARE_ROWS=share[0] if strides[0] else 1,
-            SHARE_COLUMNS=share[1] if strides[1] else 1,
+            PER_ROW=each[0],
+            PER_COLUMN=each[1],
             LARGEST=LARGEST[some.dtype],
             PLAIN=plain is not None,
             TURNED=turned is not None,
-            WHOLE=rows % ROWS == 0 and columns % COLUMNS == 0,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
+            WHOLE=rows % BLOCK == 0 and columns % BLOCK == 0,
+            ROWS=BLOCK,
+            COLUMNS=BLOCK,
             num_warps=WARPS,
         )
 
