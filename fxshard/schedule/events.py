@@ -87,6 +87,8 @@ class Event:
     """Bytes of activations alive after a compute event."""
     waits_for: tuple[int, ...] = ()
     """Positions of the events that must be over before this one starts. A reshard and a finish: what ends there."""
+    float8_flops: int = 0
+    """Of ``flops``, those of products in float8."""
     copies: Copies = Copies.NONE
     """Which quantized copies a gather brings or a wait gives, where parameters rest quantized."""
 

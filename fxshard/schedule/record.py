@@ -13,7 +13,7 @@ from fxshard.kernels.float8_ops import float8_mm_into
 from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
 from fxshard.kernels.ops import mm_into, scaled_into
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.cost import node_flops, node_traffic, tensor_bytes
+from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic, tensor_bytes
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.aliases import is_view, readers
 from fxshard.schedule.constants import is_constant
@@ -115,6 +115,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
         reads=tuple(sorted(reads)),
         writes=tuple(sorted(writes)),
         flops=sum(node_flops(node) for node in nodes),
+        float8_flops=sum(node_float8_flops(node) for node in nodes),
         traffic=sum(node_traffic(node) for node in nodes),
         held=held,
     )

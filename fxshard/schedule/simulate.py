@@ -131,7 +131,8 @@ def event_seconds(schedule: Schedule, hardware: Hardware) -> list[float]:
 
 def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.dtype) -> float:
     if event.kind is Kind.COMPUTE:
-        return hardware.compute_seconds(event.flops, event.traffic, _dtype(event, schedule, usual))
+        dtype = _dtype(event, schedule, usual)
+        return hardware.compute_seconds(event.flops, event.traffic, dtype, event.float8_flops)
     if event.kind is Kind.UPDATE:
         return hardware.compute_seconds(event.flops, event.traffic, torch.bfloat16)  # Newton–Schulz multiplies in it
     if event.kind is Kind.ACCUMULATE:

@@ -11,11 +11,8 @@ from fxshard.kernels import float8
 from fxshard.kernels.float8 import E4M3, E5M2, Scaling
 from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
 from fxshard.kernels.float8_ops import float8_mm, float8_quantize
-from fxshard.kernels.float8_products import scaled_products
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not scaled_products(torch.device("cuda")), reason="needs compute capability 8.9"
-)
+pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 
