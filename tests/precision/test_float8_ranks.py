@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +277,38 @@ def test_what_rests_and_how_often_it_is_quantized(ranks: Pool, scaling: str, zer
     for measured, planned, quantized in ranks(2, held, scaling, zero):
         assert measured == planned
         assert quantized == {3}  # at the start and after each step, evaluation or not
+
+
+def in_precision(precision: fxshard.Precision) -> fxshard.ShardedModule:
+    return fxshard.compile(net(), zero=3, precision=precision, lowering="eager", optimizer=ADAMW)
+
+
+def one_step(model: fxshard.ShardedModule, step: int) -> float:
+    loss = model(*this_ranks_tokens(step))
+    loss.backward()
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+    return mean_over_ranks(loss)
+
+
+def between_precisions(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Float8 saved, loaded in bf16, saved again and loaded in float8; next to the run that was never interrupted."""
+    float8, bf16 = fxshard.Float8(smallest=0), fxshard.Precision(param=BF16, reduce=torch.float32)
+    straight = in_precision(float8)
+    one_step(straight, 0)
+    fxshard.save(straight, folder / "float8")
+    plain = in_precision(bf16)
+    fxshard.load(plain, folder / "float8")
+    assert abs(float(plain(*this_ranks_tokens(1))) - float(straight(*this_ranks_tokens(1)))) < 0.05
+    fxshard.save(plain, folder / "bf16")
+    again = in_precision(float8)
+    fxshard.load(again, folder / "bf16")
+    losses = [one_step(model, 1) for model in (straight, again)]
+    return straight.full_state_dict(), again.full_state_dict(), losses
+
+
+@pytest.mark.shows("F6")
+def test_a_checkpoint_goes_to_bf16_and_back(ranks: Pool, tmp_path: Path) -> None:
+    for straight, again, losses in ranks(2, between_precisions, tmp_path):
+        assert losses[0] == losses[1]
+        assert all(torch.equal(value, again[name]) for name, value in straight.items())
