@@ -53,12 +53,17 @@ _OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, bool fast"
 _CAST = "(Tensor value, Tensor scales, ScalarType dtype)"
 
 float8_quantize = define(
-    "float8_quantize(Tensor value, str scaling, int axis) -> (Tensor, Tensor)", _quantize, _fake_quantize
+    "float8_quantize(Tensor value, str scaling, int axis) -> (Tensor, Tensor)",
+    _quantize,
+    _fake_quantize,
+    contiguous=True,
 )
-float8_cast_turned = define(f"float8_cast_turned{_CAST} -> Tensor", cast_turned, _fake_turned)
-float8_cast_both = define(f"float8_cast_both{_CAST} -> (Tensor, Tensor)", cast_both, _fake_both)
-float8_mm = define(f"float8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply)
-float8_mm_into = define(f"float8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()", products.multiply_into, lambda *_: None)
+float8_cast_turned = define(f"float8_cast_turned{_CAST} -> Tensor", cast_turned, _fake_turned, contiguous=True)
+float8_cast_both = define(f"float8_cast_both{_CAST} -> (Tensor, Tensor)", cast_both, _fake_both, contiguous=True)
+float8_mm = define(f"float8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply, contiguous=True)
+float8_mm_into = define(
+    f"float8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()", products.multiply_into, lambda *_: None, contiguous=True
+)
 
 
 @register_flop_formula([torch.ops.fxshard.float8_mm, torch.ops.fxshard.float8_mm_into])

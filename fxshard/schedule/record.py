@@ -181,18 +181,20 @@ def _owned_bytes(node: fx.Node) -> int:
 def _carried(
     events: list[Event], buckets: Sequence[BucketPlan], reduced: Mapping[int, Event], most: int
 ) -> dict[int, Event]:
-    """The gathers at the head of forward, of buckets that the step before updates. What is resident has its place."""
-    head = islice(takewhile(lambda event: event.kind is Kind.UNSHARD, events), most)
+    """The gathers at the head of forward, of buckets that the step before updates. What is resident has its place.
+
+    The head ends at what rests in float8: that is quantized with scales that are known when every bucket is updated.
+    """
+
+    def in_head(event: Event) -> bool:
+        return event.kind is Kind.UNSHARD and not buckets[event.bucket_index].scale_shapes
+
+    head = islice(takewhile(in_head, events), most)
     return {
         event.bucket_index: event
         for event in head
-        if event.bucket_index in reduced and _may_be_carried(buckets[event.bucket_index])
+        if event.bucket_index in reduced and not buckets[event.bucket_index].resident
     }
-
-
-def _may_be_carried(bucket: BucketPlan) -> bool:
-    """What rests in float8 is quantized with scales that are known when every bucket is updated."""
-    return not bucket.resident and not bucket.scale_shapes
 
 
 def _group(events: list[Event]) -> str:
