@@ -14,6 +14,7 @@ from fxshard.passes.chunk_loss import chunk_loss
 from fxshard.passes.context import PassContext
 from fxshard.passes.decide import decide
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.extern_tables import extern_tables
 from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
@@ -41,12 +42,12 @@ EXPERTS: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swig
 BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, chunk_loss, *EXPERTS)
 """On Dynamo's graph: what these put there brings its own backward."""
 
-JOINT: tuple[Pass, ...] = (open_experts, quantize_linears, recompute_param_views, save_residuals)
+JOINT: tuple[Pass, ...] = (extern_tables, open_experts, quantize_linears, recompute_param_views, save_residuals)
 """On forward and backward in one graph, before it is partitioned."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
     Phase.FORWARD: (insert_unshard, stage_quantized, insert_reshard),
-    Phase.EVAL: (open_experts, quantize_linears, insert_unshard, stage_quantized, insert_reshard),
+    Phase.EVAL: (extern_tables, open_experts, quantize_linears, insert_unshard, stage_quantized, insert_reshard),
     Phase.BACKWARD: (
         defer_wgrad,
         insert_unshard,

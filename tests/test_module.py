@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
+from fxshard.runtime.foreign_optimizers import ELEMENTWISE
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
@@ -20,12 +23,10 @@ from tests.training import Run, all_data_for, deliver, full_gradients, llama, pl
 
 
 def with_torch_optimizers(zero: int) -> dict[str, tuple[Run, Run]]:
-    """Any ``torch.optim`` class over ``model.parameters()``, against the same class on the plain model."""
-    choices: dict[str, Any] = {
-        "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
-        "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
-        "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
-    }
+    """The elementwise classes of ``torch.optim`` over ``model.parameters()``, against the same on the plain model."""
+    choices: dict[str, Any] = {kind.__name__: partial(kind, lr=1e-3) for kind in ELEMENTWISE}
+    choices["AdamW, fused"] = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    choices["SGD, momentum"] = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
     model = fxshard.compile(Stack(), zero=zero, lowering="eager")
     runs = {}
     for name, make_optimizer in choices.items():
@@ -113,8 +114,45 @@ def attributes() -> tuple[list[str], list[str], list[int]]:
     return [layer.weight.tag for layer in model.layers], [name for name, _ in model.named_parameters()], shapes
 
 
+def refused_optimizers() -> dict[str, str]:
+    """What making and stepping optimizers that need whole parameters says on this rank."""
+    model = fxshard.shard(Stack())
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    makers: dict[str, Callable[[], Any]] = {
+        "Muon": lambda: torch.optim.Muon(matrices),
+        "Adafactor": lambda: torch.optim.Adafactor(model.parameters()),
+        "LBFGS": lambda: torch.optim.LBFGS(list(model.parameters())),
+        "Rprop": lambda: torch.optim.Rprop([{"params": [parameter]} for parameter in matrices]),
+        "SparseAdam": lambda: torch.optim.SparseAdam(model.named_parameters()),
+        "fused SGD": lambda: torch.optim.SGD(model.parameters(), fused=True),
+        "fused Adagrad": lambda: torch.optim.Adagrad(model.parameters(), fused=True),
+        "subclass": lambda: type("Mine", (torch.optim.Adafactor,), {})(model.parameters()),
+    }
+    said = {}
+    for name, make in makers.items():
+        with pytest.raises(fxshard.ConfigError) as error:
+            make()
+        said[name] = str(error.value)
+    later = torch.optim.SGD(model.parameters(), lr=0.1)
+    later.param_groups[0]["fused"] = True  # chosen after it was made: refused before the step changes anything
+    with pytest.raises(fxshard.ConfigError) as error:
+        later.step()
+    said["later"] = str(error.value)
+    whole = fxshard.shard(Stack(), zero=0)
+    torch.optim.Adafactor(whole.parameters())
+    return said
+
+
+@pytest.mark.shows("X7")
+def test_optimizers_that_need_whole_parameters_are_refused_on_every_rank(ranks: Pool) -> None:
+    said = ranks(3, refused_optimizers)
+    assert said[0] == said[1] == said[2]
+    assert "fxshard.Muon" in said[0]["Muon"] and "Adafactor" in said[0]["subclass"]
+    assert "fused=True" in said[0]["fused SGD"] and said[0]["later"] == said[0]["fused SGD"]
+
+
 @pytest.mark.parametrize("zero", [0, thorough(2), 3])
-def test_any_torch_optimizer_works(ranks: Pool, zero: int) -> None:
+def test_elementwise_torch_optimizers_work(ranks: Pool, zero: int) -> None:
     for runs in ranks(2, with_torch_optimizers, zero):
         for name, (mine, reference) in runs.items():
             assert mine.distance(reference) < 2e-6, name
@@ -214,3 +252,10 @@ def test_train_and_eval_reach_the_model() -> None:
 def test_plain_run_is_deterministic() -> None:
     """The reference itself: two runs give the same bits, otherwise no bitwise comparison means anything."""
     assert plain_run(2, steps=2).same(plain_run(2, steps=2))
+
+
+def test_on_one_rank_nothing_travels() -> None:
+    model = fxshard.compile(Stack(), lowering="eager", optimizer=fxshard.AdamW())
+    model(*all_data_for(Stack(), 0, 1)).backward()
+    assert model.schedule.comm_bytes == 0
+    assert "no communication" in str(model.schedule) and "communication 0" not in str(model.schedule)

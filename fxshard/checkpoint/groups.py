@@ -12,7 +12,7 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.checkpoint.held import parameter_names
 from fxshard.checkpoint.names import Source
 from fxshard.frontend.module import ShardedModule
-from fxshard.optim.plain_muon import check_loaded
+from fxshard.optim.groups import check_loaded
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -22,7 +22,7 @@ def describe(model: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[str
     names = parameter_names(model)
     groups = []
     for group in optimizer.param_groups:
-        options = {key: _plain(key, value) for key, value in group.items() if key not in _NOT_OPTIONS}
+        options = {key: _plain(key, value) for key, value in group.items() if _is_option(key, value)}
         groups.append({"params": [names[id(p)] for p in group["params"]], **options})
     steps = {
         names[id(parameter)]: int(state["step"])
@@ -30,6 +30,11 @@ def describe(model: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[str
         if "step" in state and id(parameter) in names
     }
     return {"class": type(optimizer).__name__, "groups": groups, "steps": steps}
+
+
+def _is_option(key: str, value: Any) -> bool:
+    """A function cannot be saved; the one of the optimizer that loads counts."""
+    return key not in _NOT_OPTIONS and not callable(value)
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -18,7 +18,8 @@ from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import take_apart
 from fxshard.optim.adamw import ShardedAdamW
 from fxshard.optim.config import AdamW, Muon
-from fxshard.optim.muon_rule import matrices
+from fxshard.optim.groups import check_patterns
+from fxshard.optim.muon_rule import found_fused, matrices
 from fxshard.passes.options import Debug
 from fxshard.passes.pass_list import PassList
 from fxshard.plan.choice import LayoutKind
@@ -137,6 +138,10 @@ def shard(
             "made from model.parameters() after compile"
         )
     splits = matrices(optimizer, model) if isinstance(optimizer, Muon) else {}
+    fused = found_fused(optimizer, model) if isinstance(optimizer, Muon) else {}
+    order = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if optimizer is not None:
+        check_patterns(optimizer, order, splits)
     choices = {
         "zero": zero,
         "units": units,
@@ -158,9 +163,9 @@ def shard(
     drop_input_gradient_hooks(model)
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     if isinstance(optimizer, AdamW):
-        sharded._optimizer = ShardedAdamW(sharding.engine, optimizer)
+        sharded._optimizer = ShardedAdamW(sharding.engine, optimizer, order)
     elif isinstance(optimizer, Muon):
         from fxshard.optim.muon import ShardedMuon  # with kernels, which take a while to import
 
-        sharded._optimizer = ShardedMuon(sharding.engine, optimizer, splits)
+        sharded._optimizer = ShardedMuon(sharding.engine, optimizer, splits, order, fused)
     return sharded

@@ -36,8 +36,8 @@ from fxshard.schedule.schedule import Schedule
 class ShardedModule(nn.Module):
     """A module whose parameters are sharded: same names, same forward, this rank's part of the memory.
 
-    ``parameters()`` gives sharded tensors (``DTensor`` where there is a process group) that any ``torch.optim`` class
-    and ``clip_grad_norm_`` take. ``model.layers[0].weight`` works as before.
+    ``parameters()`` gives sharded tensors (``DTensor`` where there is a process group) that ``clip_grad_norm_`` and the
+    elementwise classes of ``torch.optim`` take; others are refused. ``model.layers[0].weight`` works as before.
     """
 
     _inner: nn.Module
@@ -243,6 +243,7 @@ class ShardedModule(nn.Module):
             replays.report() if replays is not None else None,
             backend.attention[-1] if backend.attention else AttentionReport(),
             backend.losses[-1] if backend.losses else LossReport(),
+            getattr(self._optimizer, "splits", {}),
             tuple(backend.captured),
         )
 

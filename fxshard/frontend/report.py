@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fxshard.optim.fused_weights import Found, summary
 from fxshard.runtime.replay import Captures
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.loss_report import LossReport
@@ -44,6 +45,8 @@ class Report:
     """Which attention masks were recognised as causal, and which were kept, and why; of the graph captured last."""
     loss: LossReport = field(default_factory=LossReport)
     """Which losses are computed without logits, and which are not, and why; of the graph captured last."""
+    splits: dict[str, Found] = field(default_factory=dict)
+    """Weights that look fused to Muon: how they are cut before orthogonalisation, or why they are left whole."""
     shapes: tuple[str, ...] = ()
     """The shapes that each captured graph takes; ``any`` is a size that was left open, and needs no other graph."""
 
@@ -57,6 +60,7 @@ class Report:
             lines += [f"graph {i} takes {shapes}" for i, shapes in enumerate(self.shapes, 1)]
         lines += str(self.attention).splitlines() if self.attention.found else []
         lines += str(self.loss).splitlines() if self.loss.chunked or self.loss.full else []
+        lines += summary(self.splits)
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]
         lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]
         lines += [f"not used: {name}" for name in self.unused_parameters]

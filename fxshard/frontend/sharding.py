@@ -155,7 +155,7 @@ def take_apart(
     sharding = Sharding(
         plans,
         buckets,
-        Engine(buckets, device, options),
+        Engine(buckets, device, options, agreement),
         agreement,
         SegmentCompiler(options.lowering),
         options,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +16,20 @@ from fxshard.optim import coefficients as coefficient_sets
 if TYPE_CHECKING:
     from fxshard.optim.plain_muon import PlainMuon
 
+NAN = ("raise", "skip")
+
 
 @dataclass(frozen=True)
 class AdamW:
     """AdamW over the flat shards: one fused pass per bucket, equal to ``torch.optim.AdamW``.
 
-    ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch.
+    ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch. ``nan``: what to
+    do when a gradient is not finite, as in :class:`fxshard.Muon`: "raise" or "skip"; by default nobody looks, as in
+    torch. ``groups`` maps patterns of parameter names to what is different for them (lr, betas, eps, weight_decay); the
+    first that matches counts, and each is a group of ``param_groups``.
 
     >>> fxshard.AdamW(lr=3e-4, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
+    >>> fxshard.AdamW(lr=3e-4, groups={"embed*": {"lr": 1e-3, "weight_decay": 0.0}})
     """
 
     lr: float = 1e-3
@@ -30,10 +37,15 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 1e-2
     decay: Callable[[str, tuple[int, ...]], bool] | None = None
+    nan: str | None = None
+    groups: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
+        _check_groups(self, ("lr", "betas", "eps", "weight_decay"))
+        if self.nan not in (None, *NAN):
+            raise ConfigError(f"AdamW(nan={self.nan!r}): expected one of {', '.join(map(repr, (None, *NAN)))}")
         checks: dict[str, bool] = {
-            "lr": self.lr >= 0,
+            "lr": 0 <= self.lr < math.inf,
             "betas": all(0 <= beta < 1 for beta in self.betas),
             "eps": self.eps >= 0,
             "weight_decay": self.weight_decay >= 0,
@@ -72,8 +84,32 @@ class Split:
 
 
 SCALES = ("rms", "spectral", "ratio", None)
+Scale = str | float | Callable[[tuple[int, int]], float] | None
 FORMS = ("auto", "plain", "symmetric", "gram")
-NAN = ("raise", "skip")
+
+
+def check_scale(scale: Any) -> None:
+    """Raise ``ConfigError`` for what is no ``Scale``."""
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not callable(scale) and not (0 <= scale < math.inf if number else scale in SCALES):
+        raise ConfigError(
+            f"Muon(scale={scale!r}): expected one of {', '.join(map(repr, SCALES))}, a number, or a function of "
+            "(out, in)"
+        )
+
+
+def _check_groups(choice: AdamW | Muon, known: tuple[str, ...]) -> None:
+    """What ``groups`` says of a pattern must be as valid as if it were said of all parameters."""
+    kind = type(choice).__name__
+    if choice.groups is None:
+        return
+    if not isinstance(choice.groups, Mapping):
+        raise ConfigError(f"{kind}(groups={choice.groups!r}): expected a mapping from name patterns to options")
+    for pattern, options in choice.groups.items():
+        wrong = [option for option in options if option not in known]
+        if wrong:
+            raise ConfigError(f"{kind}(groups={{{pattern!r}: ...}}): {wrong[0]!r} is none of {', '.join(known)}")
+        replace(choice, groups=None, **options)
 
 
 @dataclass(frozen=True)
@@ -82,13 +118,17 @@ class Muon:
 
     ``lr`` and ``weight_decay`` are Muon's; ``adamw`` has its own. ``scale`` multiplies the update of a matrix by
     "rms": 0.2·√max(out, in), which gives it the size of an AdamW update; "spectral": √max(1, out/in); "ratio":
-    √(out/in); or nothing. Weight decay is decoupled and uses ``lr`` without that factor. ``coefficients`` names a set
-    of ``fxshard.optim.coefficients``. ``use(name, shape)`` says which parameters are Muon's; by default all matrices
-    that are no embeddings or output heads. ``split`` maps name patterns to how fused weights are cut before
-    orthogonalisation (a ``Split``, or its ``parts``). ``form`` chooses how Newton–Schulz is computed. ``nan``: what to
-    do when a gradient is not finite: "raise" a ``StateError``, or "skip" the step with a warning. Nothing is changed
-    either way. On a GPU the host does not wait to know: it raises or warns when the next step begins, or when the
-    optimizer's state is read.
+    √(out/in); a number; what a function of (out, in) returns; or nothing. ``groups`` maps patterns of parameter names
+    to what is different for them (lr, momentum, nesterov, weight_decay, scale): the first that matches counts, and each
+    is a group of ``param_groups``; AdamW's parameters have ``adamw``'s. Weight decay is decoupled and uses ``lr``
+    without that factor. ``coefficients`` names a set of ``fxshard.optim.coefficients``. ``use(name, shape)`` says which
+    parameters are Muon's; by default all matrices that are no embeddings or output heads. ``split`` maps name patterns
+    to how fused weights are cut before orthogonalisation (a ``Split``, or its ``parts``); weights that no pattern
+    matches are cut if their names and shapes say that they are fused (``model.report.splits``), unless ``split`` is
+    "off". ``form`` chooses how
+    Newton–Schulz is computed. ``nan``: what to do when a gradient is not finite: "raise" a ``StateError``, or "skip"
+    the step with a warning. Nothing is changed either way. On a GPU the host does not wait to know: it raises or warns
+    when the next step begins, or when the optimizer's state is read.
 
     >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
     """
@@ -99,35 +139,45 @@ class Muon:
     weight_decay: float = 0.0
     steps: int = 5
     coefficients: str = "quintic"
-    scale: str | None = "spectral"
+    scale: Scale = "spectral"
     adamw: AdamW = AdamW()
     use: Callable[[str, tuple[int, ...]], bool] | None = None
-    split: Mapping[str, Split | int | tuple[int, ...]] | None = None
+    split: Mapping[str, Split | int | tuple[int, ...]] | str = "auto"
     form: str = "auto"
     nan: str = "raise"
+    groups: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
+        check_scale(self.scale)
+        _check_groups(self, ("lr", "momentum", "nesterov", "weight_decay", "scale"))
         coefficient_sets.check(self.coefficients, self.steps)
         checks: dict[str, bool] = {
-            "lr": self.lr >= 0,
+            "lr": 0 <= self.lr < math.inf,
             "momentum": 0 <= self.momentum < 1,
             "weight_decay": self.weight_decay >= 0,
         }
         for field, fine in checks.items():
             if not fine:
                 raise ConfigError(f"Muon({field}={getattr(self, field)!r}) is out of range")
-        for field, known in (("scale", SCALES), ("form", FORMS), ("nan", NAN)):
+        for field, known in (("form", FORMS), ("nan", NAN)):
             if getattr(self, field) not in known:
                 raise ConfigError(
                     f"Muon({field}={getattr(self, field)!r}): expected one of {', '.join(map(repr, known))}"
                 )
         if not isinstance(self.adamw, AdamW):
             raise ConfigError(f"Muon(adamw={self.adamw!r}): expected fxshard.AdamW(...)")
+        if self.adamw.nan not in (None, self.nan):
+            raise ConfigError(
+                f"Muon(nan={self.nan!r}, adamw=AdamW(nan={self.adamw.nan!r})): one check covers all gradients; say it "
+                "to Muon alone"
+            )
         if self.use is not None and not callable(self.use):
             raise ConfigError(f"Muon(use={self.use!r}): expected a function of name and shape")
-        if self.split is not None:
+        if self.split not in ("auto", "off"):
             if not isinstance(self.split, Mapping):
-                raise ConfigError(f"Muon(split={self.split!r}): expected a mapping from name patterns to splits")
+                raise ConfigError(
+                    f"Muon(split={self.split!r}): expected 'auto', 'off', or a mapping from name patterns to splits"
+                )
             cuts = {name: cut if isinstance(cut, Split) else Split(cut) for name, cut in self.split.items()}
             object.__setattr__(self, "split", cuts)
 

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fxshard.optim import muon_rule as rule
-from fxshard.optim.config import Split
+from fxshard.optim.config import Scale, Split
 from fxshard.optim.newton_schulz import orthogonalize
 from fxshard.optim.start import Momentum
+
+
+def alike(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """Positions of groups that go through the same iteration with the same momentum: their matrices share batches."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for i, group in enumerate(groups):
+        key = tuple(group[field] for field in ("momentum", "nesterov", "steps", "coefficients"))
+        found.setdefault(key, []).append(i)
+    return list(found.values())
+
+
+def apply_by_group(
+    values: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor],
+    factors: Sequence[float],
+    groups: Sequence[Mapping[str, Any]],
+    refused: torch.Tensor | None,
+) -> None:
+    """``muon_rule.apply_``, each value with the learning rate and decay of its group."""
+    for group in {id(group): group for group in groups}.values():
+        chosen = [i for i, other in enumerate(groups) if other is group]
+        of_group = [values[i] for i in chosen], [directions[i] for i in chosen]
+        rule.apply_(of_group[0], of_group[1], group["lr"], group["weight_decay"], [factors[i] for i in chosen], refused)
 
 
 def moved_directions(
@@ -18,11 +41,13 @@ def moved_directions(
     momenta: Sequence[torch.Tensor],
     splits: Sequence[Split | None],
     group: Mapping[str, Any],
+    scales: Sequence[Scale],
     form: str,
     refused: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Bring the momenta up to date; the orthogonalized updates, and the factors that remain to be applied to them.
 
+    ``group`` says how momentum and iteration go, which is the same for all; scales may differ.
     Unless the number ``refused`` is there and not zero: then the momenta stay, and the updates mean nothing.
     """
     in_place = [_cut_in_place(buffer, split) for buffer, split in zip(momenta, splits, strict=True)]
@@ -36,8 +61,8 @@ def moved_directions(
         done = orthogonal_pieces(buffers, cuts, group, form, of_chosen if moving else None, refused)
         pieces.update(zip(chosen, done, strict=True))
     joined = [
-        rule.join_directions(pieces[i], split, buffer.shape, group["scale"])
-        for i, (split, buffer) in enumerate(zip(splits, momenta, strict=True))
+        rule.join_directions(pieces[i], split, buffer.shape, scale)
+        for i, (split, buffer, scale) in enumerate(zip(splits, momenta, scales, strict=True))
     ]
     return [direction for direction, _ in joined], [factor for _, factor in joined]
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxshard._torch.errors import StateError
 from fxshard.optim.sending import sent
-from fxshard.plan.layout import aligned
+from fxshard.plan.layout import Fragment, aligned
 from fxshard.runtime.bucket import Bucket
 
 
@@ -71,7 +72,7 @@ class Moments:
         for i in self._counted:
             self.counts[i] -= 1
 
-    def stretches(self, group_of: Mapping[int, int]) -> Iterator[tuple[int, list[int]]]:
+    def stretches(self, group_of: Mapping[str, int]) -> Iterator[tuple[int, list[int]]]:
         """(group, positions) of local neighbours that one call can update: same group, same step, with gradients."""
         current: list[int] = []
         previous: tuple[int, int, int] | None = None
@@ -80,7 +81,7 @@ class Moments:
                 continue
             adamw = parameter.grad is not None and fragment.name not in self.muon
             # Neighbours in the shard must be equally far apart in the second moment.
-            kind = (group_of[id(parameter)], self.counts[i], fragment.offset - self._second_at[i]) if adamw else None
+            kind = (group_of[fragment.name], self.counts[i], fragment.offset - self._second_at[i]) if adamw else None
             if current and kind != previous:
                 assert previous is not None
                 yield previous[0], current
@@ -139,16 +140,23 @@ class Moments:
         fragment = self.bucket.fragments[i]
         first = self.first[fragment.offset : fragment.offset + fragment.numel]
         if fragment.name in self.muon:
-            first.copy_(local_rows(state["momentum_buffer"]))
+            first.copy_(_own_rows(state["momentum_buffer"], fragment))
             return
-        first.copy_(local_rows(state["exp_avg"]))
+        first.copy_(_own_rows(state["exp_avg"], fragment))
         at = self._second_at[i]
-        self.second[at : at + fragment.numel].copy_(local_rows(state["exp_avg_sq"]))
+        self.second[at : at + fragment.numel].copy_(_own_rows(state["exp_avg_sq"], fragment))
         self.counts[i] = int(state["step"])
         self.steps[i] = float(self.counts[i])
 
 
-def local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements, flat."""
-    local = tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
-    return local.reshape(-1)
+def _own_rows(tensor: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    """This rank's elements of sharded or of whole state, flat."""
+    if isinstance(tensor, dist.tensor.DTensor):
+        local = tensor.to_local()
+        if local.numel() != fragment.numel:
+            raise StateError(
+                f"the state of {fragment.name} is sharded in another way than the parameter: fxshard.save and "
+                "fxshard.load move state between layouts and numbers of ranks"
+            )
+        return local.reshape(-1)
+    return (tensor[fragment.row_start : fragment.row_stop] if tensor.ndim else tensor).reshape(-1)

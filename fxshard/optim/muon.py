@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from fxshard._torch.errors import StateError
 from fxshard.optim import muon_rule as rule
-from fxshard.optim.config import Muon, Split
-from fxshard.optim.directions import moved_directions, orthogonal_pieces
+from fxshard.optim.config import Muon, Scale, Split
+from fxshard.optim.directions import alike, apply_by_group, moved_directions, orthogonal_pieces
+from fxshard.optim.fused_weights import Found
+from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
-from fxshard.optim.plain_muon import check_loaded, groups
 from fxshard.optim.sending import sent
-from fxshard.optim.sharded import ShardedOptimizer
+from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.exchange import Batch, Travel
 from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
@@ -39,12 +38,19 @@ class ShardedMuon(ShardedOptimizer):
     a step whose gradients are not finite changes nothing, and is reported when the next begins or the state is read.
     """
 
-    def __init__(self, engine: Engine, choice: Muon, splits: Mapping[str, Split | None]) -> None:
-        trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
-        named = [pair for bucket in trained for pair in zip(bucket.plan.params, bucket.params, strict=True)]
+    def __init__(
+        self,
+        engine: Engine,
+        choice: Muon,
+        splits: Mapping[str, Split | None],
+        order: Sequence[str],
+        fused: Mapping[str, Found],
+    ) -> None:
         self._choice, self._splits = choice, splits
-        self._verdicts = Verdicts(choice)
-        super().__init__(engine, groups(choice, named, splits), {"lr": choice.lr})
+        self.splits = {name: found for name, found in fused.items() if name in splits}
+        """Weights that look fused, and how they are cut, or why they are not."""
+        groups = param_groups(choice, in_order(engine, order), splits)
+        super().__init__(engine, groups, {"lr": choice.lr}, Verdicts(choice.nan, "Muon"))
         self._travelling = {
             travel.name: travel
             for instruction in self._program
@@ -53,55 +59,7 @@ class ShardedMuon(ShardedOptimizer):
         }
         self._on_the_way: dict[int, Sent] = {}
         self._views: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._row_factors: dict[tuple[str, str | None], torch.Tensor | float] = {}
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were left out because gradients were not finite. Waits for the last one."""
-        self.settle()
-        return self._verdicts.left_out
-
-    def settle(self, *, may_raise: bool = True) -> None:
-        self._verdicts.settle(self._take_back, may_raise=may_raise)
-
-    def state_dict(self) -> dict[str, Any]:
-        self.settle()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_loaded(self.param_groups, state_dict["param_groups"])
-        self.settle(may_raise=False)  # what the step would have spoilt is about to be replaced
-        super().load_state_dict(state_dict)
-
-    def state_was_written(self) -> None:
-        self.settle(may_raise=False)
-        super().state_was_written()
-
-    def _may_step(self) -> bool:
-        self.settle()
-        if sum(group["kind"] == "muon" for group in self.param_groups) > 1:
-            raise StateError(
-                "param_groups has several groups of kind 'muon', but all of Muon's parameters follow the first: give "
-                "them one group, or choose with fxshard.Muon(use=...) which parameters are Muon's"
-            )
-        grads = {
-            name: moments.bucket.as_rows(moments.bucket.grad, name)
-            for moments in self._moments.values()
-            if moments.bucket.grad is not None
-            for name, parameter in zip(moments.bucket.plan.params, moments.bucket.params, strict=True)
-            if parameter.grad is not None
-        }
-        filled = {name: grad for name, grad in grads.items() if grad.numel()}
-        finite = rule.finite(list(filled.values()), self._engine.device)
-        everywhere = self._engine.on_all_ranks(finite.all(), "whether gradients are finite")
-        return self._verdicts.may_step(list(filled), finite, everywhere)
-
-    def _verdict(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self._verdicts.allowed, self._verdicts.refused
-
-    def _take_back(self) -> None:
-        for moments in self._moments.values():
-            moments.take_back()
+        self._row_factors: dict[tuple[str, Scale], torch.Tensor | float] = {}
 
     def _run(self, instruction: Instruction) -> None:
         match instruction:
@@ -116,10 +74,6 @@ class ShardedMuon(ShardedOptimizer):
                 self._apply_returned(batch, self._on_the_way.pop(id(batch)))
             case _:
                 super()._run(instruction)
-
-    @property
-    def _group(self) -> dict[str, Any]:
-        return self.param_groups[0]
 
     # -- on this rank ------------------------------------------------------------------------------------------------
 
@@ -138,22 +92,37 @@ class ShardedMuon(ShardedOptimizer):
         return _Rows(name, self._views[name][0], grad, self._views[name][1])
 
     def _update(self, chosen: Sequence[_Rows]) -> None:
-        if not chosen:
-            return
-        splits = [self._splits[rows.name] for rows in chosen]
-        grads, group = [rows.grad for rows in chosen if rows.grad is not None], self._group
-        momenta = [rows.momentum for rows in chosen]
-        refused = self._verdicts.refused
-        directions, factors = moved_directions(grads, momenta, splits, group, self._choice.form, refused)
-        rule.apply_([rows.value for rows in chosen], directions, group["lr"], group["weight_decay"], factors, refused)
+        groups, refused = [self._group_of[rows.name] for rows in chosen], self._refused
+        for members in alike(groups):
+            batch, own = [chosen[i] for i in members], [groups[i] for i in members]
+            grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum for rows in batch]
+            splits, scales = [self._splits[rows.name] for rows in batch], [group["scale"] for group in own]
+            form = self._choice.form
+            directions, factors = moved_directions(grads, momenta, splits, own[0], scales, form, refused)
+            apply_by_group([rows.value for rows in batch], directions, factors, own, refused)
 
-    def _momentum(self, chosen: Sequence[_Rows]) -> list[torch.Tensor]:
-        grads = [rows.grad for rows in chosen if rows.grad is not None]
-        momenta, group = [rows.momentum for rows in chosen], self._group
-        return rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], self._verdicts.refused)
+    def _momentum(self, chosen: Sequence[_Rows]) -> dict[str, torch.Tensor]:
+        """What is to be orthogonalized, by name, with the momenta brought up to date."""
+        updates: dict[str, torch.Tensor] = {}
+        for members in alike(self._group_of[rows.name] for rows in chosen):
+            batch = [chosen[i] for i in members]
+            grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum for rows in batch]
+            group = self._group_of[batch[0].name]
+            made = rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], self._refused)
+            updates.update(zip([rows.name for rows in batch], made, strict=True))
+        return updates
 
-    def _orthogonal(self, updates: Sequence[torch.Tensor], splits: Sequence[Split | None]) -> list[list[torch.Tensor]]:
-        return orthogonal_pieces(updates, splits, self._group, self._choice.form)
+    def _orthogonal(self, owned: Sequence[Travel], whole: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The directions of matrices that this rank owns, flat, by name."""
+        directions = {}
+        for members in alike(self._group_of[travel.name] for travel in owned):
+            names = [owned[i].name for i in members]
+            splits = [self._splits[name] for name in names]
+            group = self._group_of[names[0]]
+            done = orthogonal_pieces([whole[i] for i in members], splits, group, self._choice.form)
+            for i, split, pieces in zip(members, splits, done, strict=True):
+                directions[owned[i].name] = rule.join_matrices(pieces, split, owned[i].shape).reshape(-1)
+        return directions
 
     # -- there and back ----------------------------------------------------------------------------------------------
 
@@ -163,7 +132,7 @@ class ShardedMuon(ShardedOptimizer):
         held = _held(batch, rank)
         rows = {travel.name: self._rows(self._moments[travel.bucket], travel.name) for travel in held}
         ready = [rows[travel.name] for travel in held if rows[travel.name].grad is not None]
-        updates = dict(zip([r.name for r in ready], self._momentum(ready), strict=True))
+        updates = self._momentum(ready)
         # A gradient that is missing here counts as zero: the exchange has the same shape whatever happens.
         parts = [updates.get(travel.name, torch.zeros_like(rows[travel.name].momentum)) for travel in held]
         flat = self._flat(parts, torch.float32)
@@ -175,11 +144,7 @@ class ShardedMuon(ShardedOptimizer):
         parts = _received(batch, rank, sent.wait())
         owned = [travel for travel in batch.travels if travel.owner == rank]
         whole = [torch.cat(parts[travel.name]).view(travel.shape) for travel in owned]
-        splits = [self._splits[travel.name] for travel in owned]
-        directions = {
-            travel.name: rule.join_matrices(pieces, split, travel.shape).reshape(-1)
-            for travel, pieces, split in zip(owned, self._orthogonal(whole, splits), splits, strict=True)
-        }
+        directions = self._orthogonal(owned, whole)
         back = [
             directions[travel.name][begin : begin + numel]
             for holder in range(batch.ranks)
@@ -191,9 +156,9 @@ class ShardedMuon(ShardedOptimizer):
         return self._engine.exchange(batch.buckets[0], flat, batch.from_holders(rank), batch.to_owners(rank))
 
     def _apply_returned(self, batch: Batch, sent: Sent) -> None:
-        rank, group = self._rank(batch), self._group
+        rank = self._rank(batch)
         held = _held(batch, rank)
-        values, directions, factors = [], [], []
+        values, directions, factors, groups = [], [], [], []
         sizes = [_part(travel, rank)[1] for travel in held]
         for travel, part in zip(held, sent.wait().split(sizes), strict=True):
             rows = self._rows(self._moments[travel.bucket], travel.name)
@@ -203,11 +168,12 @@ class ShardedMuon(ShardedOptimizer):
             values.append(rows.value)
             directions.append(direction)
             factors.append(factor)
-        rule.apply_(values, directions, group["lr"], group["weight_decay"], factors, self._verdicts.refused)
+            groups.append(self._group_of[travel.name])
+        apply_by_group(values, directions, factors, groups, self._refused)
 
     def _scaled(self, travel: Travel, direction: torch.Tensor, rank: int) -> tuple[torch.Tensor, float]:
         """Some rows of a direction, and what is left to scale them by: matrices of a split may differ in that."""
-        key = (travel.name, self._group["scale"])
+        key = (travel.name, self._group_of[travel.name]["scale"])
         if key not in self._row_factors:
             by_row = _row_factors(travel, self._splits[travel.name], key[1])
             begin = _part(travel, rank)[0] // travel.shape[-1]
@@ -229,7 +195,7 @@ class ShardedMuon(ShardedOptimizer):
         return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
 
-def _row_factors(travel: Travel, split: Split | None, scale: str | None) -> list[float]:
+def _row_factors(travel: Travel, split: Split | None, scale: Scale) -> list[float]:
     """What each row of a matrix's direction is scaled by."""
     one_column = rule.split_matrices(torch.empty(travel.shape[0], 1), split)
     pieces = [(piece, rule.scale_factor((*piece.shape[:-1], travel.shape[-1]), scale)) for piece in one_column]

@@ -7,8 +7,9 @@ writes takes ``refused``, a number on the device of the tensors: unless it is ze
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,8 @@ from torch import nn
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import elementwise
-from fxshard.optim.config import Muon, Split
+from fxshard.optim.config import Muon, Scale, Split
+from fxshard.optim.fused_weights import Found, find_fused
 
 # Parts of a parameter's name that say what it is, where no module can be asked.
 _EMBEDDINGS = ("embed", "wte", "wpe")
@@ -49,6 +51,7 @@ def matrices(choice: Muon, model: nn.Module | Iterable[tuple[str, torch.Tensor]]
     else:
         named, apart = list(model), set()
     chosen: dict[str, Split | None] = {}
+    fused = found_fused(choice, model if isinstance(model, nn.Module) else named)
     for name, parameter in named:
         shape = tuple(parameter.shape)
         if not parameter.requires_grad:
@@ -63,8 +66,10 @@ def matrices(choice: Muon, model: nn.Module | Iterable[tuple[str, torch.Tensor]]
                 f"Muon: use() selects {name!r} of shape {list(shape)}, which is no matrix; Muon takes [out, in] and "
                 "[experts, out, in], everything else belongs to adamw"
             )
-        chosen[name] = _split_of(choice, name, shape)
-    for pattern in choice.split or {}:
+        chosen[name] = _given_split(choice, name, shape)
+        if chosen[name] is None and name in fused:
+            chosen[name] = fused[name].split
+    for pattern in _patterns(choice):
         if not any(fnmatchcase(name, pattern) for name in chosen):
             raise ConfigError(f"Muon: split pattern {pattern!r} matches none of Muon's parameters: {_some(chosen)}")
     return chosen
@@ -88,8 +93,24 @@ def _not_hidden(model: nn.Module) -> set[int]:
     return apart
 
 
-def _split_of(choice: Muon, name: str, shape: tuple[int, ...]) -> Split | None:
-    for pattern, split in (choice.split or {}).items():
+def found_fused(choice: Muon, model: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> dict[str, Found]:
+    """The weights that look fused and that no pattern of ``split`` speaks of; none if it is "off"."""
+    if choice.split == "off":
+        return {}
+    given = _patterns(choice)
+    return {
+        name: found
+        for name, found in find_fused(model).items()
+        if not any(fnmatchcase(name, pattern) for pattern in given)
+    }
+
+
+def _patterns(choice: Muon) -> Mapping[str, Any]:
+    return choice.split if isinstance(choice.split, Mapping) else {}
+
+
+def _given_split(choice: Muon, name: str, shape: tuple[int, ...]) -> Split | None:
+    for pattern, split in _patterns(choice).items():
         if fnmatchcase(name, pattern):
             assert isinstance(split, Split)  # Muon's constructor wraps the short forms
             check_split(name, shape, split)
@@ -160,9 +181,16 @@ def join_matrices(pieces: Sequence[torch.Tensor], split: Split | None, shape: Se
     return torch.cat(grouped, dim=-2).reshape(*shape)
 
 
-def scale_factor(shape: Sequence[int], scale: str | None) -> float:
+def scale_factor(shape: Sequence[int], scale: Scale) -> float:
     """What multiplies the update of a matrix of shape [..., out, in]."""
     out, inputs = shape[-2:]
+    if callable(scale):
+        factor = scale((out, inputs))
+        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+            raise ConfigError(f"Muon: scale returned {factor!r} for a matrix of {out}×{inputs}: expected a number")
+        return float(factor)
+    if isinstance(scale, (int, float)):
+        return float(scale)
     match scale:
         case None:
             return 1.0
@@ -176,7 +204,7 @@ def scale_factor(shape: Sequence[int], scale: str | None) -> float:
 
 
 def join_directions(
-    pieces: Sequence[torch.Tensor], split: Split | None, shape: Sequence[int], scale: str | None
+    pieces: Sequence[torch.Tensor], split: Split | None, shape: Sequence[int], scale: Scale
 ) -> tuple[torch.Tensor, float]:
     """The direction of a whole parameter from those of its matrices, and the factor that remains to be applied.
 

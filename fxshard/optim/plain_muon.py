@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxshard._torch import private
-from fxshard._torch.errors import StateError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon
-from fxshard.optim.directions import moved_directions
+from fxshard.optim.directions import alike, apply_by_group, moved_directions
+from fxshard.optim.groups import check_group, check_patterns, check_states, in_our_order, param_groups, saved
 from fxshard.optim.verdict import Verdicts
+
+MUON_STATE, ADAMW_STATE = ("momentum_buffer",), ("step", "exp_avg", "exp_avg_sq")
 
 
 class PlainMuon(torch.optim.Optimizer):
@@ -27,9 +29,14 @@ class PlainMuon(torch.optim.Optimizer):
     def __init__(self, model: nn.Module | Iterable[tuple[str, torch.Tensor]], choice: Muon) -> None:
         named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         self._choice = choice
-        self._splits = rule.matrices(choice, model if isinstance(model, nn.Module) else named)
-        self._verdicts = Verdicts(choice)
-        super().__init__(groups(choice, named, self._splits), {"lr": choice.lr})
+        given = model if isinstance(model, nn.Module) else named
+        self._splits = rule.matrices(choice, given)
+        fused = rule.found_fused(choice, given)
+        self.splits = {name: found for name, found in fused.items() if name in self._splits}
+        """Weights that look fused, and how they are cut, or why they are not."""
+        self._verdicts = Verdicts(choice.nan, "Muon")
+        check_patterns(choice, [name for name, p in named if p.requires_grad], self._splits)
+        super().__init__(param_groups(choice, named, self._splits), {"lr": choice.lr})
 
     @property
     def skipped_steps(self) -> int:
@@ -43,22 +50,24 @@ class PlainMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            check_group(group)
         if not self._gradients_are_fine():
             return loss
+        self._muon([group for group in self.param_groups if group["kind"] == "muon"])
         for group in self.param_groups:
-            with_grad = [
-                (name, p) for name, p in zip(group["param_names"], group["params"], strict=True) if p.grad is not None
-            ]
-            if with_grad:
-                (self._muon if group["kind"] == "muon" else self._adamw)(group, with_grad)
+            if group["kind"] == "adamw":
+                self._adamw(group, [parameter for parameter in group["params"] if parameter.grad is not None])
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         self._verdicts.settle()
-        return super().state_dict()
+        return saved(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_loaded(self.param_groups, state_dict["param_groups"])
+        state_dict = in_our_order(self.param_groups, state_dict)
+        muon = {id(p) for group in self.param_groups if group["kind"] == "muon" for p in group["params"]}
+        check_states(self.param_groups, state_dict, lambda p: MUON_STATE if id(p) in muon else ADAMW_STATE)
         self._verdicts.settle(may_raise=False)  # what the step would have spoilt is about to be replaced
         super().load_state_dict(state_dict)
 
@@ -73,13 +82,22 @@ class PlainMuon(torch.optim.Optimizer):
         finite = rule.finite([grad for _, grad in named])
         return self._verdicts.may_step([name for name, _ in named], finite, finite.all())
 
-    def _muon(self, group: dict[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        params = [parameter for _, parameter in named]
-        splits = [self._splits[name] for name, _ in named]
-        momenta = [self._momentum(parameter) for parameter in params]
-        refused = self._verdicts.refused
-        directions, factors = moved_directions(_grads(params), momenta, splits, group, self._choice.form, refused)
-        rule.apply_(params, directions, group["lr"], group["weight_decay"], factors, refused)
+    def _muon(self, groups: Sequence[dict[str, Any]]) -> None:
+        with_grad = [
+            (name, p, group)
+            for group in groups
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+            if p.grad is not None
+        ]
+        for members in alike(group for _, _, group in with_grad):
+            params = [with_grad[i][1] for i in members]
+            splits = [self._splits[with_grad[i][0]] for i in members]
+            own = [with_grad[i][2] for i in members]
+            momenta = [self._momentum(parameter) for parameter in params]
+            scales, refused = [group["scale"] for group in own], self._verdicts.refused
+            form = self._choice.form
+            directions, factors = moved_directions(_grads(params), momenta, splits, own[0], scales, form, refused)
+            apply_by_group(params, directions, factors, own, refused)
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
@@ -87,8 +105,9 @@ class PlainMuon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         return state["momentum_buffer"]
 
-    def _adamw(self, group: dict[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        params = [parameter for _, parameter in named]
+    def _adamw(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> None:
+        if not params:
+            return
         for parameter in params:
             if not self.state[parameter]:
                 self.state[parameter] = {
@@ -100,7 +119,7 @@ class PlainMuon(torch.optim.Optimizer):
         for state in states:
             state["step"].add_(1 if self._verdicts.allowed is None else self._verdicts.allowed)
         private.fused_adamw(
-            params,
+            list(params),
             _grads(params),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
@@ -109,55 +128,10 @@ class PlainMuon(torch.optim.Optimizer):
             betas=group["betas"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
+            maximize=group.get("maximize", False),
             refused=self._verdicts.refused,
         )
 
 
 def _grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in params if parameter.grad is not None]
-
-
-def groups(choice: Muon, named: Iterable[tuple[str, torch.Tensor]], muon: Container[str]) -> list[dict[str, Any]]:
-    """Param groups of (name, parameter) pairs: Muon's, then AdamW's with and without decay, where there are any."""
-    members: dict[str, list[tuple[str, torch.Tensor]]] = {"muon": [], "adamw": [], "adamw, no decay": []}
-    decays = choice.adamw.decay
-    for name, parameter in named:
-        if not parameter.requires_grad:
-            continue
-        kind = "muon" if name in muon else "adamw"
-        if kind == "adamw" and decays is not None and not decays(name, tuple(parameter.shape)):
-            kind = "adamw, no decay"
-        members[kind].append((name, parameter))
-    adamw = {"kind": "adamw", "lr": choice.adamw.lr, "betas": choice.adamw.betas, "eps": choice.adamw.eps}
-    options: dict[str, dict[str, Any]] = {
-        "muon": {
-            "kind": "muon",
-            "lr": choice.lr,
-            "momentum": choice.momentum,
-            "nesterov": choice.nesterov,
-            "weight_decay": choice.weight_decay,
-            "scale": choice.scale,
-            "coefficients": choice.coefficients,
-            "steps": choice.steps,
-        },
-        "adamw": {**adamw, "weight_decay": choice.adamw.weight_decay},
-        "adamw, no decay": {**adamw, "weight_decay": 0.0},
-    }
-    return [{"params": pairs, **options[kind]} for kind, pairs in members.items() if pairs]
-
-
-def check_loaded(ours: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``StateError`` if the groups of a state dict were made by another iteration or for other parameters."""
-    if [group.get("kind") for group in loaded] != [group["kind"] for group in ours]:
-        raise StateError(
-            f"the optimizer state has groups {[group.get('kind') for group in loaded]}, this optimizer has "
-            f"{[group['kind'] for group in ours]}: it was saved by another optimizer, or with another use= or decay="
-        )
-    for theirs, group in zip(loaded, ours, strict=True):
-        for field in ("coefficients", "steps"):
-            if group["kind"] == "muon" and theirs.get(field) != group[field]:
-                raise StateError(
-                    f"the optimizer state was made with {field}={theirs.get(field)!r}, this optimizer has "
-                    f"{field}={group[field]!r}; the two do not train alike: pass fxshard.Muon({field}="
-                    f"{theirs.get(field)!r}), or start from a fresh optimizer state"
-                )

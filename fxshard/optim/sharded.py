@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from fxshard._torch import private
-from fxshard._torch.errors import ConfigError
+from fxshard._torch.errors import ConfigError, StateError
+from fxshard.optim.groups import check_group, check_states, in_our_order, saved
 from fxshard.optim.moments import Moments
+from fxshard.optim.muon_rule import finite
+from fxshard.optim.verdict import Verdicts
 from fxshard.plan.step import Done, Instruction, Local, plan_step
 from fxshard.runtime.engine import Engine
 
@@ -24,9 +27,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     gathers_ahead = True
     """Buckets that the next forward starts with are gathered here, each as soon as it is updated."""
 
-    def __init__(self, engine: Engine, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, engine: Engine, groups: list[dict[str, Any]], defaults: dict[str, Any], verdicts: Verdicts | None
+    ) -> None:
         super().__init__(groups, defaults)
         self._engine = engine
+        self._name_of = {
+            id(parameter): name
+            for bucket in engine.buckets
+            for name, parameter in zip(bucket.plan.params, bucket.params, strict=True)
+        }
+        self._group_of: dict[str, dict[str, Any]] = {}
+        """By name of the parameter, as ``param_groups`` were when the step began."""
+        self._verdicts = verdicts
         self._moments = {b.plan.index: Moments(b) for b in engine.buckets if b.plan.trainable}
         self._program = plan_step([bucket.plan for bucket in engine.buckets])
         self._bind_state()
@@ -37,6 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._group_of = self._checked_groups()
         for moments in self._moments.values():
             moments.bucket.adopt_gradients()
         if self._may_step():
@@ -58,7 +72,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because gradients were not finite. Waits for the last one."""
+        self.settle()
+        return self._verdicts.left_out if self._verdicts is not None else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        self._name_groups()
+        return saved(super().state_dict())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a plain optimizer's state or a sharded one, by name where it has names, else in the order of the
+        model's ``parameters()``. Everything is checked before anything is changed.
+        """
+        self._name_groups()
+        state_dict = in_our_order(self.param_groups, state_dict)
+        check_states(self.param_groups, state_dict, lambda parameter: self.state[parameter])
+        self.settle(may_raise=False)  # what the last step would have spoilt is about to be replaced
         super().load_state_dict(state_dict)
         with torch.no_grad():
             for moments in self._moments.values():
@@ -70,22 +102,67 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._bind_state()
 
     def settle(self, *, may_raise: bool = True) -> None:
-        """Say what is still to be said about the last step, before its state is read. An optimizer that refuses no step
-        has nothing to say.
+        """Say what is still to be said about the last step, before its state is read. An optimizer that looks at no
+        gradients has nothing to say.
         """
+        if self._verdicts is not None:
+            self._verdicts.settle(self._take_back, may_raise=may_raise)
+
+    def _take_back(self) -> None:
+        for moments in self._moments.values():
+            moments.take_back()
 
     def state_was_written(self) -> None:
         """The state tensors were written in place, as loading a checkpoint does."""
+        self.settle(may_raise=False)
         for moments in self._moments.values():
             moments.recount()
 
+    def _name_groups(self) -> None:
+        """Names follow parameters that were moved between groups."""
+        for group in self.param_groups:
+            group["param_names"] = [self._name_of[id(parameter)] for parameter in group["params"]]
+
+    def _checked_groups(self) -> dict[str, dict[str, Any]]:
+        """The group of every parameter; raises if a group says what cannot be done."""
+        found = {}
+        for group in self.param_groups:
+            check_group(group)
+            found.update({self._name_of.get(id(parameter), ""): group for parameter in group["params"]})
+        for moments in self._moments.values():
+            for name in moments.bucket.plan.params:
+                if name not in found:
+                    raise StateError(
+                        f"{name} is in none of param_groups: leave it there with lr=0, or freeze it before compile"
+                    )
+                if (found[name].get("kind") == "muon") != (name in moments.muon):
+                    raise StateError(
+                        f"{name} was moved to a group of kind {found[name].get('kind')!r}: choose with "
+                        "fxshard.Muon(use=...) which parameters are Muon's"
+                    )
+        return found
+
     def _may_step(self) -> bool:
         """Whether the gradients are such that a step may be made; asked on every rank, before anything is changed."""
-        return True
+        self.settle()
+        if self._verdicts is None:
+            return True
+        grads = {
+            name: moments.bucket.as_rows(moments.bucket.grad, name)
+            for moments in self._moments.values()
+            if moments.bucket.grad is not None
+            for name, parameter in zip(moments.bucket.plan.params, moments.bucket.params, strict=True)
+            if parameter.grad is not None
+        }
+        filled = {name: grad for name, grad in grads.items() if grad.numel()}
+        here = finite(list(filled.values()), self._engine.device)
+        everywhere = self._engine.on_all_ranks(here.all(), "whether gradients are finite")
+        return self._verdicts.may_step(list(filled), here, everywhere)
 
-    def _verdict(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Numbers on the device by which kernels make the step or not: (1.0 if so, 1.0 if not); None: they make it."""
-        return None, None
+    @property
+    def _refused(self) -> torch.Tensor | None:
+        """A number on the device by which kernels make the step (0.0) or not (1.0); None: they make it."""
+        return self._verdicts.refused if self._verdicts is not None else None
 
     def _run(self, instruction: Instruction) -> None:
         match instruction:
@@ -96,16 +173,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._engine.carry(index)
 
     def _adamw(self, chosen: Sequence[Moments]) -> None:
-        group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        number = {id(group): i for i, group in enumerate(self.param_groups)}
+        group_of = {name: number[id(group)] for name, group in self._group_of.items()}
         pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
-        allowed, refused = self._verdict()
+        allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in chosen:
             moments.count_step(allowed)
-            for number, positions in moments.stretches(group_of):
-                pieces[number].append(moments.tensors(positions))
-        for group, of_group in zip(self.param_groups, pieces, strict=True):
-            if of_group:
-                masters, grads, firsts, seconds, steps = (list(column) for column in zip(*of_group, strict=True))
+            for of_group, positions in moments.stretches(group_of):
+                pieces[of_group].append(moments.tensors(positions))
+        for group, together in zip(self.param_groups, pieces, strict=True):
+            if together:
+                masters, grads, firsts, seconds, steps = (list(column) for column in zip(*together, strict=True))
                 private.fused_adamw(
                     masters,
                     grads,
@@ -116,10 +194,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     betas=group["betas"],
                     weight_decay=group["weight_decay"],
                     eps=group["eps"],
-                    refused=refused,
+                    maximize=group.get("maximize", False),
+                    refused=self._refused,
                 )
 
     def _bind_state(self) -> None:
         for moments in self._moments.values():
             for i, parameter in enumerate(moments.bucket.params):
                 self.state[parameter] = moments.state_of(i)
+
+
+def in_order(engine: Engine, order: Sequence[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    """(name, parameter) of what is trained, in the order of the model's ``parameters()``; buckets have another one."""
+    trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
+    found = {name: p for bucket in trained for name, p in zip(bucket.plan.params, bucket.params, strict=True)}
+    return [(name, found[name]) for name in order if name in found]

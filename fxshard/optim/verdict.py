@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from fxshard._torch.errors import StateError
-from fxshard.optim.config import Muon
 
 
 def known_at_once(device: torch.device) -> bool:
@@ -36,8 +35,8 @@ class Told:
 class Verdicts:
     """Judges the gradients of every step of one optimizer."""
 
-    def __init__(self, choice: Muon) -> None:
-        self._mode, self._calls = choice.nan, 0
+    def __init__(self, mode: str, optimizer: str) -> None:
+        self._mode, self._optimizer, self._calls = mode, optimizer, 0
         self._told: Told | None = None
         self.left_out = 0
         """How many steps were not made, as far as the host knows."""
@@ -63,8 +62,8 @@ class Verdicts:
         self.left_out += 1
         found = f"gradients are not finite: {_listed(names, finite.tolist())}"
         if self._mode == "raise":
-            raise StateError(f"{found}. Nothing was changed: neither parameters nor momentum. {_WHAT_TO_DO}")
-        warnings.warn(f"step skipped, {found}; parameters and momentum are as before", RuntimeWarning, stacklevel=3)
+            raise StateError(f"{found}. Nothing was changed: neither parameters nor state. {self._what_to_do}")
+        warnings.warn(f"step skipped, {found}; parameters and state are as before", RuntimeWarning, stacklevel=3)
         return False
 
     def settle(self, take_back: Callable[[], None] | None = None, *, may_raise: bool = True) -> None:
@@ -86,10 +85,17 @@ class Verdicts:
         found = f"gradients were not finite in call {told.call} of step(): {_listed(told.names, finite)}"
         if self._mode == "raise" and may_raise:
             raise StateError(
-                f"{found}. That step changed nothing, neither parameters nor momentum, and no step was made since: on "
-                f"a GPU this is known when the next step begins or the state is read. {_WHAT_TO_DO}"
+                f"{found}. That step changed nothing, neither parameters nor state, and no step was made since: on "
+                f"a GPU this is known when the next step begins or the state is read. {self._what_to_do}"
             )
         warnings.warn(f"{found}; that step was skipped and changed nothing", RuntimeWarning, stacklevel=4)
+
+    @property
+    def _what_to_do(self) -> str:
+        return (
+            "Find the cause (a loss that overflows, a learning rate too high), or pass "
+            f'fxshard.{self._optimizer}(nan="skip") to leave such steps out with a warning'
+        )
 
     def _tell(self, names: Sequence[str], finite: torch.Tensor) -> None:
         here = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
@@ -97,12 +103,6 @@ class Verdicts:
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(finite.device))
         self._told = Told(self._calls, names, here, arrived)
-
-
-_WHAT_TO_DO = (
-    "Find the cause (a loss that overflows, a learning rate too high), or pass "
-    'fxshard.Muon(nan="skip") to leave such steps out with a warning'
-)
 
 
 def _listed(names: Sequence[str], finite: Sequence[bool], most: int = 5) -> str:

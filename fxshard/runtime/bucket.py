@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fxshard._torch import private
@@ -12,6 +13,7 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
+from fxshard.runtime.foreign_optimizers import mark
 from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
 from fxshard.runtime.full_tensor import FullTensor
@@ -57,6 +59,8 @@ class Bucket:
         """Where the gradient lives once a captured program writes it."""
         self.kept: torch.Tensor | None = None
         """Full gradients of this rank's own micro-batches inside ``no_sync``, not reduced yet."""
+        self.kept_for: frozenset[int] = frozenset()
+        """The parameters, by position, that those micro-batches used."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
         self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
         self.fragments = layout.fragments(self.rank)
@@ -92,6 +96,7 @@ class Bucket:
             parameter.__dict__.update(original.__dict__)
             if self.mesh is not None and self.plan.layout.ranks > 1:
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
+                mark(parameter)
             self.params.append(parameter)
             guard(parameter, self)
             watch(parameter, self.master, always=self.plan.resident)
@@ -214,7 +219,7 @@ class Bucket:
 
     def release_gradient(self) -> None:
         """``zero_grad``: forget what was kept, and free the gradient's memory if no parameter holds it."""
-        self.kept = None
+        self.kept, self.kept_for = None, frozenset()
         self.reclaim_gradient()
 
     def reclaim_gradient(self) -> None:
@@ -248,7 +253,7 @@ class Bucket:
         fragment = self.fragments[self.plan.layout.index[name]]
         if fragment.numel:
             self.as_rows(self.grad, name).add_(full[fragment.row_start : fragment.row_stop] if full.ndim else full)
-        self.publish_gradients()
+        self.publish_gradients([self.plan.layout.index[name]])
 
     def adopt_gradients(self) -> None:
         """Copy gradients that a user put in place of ours into the flat gradient."""
@@ -259,10 +264,33 @@ class Bucket:
                 if parameter.grad is not None and parameter.grad is not own:
                     own.copy_(parameter.grad)
                     parameter.grad = own
+        if self.mesh is None and self.grad is not None:
+            self._take_back_moved(self.grad)
 
-    def publish_gradients(self) -> None:
-        for parameter, own in zip(self.params, self.grads, strict=True):
-            parameter.grad = own
+    def _take_back_moved(self, flat: torch.Tensor) -> None:
+        """``parameter.grad.data = t`` moves our own view of a gradient to other memory."""
+        for i, (fragment, parameter) in enumerate(zip(self.fragments, self.params, strict=True)):
+            at = flat.data_ptr() + fragment.offset * flat.element_size()
+            if fragment.numel and parameter.grad is self.grads[i] and self.grads[i].data_ptr() != at:
+                moved, self.grads[i] = self.grads[i], self.as_param(flat, fragment.name)
+                parameter.grad = self.grads[i]
+                with torch.no_grad():
+                    self.grads[i].copy_(moved)
+
+    def publish_gradients(self, positions: Collection[int]) -> None:
+        """Let parameters have their part of the gradient: those of which there is one."""
+        for i in positions:
+            self.params[i].grad = self.grads[i]
+
+    @property
+    def with_gradient(self) -> list[int]:
+        """Positions of the parameters that have a gradient."""
+        return [i for i, parameter in enumerate(self.params) if parameter.grad is not None]
+
+    @property
+    def reducing(self) -> dist.ProcessGroup | None:
+        """The group that reduces full gradients; None where no other rank has a part in them."""
+        return self.channels.reducing(self.plan)
 
     def bytes_at_rest(self) -> dict[str, int]:
         """What this rank holds for the bucket, counted from the storages that exist."""

@@ -16,6 +16,7 @@ from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gather_modes import Copies
 from fxshard.plan.gathered import Transfer, Views
 from fxshard.plan.memory import SlotRange
+from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.cuda_tape import CudaTape
 from fxshard.runtime.frame import Frame
@@ -58,12 +59,14 @@ class Sent:
 class Engine:
     """Moves buckets between sharded and unsharded. Called by programs only, in the order of the schedule."""
 
-    def __init__(self, buckets: list[Bucket], device: torch.device, options: Options) -> None:
+    def __init__(
+        self, buckets: list[Bucket], device: torch.device, options: Options, agreement: Agreement | None = None
+    ) -> None:
         self.buckets = buckets
         self.device = device
         self.frame = Frame(buckets, device, options)
         self.arena, self._streams = self.frame.arena, self.frame.streams
-        self.gradients = Reductions(self.frame)
+        self.gradients = Reductions(self.frame, agreement)
         self._unseen = Unseen(self._streams, device)
         self._scales = WeightScales(buckets, device)
         self._gathered: dict[int, Gathered] = {}

@@ -56,8 +56,17 @@ class Schedule:
 
     @property
     def comm_bytes(self) -> int:
-        """Bytes that one rank's collectives move per step, counted as the size of what they make or start from."""
-        return sum(event.bytes for _, event in self.of(*COMMUNICATES))
+        """Bytes that one rank's collectives move per step, counted as the size of what they make or start from.
+
+        Between buffers of one rank alone nothing travels.
+        """
+        return sum(event.bytes for _, event in self.of(*COMMUNICATES) if not self._alone(event))
+
+    def _alone(self, event: Event) -> bool:
+        if self.ranks == 1 or event.bucket_index < 0:
+            return self.ranks == 1
+        bucket = self.buckets[event.bucket_index]
+        return bucket.reducing_ranks == 1 and bool(bucket.domain.device)  # experts that no other rank has
 
     @property
     def peak_bytes(self) -> int:

@@ -213,7 +213,7 @@ def test_finite_means_every_element() -> None:
         ({"nan": "ignore"}, "nan='ignore'"),
         ({"adamw": 3e-4}, r"adamw=0\.0003.*: expected fxshard.AdamW"),
         ({"use": "layers"}, "use='layers'.*: expected a function"),
-        ({"split": 3}, "split=3.*: expected a mapping"),
+        ({"split": 3}, "split=3.*: expected 'auto', 'off', or a mapping"),
         ({"split": {"*": 0}}, "expected whole numbers above 0"),
         ({"split": {"*": ()}}, "expected whole numbers above 0"),
     ],

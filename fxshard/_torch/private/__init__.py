@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxshard._torch.private.aot import OTHER_TANGENT as OTHER_TANGENT
 from fxshard._torch.private.aot import Traced as Traced
+from fxshard._torch.private.aot import before_backward as before_backward
+from fxshard._torch.private.aot import tangent_of as tangent_of
 from fxshard._torch.private.aot import traced as traced
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
@@ -30,10 +33,15 @@ from fxshard._torch.private.pickling import loads as loads
 def min_cut_partition(
     joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
+    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13.
+
+    It may make operands of products again: a norm's output, of which torch would save a copy besides its input.
+    """
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    with config.patch(ban_recompute_materialized_backward=False):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     return graph_module(forward, forward.graph), graph_module(backward, backward.graph)
 
 
@@ -198,6 +206,15 @@ def as_fake_as(value: torch.Tensor) -> Iterator[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), getattr(value, "fake_mode", None) or contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors that are made here have no memory. torch 2.11, 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
         yield
 
 
@@ -381,6 +398,7 @@ def fused_adamw(
     betas: tuple[float, float],
     weight_decay: float,
     eps: float,
+    maximize: bool = False,
     refused: torch.Tensor | None = None,
 ) -> None:
     """The kernel that ``torch.optim.AdamW(fused=True)`` calls, for CPU and CUDA. torch 2.11, 2.13.
@@ -400,7 +418,7 @@ def fused_adamw(
         weight_decay=weight_decay,
         eps=eps,
         amsgrad=False,
-        maximize=False,
+        maximize=maximize,
         found_inf=refused,
     )
 
