@@ -33,8 +33,8 @@ def define(
     """The operator ``fxshard::NAME`` of a schema ``NAME(...) -> ...``, on every device.
 
     ``fake`` gives results of the right shapes while tracing; ``backward`` and ``setup_context`` are those of
-    ``torch.library.register_autograd``. ``compiled_ahead``: what ``compile_ahead`` looks for. ``contiguous``: compilers,
-    which choose layouts, have to give it such tensors.
+    ``torch.library.register_autograd``. ``compiled_ahead``: what ``compile_ahead`` looks for. ``contiguous``: a
+    compiler, which chooses layouts, has to give it such tensors.
     """
     name = _LIBRARY.define(schema, tags=(torch.Tag.needs_contiguous_strides,) if contiguous else ())
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
