@@ -40,7 +40,7 @@ from fxshard.passes.pipeline import INSERTING, JOINT
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.passes.recognize_masks import recognize_masks
 from fxshard.passes.split_segments import split_segments
-from fxshard.passes.stage_mxfp8 import stage_mxfp8
+from fxshard.passes.stage_quantized import stage_quantized
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import Domain
@@ -269,7 +269,7 @@ def mxfp8() -> None:
     """Two layers in MXFP8: the products, and what is gathered for them."""
     model = captured(Tiny(32), torch.randn(32, 32, dtype=torch.bfloat16), precision=fxshard.MXFP8(), shows=True)
     for phase in model.phases:
-        for run in (insert_unshard, stage_mxfp8):
+        for run in (insert_unshard, stage_quantized):
             model.run(phase, run)
             show(f"{phase} in MXFP8, {run.__name__}", model.phases[phase])
 

@@ -62,12 +62,12 @@ class Float8Nodes:
             if operand.base in self._weights:
                 return {operand: self._weight(value, operand.axis)}
             dtype = self._recipe.gradient_dtype if operand.base in self._gradients else E4M3
-            if self._recipe.scaling is Scaling.TENSOR and operand.base in self._both:
-                scales = self._scales(self._largest(value, ROWWISE), dtype)
+            by_tensor = self._recipe.scaling is Scaling.TENSOR
+            scales = self._scales(self._largest(value, ROWWISE if by_tensor else operand.axis), dtype)
+            if by_tensor and operand.base in self._both:
                 plain, turned = unpacked(self._graph, float8_cast_both, (value, scales, dtype), user)
                 rowwise, columnwise = (Operand(operand.base, axis) for axis in (ROWWISE, COLUMNWISE))
                 return {rowwise: (plain, scales), columnwise: (turned, scales)}
-            scales = self._scales(self._largest(value, operand.axis), dtype)
             if operand.axis == ROWWISE:
                 return {operand: (self._cast(value, scales, dtype), scales)}
             turned = self._call(float8_cast_turned, value, scales, dtype)

@@ -29,7 +29,7 @@ from fxshard.passes.recognize_masks import recognize_masks
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.run import run_passes
 from fxshard.passes.save_residuals import save_residuals
-from fxshard.passes.stage_mxfp8 import stage_mxfp8
+from fxshard.passes.stage_quantized import stage_quantized
 from fxshard.passes.timeline import Timeline
 from fxshard.passes.verify_each import verify_step
 from fxshard.passes.write_gradients import write_gradients
@@ -46,12 +46,12 @@ JOINT: tuple[Pass, ...] = (extern_tables, open_experts, quantize_linears, recomp
 """On forward and backward in one graph, before it is partitioned."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
-    Phase.FORWARD: (insert_unshard, stage_mxfp8, insert_reshard),
-    Phase.EVAL: (extern_tables, open_experts, quantize_linears, insert_unshard, stage_mxfp8, insert_reshard),
+    Phase.FORWARD: (insert_unshard, stage_quantized, insert_reshard),
+    Phase.EVAL: (extern_tables, open_experts, quantize_linears, insert_unshard, stage_quantized, insert_reshard),
     Phase.BACKWARD: (
         defer_wgrad,
         insert_unshard,
-        stage_mxfp8,
+        stage_quantized,
         insert_reshard,
         insert_reduce_scatter,
         insert_all_reduce,

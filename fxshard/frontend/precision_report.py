@@ -11,6 +11,7 @@ from torch import nn
 from fxshard._torch.errors import StateError
 from fxshard.kernels import float8_products
 from fxshard.kernels.mxfp8_products import grouped_path, path
+from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.gather_modes import Gather
 from fxshard.plan.quantized import Quantized, choose_linears
 
@@ -68,16 +69,20 @@ def report(model: nn.Module) -> Report:
         grouped=grouped_path(device) if stacks else "",
         quantizer="Triton, both copies in one pass" if runs_on(device) else "torch",
         weights=tuple(name for plan in plans for name in plan.params),
-        gathers=dict(Counter(_how(plan.gather, plan.layout.ranks) for plan in plans for _ in plan.params)),
+        gathers=dict(Counter(_how(plan) for plan in plans for _ in plan.params)),
         left_out=choose_linears(model._inner, sharding.precision).left_out,
     )
 
 
-def _how(gather: Gather, ranks: int) -> str:
-    if gather is Gather.STAGED and ranks == 1:
+def _how(plan: BucketPlan) -> str:
+    if plan.rests_quantized and plan.layout.ranks == 1:
         return "nothing travels, this rank quantizes its own"
+    if plan.float8 is not None and plan.gather is Gather.DIRECT:
+        two = plan.float8.copies == 2
+        which = "rowwise in forward and columnwise in backward" if two else "one copy for both directions"
+        return f"float8 travels, quantized by its owners with scales of all ranks, {which}"
     return {
         Gather.OFF: "off: bf16 travels and is quantized where it is used",
         Gather.STAGED: "staged: bf16 travels and is quantized once on every rank",
         Gather.DIRECT: "direct: quantized copies travel, rowwise in forward and columnwise in backward",
-    }[gather]
+    }[plan.gather]

@@ -65,6 +65,16 @@ def largest_of(value: torch.Tensor, scaling: Scaling, axis: int, *, weight: bool
     return torch.linalg.vector_norm(tiles, torch.inf, (1, 3), dtype=torch.float32)
 
 
+def scale_shape(shape: tuple[int, ...], scaling: Scaling, axis: int) -> tuple[int, int]:
+    """Of the scales of a weight."""
+    rows, columns = shape
+    if scaling is Scaling.BLOCK:
+        return -(-rows // BLOCK), -(-columns // BLOCK)
+    if scaling is Scaling.TENSOR:
+        return 1, 1
+    return (rows, 1) if axis == ROWWISE else (1, columns)
+
+
 def cast(value: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values over their scales, nearest even, saturating; NaN stays NaN."""
     wide = value.float() * spread(reciprocals(scales), value.shape)

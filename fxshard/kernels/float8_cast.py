@@ -6,15 +6,15 @@ Triton is imported when a kernel is first needed: a CPU build of torch has none.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
-from fxshard.kernels.float8 import LARGEST, cast, tile
+from fxshard.kernels.float8 import BLOCK, LARGEST, cast, tile
+from fxshard.kernels.launch import Launches, pointers
 from fxshard.kernels.quantize import runs_on
 
-ROWS, COLUMNS, WARPS = 64, 64, 4
-"""Of a tile."""
+WARPS = 8
+"""Of a tile, which is as large as a block that shares a scale."""
 
 
 def cast_plain(value: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,32 +64,20 @@ def _launch(value: torch.Tensor, scales: torch.Tensor, plain: torch.Tensor | Non
         return
     some = plain if plain is not None else turned
     assert some is not None
-    share = [tile(scales.shape[dim], value.shape[dim]) for dim in (0, 1)]
-    strides = [scales.stride(dim) if scales.shape[dim] > 1 else 0 for dim in (0, 1)]
-    grid = (-(-rows // ROWS), -(-columns // COLUMNS))
+    strides = tuple(scales.stride(dim) if scales.shape[dim] > 1 else 0 for dim in (0, 1))
+    each = tuple(scales.shape[dim] > 1 and tile(scales.shape[dim], value.shape[dim]) == 1 for dim in (0, 1))
+    whole = rows % BLOCK == 0 and columns % BLOCK == 0
+    constants = (*each, LARGEST[some.dtype], plain is not None, turned is not None, whole, BLOCK, BLOCK)
+    tensors = (value, scales, some if plain is None else plain, some if turned is None else turned)
+    numbers = (rows, columns, *strides)
+    grid = (-(-rows // BLOCK), -(-columns // BLOCK), 1)
+    key = (value.device.index, pointers(*tensors), numbers, constants)
     with torch.cuda.device(value.device):
-        _kernel()[grid](
-            value,
-            scales,
-            some if plain is None else plain,
-            some if turned is None else turned,
-            rows,
-            columns,
-            *strides,
-            SHARE_ROWS=share[0] if strides[0] else 1,
-            SHARE_COLUMNS=share[1] if strides[1] else 1,
-            LARGEST=LARGEST[some.dtype],
-            PLAIN=plain is not None,
-            TURNED=turned is not None,
-            WHOLE=rows % ROWS == 0 and columns % COLUMNS == 0,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            num_warps=WARPS,
-        )
+        _launches()(key, grid, (*tensors, *numbers, *constants))
 
 
 @functools.cache
-def _kernel() -> Any:
+def _launches() -> Launches:
     from fxshard.kernels.triton_float8 import cast_tile
 
-    return cast_tile
+    return Launches(cast_tile, num_warps=WARPS)

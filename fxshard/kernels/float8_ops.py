@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels import float8_products as products
-from fxshard.kernels.float8 import BLOCK, E4M3, ROWWISE, Scaling, largest_of, scales_of
+from fxshard.kernels.float8 import E4M3, Scaling, largest_of, scale_shape, scales_of
 from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
 from fxshard.kernels.ops import define
 
@@ -26,16 +26,6 @@ def _quantize(value: torch.Tensor, scaling: str, axis: int) -> tuple[torch.Tenso
 def _fake_quantize(value: torch.Tensor, scaling: str, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     scales = value.new_empty(scale_shape(tuple(value.shape), Scaling(scaling), axis), dtype=torch.float32)
     return value.new_empty(value.shape, dtype=E4M3), scales
-
-
-def scale_shape(shape: tuple[int, ...], scaling: Scaling, axis: int) -> tuple[int, int]:
-    """Of the scales of a weight."""
-    rows, columns = shape
-    if scaling is Scaling.BLOCK:
-        return -(-rows // BLOCK), -(-columns // BLOCK)
-    if scaling is Scaling.TENSOR:
-        return 1, 1
-    return (rows, 1) if axis == ROWWISE else (1, columns)
 
 
 def _fake_plain(value: torch.Tensor, scales: torch.Tensor, dtype: Any) -> torch.Tensor:
@@ -63,12 +53,17 @@ _OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, bool fast"
 _CAST = "(Tensor value, Tensor scales, ScalarType dtype)"
 
 float8_quantize = define(
-    "float8_quantize(Tensor value, str scaling, int axis) -> (Tensor, Tensor)", _quantize, _fake_quantize
+    "float8_quantize(Tensor value, str scaling, int axis) -> (Tensor, Tensor)",
+    _quantize,
+    _fake_quantize,
+    contiguous=True,
 )
-float8_cast_turned = define(f"float8_cast_turned{_CAST} -> Tensor", cast_turned, _fake_turned)
-float8_cast_both = define(f"float8_cast_both{_CAST} -> (Tensor, Tensor)", cast_both, _fake_both)
-float8_mm = define(f"float8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply)
-float8_mm_into = define(f"float8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()", products.multiply_into, lambda *_: None)
+float8_cast_turned = define(f"float8_cast_turned{_CAST} -> Tensor", cast_turned, _fake_turned, contiguous=True)
+float8_cast_both = define(f"float8_cast_both{_CAST} -> (Tensor, Tensor)", cast_both, _fake_both, contiguous=True)
+float8_mm = define(f"float8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply, contiguous=True)
+float8_mm_into = define(
+    f"float8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()", products.multiply_into, lambda *_: None, contiguous=True
+)
 
 
 @register_flop_formula([torch.ops.fxshard.float8_mm, torch.ops.fxshard.float8_mm_into])

@@ -42,6 +42,7 @@ def multiply(
 
     ``fast``: sums of the hardware are not moved to full float32 registers every few products.
     """
+    _check_layout(a, b)
     if _scaled(a, a_scales, b_scales):
         left, right, scale_a, scale_b = _operands(a, a_scales, b, b_scales)
         by_row = scale_a.numel() > 1 or scale_b.numel() > 1
@@ -55,6 +56,7 @@ def multiply_into(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, fast: bool, out: torch.Tensor
 ) -> None:
     """The same, written where it stays."""
+    _check_layout(a, b)
     if not _scaled(a, a_scales, b_scales):
         wide_product_into(*_dequantized(a, a_scales, b, b_scales), out)
     elif a_scales.numel() > 1 or b_scales.numel() > 1:
@@ -62,6 +64,11 @@ def multiply_into(
     else:
         left, right, scale_a, scale_b = _operands(a, a_scales, b, b_scales)
         torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+def _check_layout(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Emulated or not: what a GPU would refuse is not to pass anywhere else."""
+    assert a.is_contiguous() and b.is_contiguous(), f"{a.shape} has strides {a.stride()}, {b.shape} has {b.stride()}"
 
 
 def _scaled(a: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor) -> bool:

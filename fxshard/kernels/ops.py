@@ -27,14 +27,16 @@ def define(
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
+    contiguous: bool = False,
     compiled_ahead: bool = False,
 ) -> Any:
     """The operator ``fxshard::NAME`` of a schema ``NAME(...) -> ...``, on every device.
 
     ``fake`` gives results of the right shapes while tracing; ``backward`` and ``setup_context`` are those of
-    ``torch.library.register_autograd``. ``compiled_ahead``: what ``compile_ahead`` looks for.
+    ``torch.library.register_autograd``. ``compiled_ahead``: what ``compile_ahead`` looks for. ``contiguous``: a
+    compiler, which chooses layouts, has to give it such tensors.
     """
-    name = _LIBRARY.define(schema)
+    name = _LIBRARY.define(schema, tags=(torch.Tag.needs_contiguous_strides,) if contiguous else ())
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxshard::{name}", fake, lib=_LIBRARY)
     if backward is not None:

@@ -9,26 +9,31 @@ import triton.language as tl
 @triton.jit
 def cast_tile(
     value, scales, plain, turned, rows, columns, row_stride, column_stride,
-    SHARE_ROWS: tl.constexpr, SHARE_COLUMNS: tl.constexpr, LARGEST: tl.constexpr, PLAIN: tl.constexpr,
+    PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr, LARGEST: tl.constexpr, PLAIN: tl.constexpr,
     TURNED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row-major matrix through bf16 to float8, as it lies and transposed.
 
-    ``SHARE_ROWS`` rows and ``SHARE_COLUMNS`` columns share a scale; ``row_stride`` and ``column_stride`` are those of
-    the scales, 0 where all share it.
+    With a scale ``PER_ROW`` or ``PER_COLUMN`` a tile has a line of scales, otherwise one; ``row_stride`` and
+    ``column_stride`` are those of the scales, 0 where all rows or columns share them.
     """
     # Tiles one below the other run together: what is written transposed by them lies side by side.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    scale_at = (row // SHARE_ROWS * row_stride)[:, None] + (column // SHARE_COLUMNS * column_stride)[None, :]
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     if WHOLE:
         x = tl.load(value + at)
-        scale = tl.load(scales + scale_at)
     else:
         x = tl.load(value + at, mask=inside, other=0.0)
-        scale = tl.load(scales + scale_at, mask=inside, other=1.0)
+    if PER_ROW:
+        line = scales + tl.program_id(1) * column_stride + row * row_stride
+        scale = tl.load(line, mask=row < rows, other=1.0)[:, None]
+    elif PER_COLUMN:
+        line = scales + tl.program_id(0) * row_stride + column * column_stride
+        scale = tl.load(line, mask=column < columns, other=1.0)[None, :]
+    else:
+        scale = tl.load(scales + tl.program_id(0) * row_stride + tl.program_id(1) * column_stride)
     one_over = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     scaled = x.to(tl.bfloat16).to(tl.float32) * one_over
     # NaN stays NaN: what is no number compares as false.

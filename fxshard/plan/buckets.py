@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from fxshard._torch.errors import ConfigError
+from fxshard.kernels.float8 import COLUMNWISE, ROWWISE, scale_shape
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.choice import LayoutKind, choose_layout, span_units
 from fxshard.plan.dealing import Dealt, Member, deal
 from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
 from fxshard.plan.float8_recipe import Float8Recipe
-from fxshard.plan.gather_modes import Gather
+from fxshard.plan.gather_modes import Copies, Gather
 from fxshard.plan.layout import Layout, TensorSpec, aligned
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
@@ -110,10 +111,28 @@ class BucketPlan:
             return self.copy_bytes(self.layout.numel)
         return self.layout.numel * self.param_dtype.itemsize
 
-    @staticmethod
-    def copy_bytes(numel: int) -> int:
-        """Bytes of one quantized copy: payload and compact scales."""
-        return numel + numel // BLOCK
+    def copy_bytes(self, numel: int) -> int:
+        """Bytes of one quantized copy: payload and compact scales, which in float8 all ranks have without a gather."""
+        return numel + numel // BLOCK if self.float8 is None else numel
+
+    @property
+    def all_copies(self) -> Copies:
+        """The quantized copies that there are."""
+        return Copies.BOTH if self.float8 is None or self.float8.copies == 2 else Copies.ROWWISE
+
+    @property
+    def scale_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of the scales of every copy of every parameter, in float8: those of the rowwise copy first."""
+        if self.float8 is None or not self.rests_quantized:
+            return ()
+        axes = (ROWWISE, COLUMNWISE)[: self.float8.copies]
+        shapes = [slot.spec.shape for slot in self.layout.slots]
+        return tuple(scale_shape(shape, self.float8.scaling, axis) for shape in shapes for axis in axes)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of those scales, which every rank holds."""
+        return sum(rows * columns * torch.float32.itemsize for rows, columns in self.scale_shapes)
 
     @property
     def grad_bytes(self) -> int:
@@ -131,7 +150,7 @@ class BucketPlan:
         mixed = self.param_dtype != self.master_dtype
         if self.rests_quantized:
             held = layout.numel if self.resident else layout.shard_numel
-            param, state = 2 * self.copy_bytes(held), masters
+            param, state = self.all_copies.number * self.copy_bytes(held) + self.scale_bytes, masters
         elif self.resident:
             param, state = layout.numel * self.param_dtype.itemsize, masters if mixed else 0
         else:
@@ -327,7 +346,7 @@ def _bucket(
         master_dtype=master_dtype if trainable else param_dtype,
         reduce_dtype=reduce_dtype,
         trainable=trainable,
-        gather=_gather(rules.mode, chosen.layout.ranks) if kind.quantized else Gather.PLAIN,
+        gather=_gather(rules, chosen.layout.ranks) if kind.quantized else Gather.PLAIN,
         domain=kind.domain,
         matrices=owned,
         why=chosen.why,
@@ -340,9 +359,10 @@ def _specs(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpe
     return [TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad]
 
 
-def _gather(mode: Gather, ranks: int) -> Gather:
-    """What one rank owns alone does not travel: both copies rest there, as in a staged bucket."""
-    return Gather.STAGED if mode is Gather.DIRECT and ranks == 1 else mode
+def _gather(rules: _Rules, ranks: int) -> Gather:
+    """What one rank owns alone does not travel: in MXFP8 both copies rest there, as in a staged bucket."""
+    alone = rules.mode is Gather.DIRECT and ranks == 1 and rules.float8 is None
+    return Gather.STAGED if alone else rules.mode
 
 
 def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

@@ -14,7 +14,7 @@ from fxshard.plan.gather_modes import Gather
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized
 
-GATHERS, GRADIENTS = ("bf16",), ("fp8", "bf16")
+CHOICES = ("fp8", "bf16")
 SMALLEST = 384
 
 
@@ -32,7 +32,9 @@ class Float8(Quantized):
     that is no linear, stays in bf16; naming it without a wildcard is an error. So does, unless it is named, what is
     too small to gain: with ``in · out / (in + out)`` below ``smallest`` casting takes longer than the products save.
 
-    ``gather="bf16"`` moves bf16 and quantizes where it multiplies. ``emulate=False`` is an error on a device without
+    ``gather="fp8"``: the largest magnitudes of all masters are combined over ranks in one all-reduce a step, owners
+    quantize what they own, and float8 travels. ``"bf16"`` moves bf16 and quantizes where it multiplies. Neither changes
+    a result. ``emulate=False`` is an error on a device without
     float8 products, which otherwise multiplies the same values in a wider dtype. ``reduce`` and ``master`` are as in
     :class:`fxshard.Precision`.
 
@@ -41,7 +43,7 @@ class Float8(Quantized):
 
     scaling: str = "tensor"
     weight_gradient: str = "fp8"
-    gather: str = "bf16"
+    gather: str = "fp8"
     smallest: int = SMALLEST
     emulate: bool = True
 
@@ -49,8 +51,8 @@ class Float8(Quantized):
         super().__post_init__()
         for field, known in (
             ("scaling", tuple(map(str, Scaling))),
-            ("weight_gradient", GRADIENTS),
-            ("gather", GATHERS),
+            ("weight_gradient", CHOICES),
+            ("gather", CHOICES),
         ):
             value = getattr(self, field)
             if value not in known:
@@ -65,7 +67,7 @@ class Float8(Quantized):
         return BLOCK if self.scaling == Scaling.BLOCK else 1
 
     def mode(self, zero: int) -> Gather:
-        return Gather.OFF
+        return Gather.DIRECT if self.gather == "fp8" else Gather.OFF
 
     def problem(self, shape: tuple[int, ...], named: bool) -> str | None:
         if len(shape) != 2:

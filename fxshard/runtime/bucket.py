@@ -10,6 +10,7 @@ from torch import nn
 
 from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_optimizers import mark
@@ -46,7 +47,10 @@ class Bucket:
         begin = self.rank * layout.shard_numel
         holds_full = plan.resident and not plan.rests_quantized
         self.full = self._empty(layout.numel, plan.param_dtype) if holds_full else None
-        self.copies = RestingCopies(plan, self.rank, device) if plan.rests_quantized else None
+        self.copies: RestingCopies | Float8Copies | None = None
+        if plan.rests_quantized:
+            kind = RestingCopies if plan.float8 is None else Float8Copies
+            self.copies = kind(plan, self.rank, device)
         if self.full is not None and plan.master_dtype == plan.param_dtype:
             self.master = self.full[begin : begin + layout.shard_numel]
         else:
@@ -300,7 +304,7 @@ class Bucket:
         param = self.full.untyped_storage().nbytes() if self.full is not None else 0
         mixed = self.plan.master_dtype != self.plan.param_dtype
         if self.copies is not None:
-            param = self.copies.memory.untyped_storage().nbytes()
+            param = self.copies.memory.untyped_storage().nbytes() + self.plan.scale_bytes
         elif not mixed:  # the master is the parameters, or a slice of them
             param, master = param or master, 0
         kept = self.kept if self.kept is not self.grad_full else None

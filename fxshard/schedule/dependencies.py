@@ -47,6 +47,7 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
     travelling: dict[tuple[str, ...], int] = {}  # {matrices: the last event of their exchange}
     returned: dict[int, int] = {}
     computed: int | None = None  # the last event of the compute stream
+    scaled: int | None = None  # the scales of weights in float8, which a program begins with
     places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
     ahead = {  # what the step before gathered
         e.bucket_index: i for i, e in enumerate(events) if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER
@@ -75,6 +76,9 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
             returned.update(dict.fromkeys(event.writes, i))
         if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER:
             needs.add(latest.get((Kind.UPDATE, index)))
+        elif event.kind is Kind.UNSHARD:
+            needs.add(scaled)
+        scaled = i if event.kind is Kind.SCALES else scaled
         if event.phase is Phase.OPTIMIZER and event.kind in (Kind.COMPUTE, Kind.EXCHANGE):
             needs.add(travelling.get(event.params))
             travelling[event.params] = i

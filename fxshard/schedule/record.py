@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.cost import node_flops, node_traffic, tensor_bytes
+from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic, tensor_bytes
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.aliases import is_view, readers
 from fxshard.schedule.constants import is_constant
@@ -17,6 +17,7 @@ from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import META, Event, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import WRITES, computes, summary, unpacks
 from fxshard.schedule.params import PARAM
+from fxshard.schedule.scales import scales_event
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.updates import update, updates
 
@@ -50,6 +51,8 @@ def record(
             found += updates(reduced, buckets, carried, _group(found))
         else:
             found += [update(event, buckets[index]) for index, event in reduced.items()]
+    scales = scales_event(buckets, next(iter(graphs)), _group(found))
+    found = found if scales is None else [scales, *found]
     resident = resident_bytes(buckets)
     events = tuple(with_dependencies(found, buckets))
     summaries = tuple(summary(module.graph, phase) for phase, module in graphs.items())
@@ -106,6 +109,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
         reads=tuple(sorted(reads)),
         writes=tuple(sorted(writes)),
         flops=sum(node_flops(node) for node in nodes),
+        float8_flops=sum(node_float8_flops(node) for node in nodes),
         traffic=sum(node_traffic(node) for node in nodes),
         held=held,
         nodes=len(nodes),
@@ -167,8 +171,15 @@ def _owned_bytes(node: fx.Node) -> int:
 def _carried(
     events: list[Event], buckets: Sequence[BucketPlan], reduced: Mapping[int, Event], most: int
 ) -> dict[int, Event]:
-    """The gathers at the head of forward, of buckets that the step before updates. What is resident has its place."""
-    head = islice(takewhile(lambda event: event.kind is Kind.UNSHARD, events), most)
+    """The gathers at the head of forward, of buckets that the step before updates. What is resident has its place.
+
+    The head ends at what rests in float8: that is quantized with scales that are known when every bucket is updated.
+    """
+
+    def in_head(event: Event) -> bool:
+        return event.kind is Kind.UNSHARD and not buckets[event.bucket_index].scale_shapes
+
+    head = islice(takewhile(in_head, events), most)
     return {
         event.bucket_index: event
         for event in head

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fxshard.schedule.diff import ScheduleDiff
     from fxshard.schedule.simulate import Simulation
 
-COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE)
+COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE, Kind.SCALES)
 
 MOST_NAMES = 3
 """Buckets that a title names one by one."""

@@ -20,9 +20,10 @@ from fxshard.schedule.event_rules import (
     waits_are_where_their_gathers_are,
     waits_for_follows_from_the_order,
 )
-from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.events import OF_MANY, Kind, Phase
 from fxshard.schedule.exchange_rules import exchanges_go_there_and_back
 from fxshard.schedule.replica_rules import replicas_are_added_up_once
+from fxshard.schedule.scales import scales_come_first
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.staging_rules import (
     staging_and_gradients_take_turns,
@@ -50,7 +51,7 @@ def buckets_exist(schedule: Schedule) -> None:
     """Every bucket that an event names is one of the schedule's; every event that it waits for is an earlier one."""
     count = len(schedule.buckets)
     for i, event in enumerate(schedule.events):
-        of_many = event.kind in (Kind.COMPUTE, Kind.EXCHANGE)
+        of_many = event.kind in OF_MANY
         named = (*event.reads, *event.writes) if of_many else (event.bucket_index,)
         for index in named:
             if not 0 <= index < count:
@@ -234,6 +235,7 @@ RULES: tuple[Callable[[Step], None], ...] = (
     staging_and_gradients_take_turns,
     staging_keeps_to_its_bytes,
     waits_get_their_copies,
+    scales_come_first,
     every_reduced_bucket_is_updated_once,
     gather_after_update,
     exchanges_go_there_and_back,

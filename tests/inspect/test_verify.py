@@ -47,6 +47,7 @@ def test_a_mutation_is_caught_by_its_rule_with_the_event_named(rule: str, mutati
 def test_every_rule_has_a_mutation() -> None:
     # tests/precision/test_verify_staging.py
     elsewhere = {"staging_and_gradients_take_turns", "staging_keeps_to_its_bytes", "waits_get_their_copies"}
+    elsewhere |= {"scales_come_first"}  # tests/precision/test_verify_scales.py
     assert {rule.__name__ for rule in RULES} | {"buckets_exist"} == set(MUTATIONS) | elsewhere
 
 

@@ -55,6 +55,7 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, scaling: str, wgrad: str) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.scaling, ctx.wgrad = scaling, wgrad
+        w = w.to(x.dtype)  # a master
         a = quantized(x, tiles(scaling, x.shape, 1, False), E4M3)
         return (a @ quantized(w, tiles(scaling, w.shape, 1, True), E4M3).t()).to(x.dtype)
 
@@ -63,7 +64,7 @@ class Product(torch.autograd.Function):
         (x, w), scaling = ctx.saved_tensors, ctx.scaling
         dtype = E5M2 if scaling == "tensor" else E4M3
         rows = quantized(dy, tiles(scaling, dy.shape, 1, False), dtype)
-        dx = (rows @ quantized(w, tiles(scaling, w.shape, 0, True), E4M3)).to(x.dtype)
+        dx = (rows @ quantized(w.to(x.dtype), tiles(scaling, w.shape, 0, True), E4M3)).to(x.dtype)
         if ctx.wgrad == "bf16":
             return dx, dy.t() @ x, None, None
         down = quantized(dy, tiles(scaling, dy.shape, 0, False), dtype)
