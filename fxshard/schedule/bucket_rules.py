@@ -94,12 +94,13 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
         yield "is frozen, but has matrices for Muon"
     if bucket.rests_quantized and bucket.param_dtype != torch.bfloat16:
         yield f"rests quantized, but is {bucket.param_dtype}"
-    if bucket.rests_quantized and (bucket.gather is Gather.STAGED) != bucket.resident:
+    if bucket.rests_quantized and bucket.float8 is None and (bucket.gather is Gather.STAGED) != bucket.resident:
         yield f"is gathered {bucket.gather}, but is {'' if bucket.resident else 'not '}resident"
     if bucket.quantized and any(len(spec.shape) < 2 for spec in specs):
         yield "is to be quantized, but not all of it are matrices"
+    cut = BLOCK if bucket.float8 is None else bucket.float8.cut
     for spec in specs:
-        if spec.cut_rows != (BLOCK if bucket.quantized and len(spec.shape) == 2 else 1):
+        if spec.cut_rows != (cut if bucket.quantized and len(spec.shape) == 2 else 1):
             yield f"cuts {spec.name} every {spec.cut_rows} rows"
 
 

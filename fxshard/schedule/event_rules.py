@@ -16,6 +16,7 @@ from fxshard.schedule.accumulation import PASSES
 from fxshard.schedule.dependencies import dependencies
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
+from fxshard.schedule.scales import scales_event
 from fxshard.schedule.step import GIVEN_BACK_BY, Step
 from fxshard.schedule.updates import update, updates
 
@@ -27,6 +28,7 @@ PHASES: dict[Kind, tuple[Phase, ...]] = {
     Kind.RESHARD: PASSING,
     **dict.fromkeys((Kind.GRAD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.ACCUMULATE, Kind.FINISH), (Phase.BACKWARD,)),
     **dict.fromkeys((Kind.UPDATE, Kind.EXCHANGE), (Phase.OPTIMIZER,)),
+    Kind.SCALES: PASSING,
 }
 """Where an event of a kind may stand."""
 
@@ -57,6 +59,8 @@ def events_match_their_buckets(step: Step) -> None:
             continue  # optimizer_follows_from_the_buckets
         if event.kind is Kind.COMPUTE:
             wanted = _compute()
+        elif event.kind is Kind.SCALES:
+            wanted = _scales(step, event)
         else:
             bucket = step.bucket(event.bucket_index)
             wanted = _runtime(event, bucket)
@@ -73,6 +77,12 @@ def events_match_their_buckets(step: Step) -> None:
 def _compute() -> dict[str, Any]:
     about = {"bucket": "", "bucket_index": -1, "params": (), "bytes": 0, "group": "", "stream": "compute"}
     return about | {"slot": None, "copies": Copies.NONE}
+
+
+def _scales(step: Step, event: Event) -> dict[str, Any]:
+    """All but the reason and what it waits for."""
+    planned = scales_event(step.schedule.buckets, event.phase, event.group)
+    return {} if planned is None else {k: v for k, v in vars(planned).items() if k not in ("why", "waits_for")}
 
 
 def _runtime(event: Event, bucket: BucketPlan) -> dict[str, Any]:
@@ -109,6 +119,10 @@ def _amiss(step: Step, event: Event) -> Iterator[str]:
     """What is wrong with an event beyond fields that have one right value."""
     if min(event.flops, event.traffic, event.held) < 0:
         yield "computes, moves or holds less than nothing"
+    if event.kind is Kind.SCALES:
+        if not event.reads:
+            yield "scales weights, but none of them rests in float8"
+        return
     if event.kind is Kind.COMPUTE:
         if event.nodes < 1:
             yield f"is a stretch of {event.nodes} nodes"
@@ -150,7 +164,10 @@ def waits_are_where_their_gathers_are(step: Step) -> None:
                 if first and step.event(gathered).phase is not event.phase:
                     step.broken(rule, gathered, f"is first waited for in {event.phase}, by event {i}")
                 ahead = gathered == step.carried.get(index) and event.phase is Phase.FORWARD
-                if (first or ahead) and event.copies is not step.event(gathered).copies:
+                brought = step.event(gathered).copies
+                # A bucket in float8 that is kept for backward is gathered once, with all copies.
+                kept = brought is Copies.BOTH and step.bucket(index).float8 is not None
+                if (first or ahead) and not kept and event.copies is not brought:
                     step.broken(rule, i, f"wants {event.copies!r}, but event {gathered} brings another copy")
                 first = False
 
