@@ -83,6 +83,22 @@ class Embedded(nn.Module):
         return h.sum()
 
 
+class Rotated(nn.Module):
+    """A norm, an activation, and a table of cosines between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.up = nn.Linear(8, 8, bias=False)
+        self.down = nn.Linear(8, 8, bias=False)
+        self.register_buffer("angles", torch.rand(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * self.scale)
+        x = x * self.angles.cos()
+        return self.down(torch.nn.functional.silu(x)).sum()
+
+
 class Residual(Embedded):
     """The same, but each layer adds to what it was given."""
 
@@ -249,6 +265,11 @@ def residual() -> None:
     captured(Residual(), torch.zeros(4, dtype=torch.int64), shows=True)
 
 
+def rotated() -> None:
+    """A table of cosines; a norm and an activation, which products read."""
+    captured(Rotated(), torch.randn(4, 8), shows=True)
+
+
 def deferred() -> None:
     """Two layers after an embedding: the first layer's product moves after the embedding's gradient."""
     model = captured(Embedded(), torch.zeros(4, dtype=torch.int64))
@@ -374,7 +395,7 @@ def show(
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, filled, deferred, replicas)
+PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, rotated, filled, deferred, replicas)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ def extern_tables(module: fx.GraphModule, context: PassContext) -> fx.GraphModul
         elif node.op == "call_function" and node.target in _EXTERN:
             node.target = _EXTERN[node.target]
             tables[node] = node
-        elif any(source in tables for source in node.all_input_nodes):
+        elif node.all_input_nodes and all(source in tables for source in node.all_input_nodes):
             tables[node] = tables.get(node.all_input_nodes[0], node) if is_view(node) else node
     for node, memory in tables.items():
         if any(user in trained for user in node.users) and "recompute" not in memory.meta:

@@ -26,6 +26,7 @@ from fxshard.passes.open_experts import open_experts
 from fxshard.passes.pass_list import Pass, PassList, places
 from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recognize_masks import recognize_masks
+from fxshard.passes.recompute_operands import recompute_operands
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.run import run_passes
 from fxshard.passes.save_residuals import save_residuals
@@ -42,7 +43,14 @@ EXPERTS: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swig
 BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, chunk_loss, *EXPERTS)
 """On Dynamo's graph: what these put there brings its own backward."""
 
-JOINT: tuple[Pass, ...] = (extern_tables, open_experts, quantize_linears, recompute_param_views, save_residuals)
+JOINT: tuple[Pass, ...] = (
+    extern_tables,
+    open_experts,
+    quantize_linears,
+    recompute_param_views,
+    recompute_operands,
+    save_residuals,
+)
 """On forward and backward in one graph, before it is partitioned."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {

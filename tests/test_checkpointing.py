@@ -82,7 +82,7 @@ def test_a_recomputed_block_is_gathered_once_and_saves_memory() -> None:
     none, some, full = (plans[policy] for policy in ("none", "selective", "full"))
     assert full.saved_bytes < some.saved_bytes < none.saved_bytes
     assert full.saved_bytes < 0.3 * none.saved_bytes
-    assert full.activation_bytes < 0.6 * none.activation_bytes
+    assert full.activation_bytes < 0.8 * none.activation_bytes
     assert "saved for backward" in str(full)
     assert full.simulate("cpu").peak_bytes < none.simulate("cpu").peak_bytes
 

@@ -33,15 +33,10 @@ from fxshard._torch.private.pickling import loads as loads
 def min_cut_partition(
     joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13.
-
-    It may make operands of products again: a norm's output, of which torch would save a copy besides its input.
-    """
-    from torch._functorch import config
+    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    with config.patch(ban_recompute_materialized_backward=False):
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     return graph_module(forward, forward.graph), graph_module(backward, backward.graph)
 
 
