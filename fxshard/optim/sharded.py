@@ -13,7 +13,7 @@ from fxshard.optim.groups import check_group, check_states, in_our_order, saved
 from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
 from fxshard.optim.verdict import Verdicts
-from fxshard.plan.step import Done, Instruction, Local, plan_step
+from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
 from fxshard.runtime.engine import Engine
 
 
@@ -168,6 +168,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         match instruction:
             case Local(buckets):
                 self._adamw([self._moments[index] for index in buckets])
+            case Share(buckets):
+                for index in buckets:
+                    self._engine.share(index, self._moments[index].shares)
             case Done(buckets):
                 for index in buckets:
                     self._engine.carry(index)

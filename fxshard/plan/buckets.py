@@ -20,6 +20,7 @@ from fxshard.plan.mxfp8_policy import MXFP8, choose_linears
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.rows import row_layout
+from fxshard.plan.shares import shares
 from fxshard.plan.tuning import LARGEST_SHARE, MOST_WHOLE
 from fxshard.plan.units import Unit
 
@@ -44,6 +45,8 @@ class BucketPlan:
     """The parameters that Muon updates; the others are AdamW's."""
     why: str = ""
     """Why it has the layout it has."""
+    shares_state: bool = False
+    """Whether replicas of a shard keep optimizer state of a part of it each (HSDP)."""
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -136,7 +139,12 @@ class BucketPlan:
         if not self.trainable:
             return BytesPerRank(param, 0, state)
         keeps_full_grad = not self.placement.grad and layout.ranks > 1
-        if state_tensors == 2:
+        if self.shares_state and state_tensors:
+            longest = max(
+                end - begin for rank in range(layout.ranks) for begin, end in shares(layout, rank, self.domain.replicas)
+            )
+            state += longest * size * state_tensors
+        elif state_tensors == 2:
             state += masters + size * max(self.second_moment_numel(rank) for rank in range(layout.ranks))
         else:
             state += masters * state_tensors
@@ -171,13 +179,15 @@ def plan_buckets(
     layout: LayoutKind = "auto",
     domain_of: DomainOf | None = None,
     matrices: Collection[str] = (),
+    share_state: bool = False,
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
     Kinds differ in dtype, in whether they are trained and quantized, and in the ranks they are data-parallel over (by
     default ``ranks`` shards). A scalar has no rows to shard and is replicated. ``matrices`` are the parameters that
     Muon updates: they decide about layouts, and under ZeRO-1 and 2 about how many units share a bucket. They share it
-    with the parameters that AdamW updates, so Muon adds no collective.
+    with the parameters that AdamW updates, so Muon adds no collective. ``share_state``: state is sharded over replicas,
+    too.
     """
     own = Domain(ranks, divisor=ranks)
     parameters = dict(model.named_parameters())
@@ -187,6 +197,7 @@ def plan_buckets(
         precision,
         layout,
         frozenset(matrices),
+        share_state,
     )
     quantized = choose_linears(model, precision).weights
     units = list(units)
@@ -239,6 +250,7 @@ class _Rules:
     precision: Precision | None
     layout: LayoutKind
     matrices: frozenset[str]
+    share_state: bool
 
 
 def _kinds(
@@ -318,6 +330,7 @@ def _bucket(
         domain=kind.domain,
         matrices=owned,
         why=chosen.why,
+        shares_state=rules.share_state and trainable and chosen.layout.ranks > 1 and kind.domain.replicas > 1,
     )
 
 
