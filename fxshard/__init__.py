@@ -115,6 +115,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Debug",
+    "EMA",
     "FxshardError",
     "Group",
     "LayoutError",
