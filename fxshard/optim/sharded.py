@@ -177,11 +177,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _adamw(self, chosen: Sequence[Moments]) -> None:
         number = {id(group): i for i, group in enumerate(self.param_groups)}
-        group_of = {name: number[id(group)] for name, group in self._group_of.items()}
         pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
         allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in chosen:
             moments.count_step(allowed)
+            group_of = {name: number[id(self._group_of[name])] for name in moments.bucket.plan.params}
             for of_group, positions in moments.stretches(group_of):
                 pieces[of_group].append(moments.tensors(positions))
         for group, together in zip(self.param_groups, pieces, strict=True):
