@@ -34,17 +34,13 @@ from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
-from fxshard.passes.open_experts import open_experts
 from fxshard.passes.options import Options
 from fxshard.passes.order_prefetch import late_gathers, latest_starts, order_prefetch
-from fxshard.passes.pipeline import INSERTING
+from fxshard.passes.pipeline import INSERTING, JOINT
 from fxshard.passes.plan_memory import plan_memory
-from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recognize_masks import recognize_masks
-from fxshard.passes.recompute_param_views import recompute_param_views
-from fxshard.passes.save_residuals import save_residuals
 from fxshard.passes.split_segments import split_segments
-from fxshard.passes.stage_mxfp8 import stage_mxfp8
+from fxshard.passes.stage_quantized import stage_quantized
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import Domain
@@ -174,7 +170,7 @@ def captured(
         joint.graph.output_node().meta[GRADS] = (*[None] * outputs, *found["refs"])
         if shows:
             show("joint graph, as traced", joint)
-        for run in (open_experts, quantize_linears, recompute_param_views, save_residuals):
+        for run in JOINT:
             joint = run(joint, context)
             if shows:
                 show(f"joint graph, {run.__name__}", joint, lambda node: node.meta.get("recompute"))
@@ -273,7 +269,7 @@ def mxfp8() -> None:
     """Two layers in MXFP8: the products, and what is gathered for them."""
     model = captured(Tiny(32), torch.randn(32, 32, dtype=torch.bfloat16), precision=fxshard.MXFP8(), shows=True)
     for phase in model.phases:
-        for run in (insert_unshard, stage_mxfp8):
+        for run in (insert_unshard, stage_quantized):
             model.run(phase, run)
             show(f"{phase} in MXFP8, {run.__name__}", model.phases[phase])
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fxshard.passes.options import Debug
     from fxshard.passes.pass_list import PassList
     from fxshard.passes.pipeline import PASSES
+    from fxshard.plan.float8_policy import Float8
     from fxshard.plan.mxfp8_policy import MXFP8
     from fxshard.plan.precision import Precision
     from fxshard.schedule.files import ScheduleFileError
@@ -54,6 +55,7 @@ _HOME = {
     "ConfigError": "_torch.errors",
     "Debug": "passes.options",
     "EMA": "frontend.ema",
+    "Float8": "plan.float8_policy",
     "FxshardError": "_torch.errors",
     "Group": "frontend.groups",
     "LayoutError": "_torch.errors",
@@ -116,6 +118,7 @@ __all__ = [
     "ConfigError",
     "Debug",
     "EMA",
+    "Float8",
     "FxshardError",
     "Group",
     "LayoutError",

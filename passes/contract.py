@@ -54,7 +54,7 @@ CONTRACTS: dict[str, Contract] = {
     "recompute_param_views": _contract(provides=[VIEWS]),
     "defer_wgrad": _contract([GRADIENT_OUTPUTS]),
     "insert_unshard": _contract(provides=[GATHERS]),
-    "stage_mxfp8": _contract([MXFP8, GATHERS], [COPIES]),
+    "stage_quantized": _contract([MXFP8, GATHERS], [COPIES]),
     "insert_reshard": _contract([GATHERS], [RELEASES]),
     "insert_reduce_scatter": _contract([GRADIENT_OUTPUTS], [REDUCTIONS], [GRADIENT_OUTPUTS]),
     "insert_all_reduce": _contract([REDUCTIONS], [REPLICAS]),

@@ -56,7 +56,7 @@ def _implementation(mlp: GatedMlp, context: PassContext, nested: bool) -> str:
     if nested:
         raise Miss("it stands in a graph of its own, as a checkpointed region is: its second product might run again")
     if any(bucket.quantized for bucket in context.buckets):
-        raise Miss("the model has weights in MXFP8, whose products run one at a time")
+        raise Miss("the model has weights in MXFP8 or float8, whose products run one at a time")
     if mlp.gate_bias is not None or mlp.up_bias is not None or mlp.down.bias is not None or mlp.routing is not None:
         raise Miss("it has biases or a factor per token inside")
     if mlp.glu.interleave:

@@ -9,12 +9,14 @@ one being reduced. The graph returns ``None`` for these parameters.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch import fx
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import CutPoints
+from fxshard.passes.gradient_sources import gradient_sources
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.tuning import GRADIENT_BUCKETS
 from fxshard.schedule.events import Kind, Phase, insert
@@ -27,6 +29,7 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
     order = {node: i for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
     contributions = _contributions(output, context)
+    sources = gradient_sources(graph, [node for writes in contributions.values() for node in writes.values()])
     in_order = sorted(contributions, key=lambda index: max(order[node] for node in contributions[index].values()))
 
     reduced_at: list[fx.Node] = []  # the cuts before which the buckets so far are reduced
@@ -46,7 +49,8 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
                 _finish(graph, in_order[k - GRADIENT_BUCKETS], context, why=f"makes room for {bucket.name}")
         taken_at.append(take_at)
         with graph.inserting_before(take_at):
-            views = _take(graph, index, writes, context, why=f"first gradient: {_param(bucket, writes, first)}")
+            why = f"first gradient: {_param(bucket, writes, first)}"
+            views = _take(graph, index, writes, sources, context, why)
         for position, gradient in writes.items():
             late = gradient.op == "placeholder" or order[gradient] < order[take_at]
             _write(graph, views, position, gradient, after=views if late else gradient)
@@ -84,10 +88,18 @@ def _contributions(output: fx.Node, context: PassContext) -> dict[int, dict[int,
     return found
 
 
-def _take(graph: fx.Graph, index: int, writes: dict[int, fx.Node], context: PassContext, why: str) -> fx.Node:
+def _take(
+    graph: fx.Graph,
+    index: int,
+    writes: dict[int, fx.Node],
+    sources: Mapping[fx.Node, tuple[int, ...]],
+    context: PassContext,
+    why: str,
+) -> fx.Node:
     bucket = context.buckets[index]
     untouched = tuple(i for i in range(len(bucket.params)) if i not in writes)
-    args = {"zeros": untouched} if untouched else {}
+    needs = tuple((position, sources[node]) for position, node in sorted(writes.items()) if node in sources)
+    args = {name: value for name, value in (("zeros", untouched), ("needs", needs)) if value}
     node = insert(graph, Kind.GRAD, bucket, phase=Phase.BACKWARD, group=context.group, why=why, **args)
     some = next(iter(writes.values())).meta["val"]
     node.meta["val"] = tuple(some.new_empty(slot.spec.shape, dtype=bucket.reduce_dtype) for slot in bucket.layout.slots)

@@ -30,8 +30,9 @@ def keep_resident(
     twice = forward.places(Kind.RESHARD).keys() & {gather.bucket for gather in backward.gathers}
     kept: set[int] = set()
     for index in reversed(forward.places(Kind.WAIT)):
-        # Gathered quantized, forward and backward need different copies: there is nothing to keep.
-        if index not in twice or context.buckets[index].gather is Gather.DIRECT:
+        bucket = context.buckets[index]
+        # Where forward and backward need different quantized copies there is nothing to keep.
+        if index not in twice or (bucket.gather is Gather.DIRECT and bucket.all_copies.number > 1):
             continue
         shorter = timeline.keeping(index)
         if plan_memory(shorter, context.buckets).bytes > allowed:

@@ -12,9 +12,9 @@ from fxshard.kernels.choose import choices
 from fxshard.plan.choice import LAYOUTS, LayoutKind
 from fxshard.plan.domain import Reduction
 from fxshard.plan.hardware import Hardware, hardware
-from fxshard.plan.mxfp8_policy import check_precision
 from fxshard.plan.placement import ZERO
 from fxshard.plan.precision import Precision
+from fxshard.plan.quantized import check_precision
 from fxshard.plan.units import UnitPatterns
 
 if TYPE_CHECKING:

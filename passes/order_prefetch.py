@@ -120,6 +120,6 @@ def _clock(part: PhaseTimeline, context: PassContext) -> list[float]:
     for i, entry in enumerate(part.others):
         seconds = recorded.compute(part.phase, i) if recorded is not None else None
         if seconds is None and (entry.flops or entry.traffic):
-            seconds = context.hardware.compute_seconds(entry.flops, entry.traffic, dtype)
+            seconds = context.hardware.compute_seconds(entry.flops, entry.traffic, dtype, entry.float8_flops)
         clock.append(clock[-1] + (seconds or 0.0))
     return clock

@@ -14,6 +14,7 @@ from fxshard.passes.chunk_loss import chunk_loss
 from fxshard.passes.context import PassContext
 from fxshard.passes.decide import decide
 from fxshard.passes.defer_wgrad import defer_wgrad
+from fxshard.passes.extern_tables import extern_tables
 from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
 from fxshard.passes.group_experts import group_experts
@@ -28,7 +29,7 @@ from fxshard.passes.recognize_masks import recognize_masks
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.run import run_passes
 from fxshard.passes.save_residuals import save_residuals
-from fxshard.passes.stage_mxfp8 import stage_mxfp8
+from fxshard.passes.stage_quantized import stage_quantized
 from fxshard.passes.timeline import Timeline
 from fxshard.passes.verify_each import verify_step
 from fxshard.passes.write_gradients import write_gradients
@@ -41,16 +42,16 @@ EXPERTS: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swig
 BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, chunk_loss, *EXPERTS)
 """On Dynamo's graph: what these put there brings its own backward."""
 
-JOINT: tuple[Pass, ...] = (open_experts, quantize_linears, recompute_param_views, save_residuals)
+JOINT: tuple[Pass, ...] = (extern_tables, open_experts, quantize_linears, recompute_param_views, save_residuals)
 """On forward and backward in one graph, before it is partitioned."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
-    Phase.FORWARD: (insert_unshard, stage_mxfp8, insert_reshard),
-    Phase.EVAL: (open_experts, quantize_linears, insert_unshard, stage_mxfp8, insert_reshard),
+    Phase.FORWARD: (insert_unshard, stage_quantized, insert_reshard),
+    Phase.EVAL: (extern_tables, open_experts, quantize_linears, insert_unshard, stage_quantized, insert_reshard),
     Phase.BACKWARD: (
         defer_wgrad,
         insert_unshard,
-        stage_mxfp8,
+        stage_quantized,
         insert_reshard,
         insert_reduce_scatter,
         insert_all_reduce,

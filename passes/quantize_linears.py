@@ -1,27 +1,25 @@
-"""Joint graph (and evaluation): matrix products with chosen weights, of linears and of experts, run in MXFP8.
+"""Joint graph (and evaluation): matrix products with chosen weights, of linears and of experts, run in MXFP8 or float8.
 
 Requires parameters tied to inputs, and ``open_experts``. Provides ``mxfp8_mm`` or ``mxfp8_grouped_mm`` in place of
 every product with a chosen weight (forward and input gradient) and ``mxfp8_mm`` or ``mxfp8_grouped_wgrad`` in place of
-every product that is a chosen weight's gradient, on operands quantized along the dimension that is summed over. An
-activation or an output gradient that is needed in both directions is read once; a weight is quantized where it is used,
-rowwise by forward and columnwise by backward, so that neither has to be saved. A product that is a gradient as it is
-has the dtype in which gradients are reduced. Runs before ``recompute_param_views``, which marks the quantized weights.
+every product that is a chosen weight's gradient, on operands quantized along the dimension that is summed over; in
+float8 ``float8_mm`` in place of all of them. An activation or an output gradient that is needed in both directions is
+read once; a weight is quantized where it is used, rowwise by forward and columnwise by backward, so that neither has to
+be saved. A product that is a gradient as it is has the dtype in which gradients are reduced. Runs before
+``recompute_param_views``, which marks the quantized weights. ``mxfp8_nodes`` and ``float8_nodes`` write the nodes.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import fx
 
 from fxshard._torch.errors import PassError
-from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE
-from fxshard.kernels.mxfp8_grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups, mxfp8_stack
-from fxshard.kernels.mxfp8_ops import mxfp8_mm, mxfp8_quantize, mxfp8_quantize_both
+from fxshard.kernels.mxfp8 import ROWWISE
 from fxshard.passes.context import PassContext
+from fxshard.passes.float8_nodes import Float8Nodes
 from fxshard.passes.matrix_products import (
     Operand,
     Product,
@@ -32,12 +30,11 @@ from fxshard.passes.matrix_products import (
     stacked,
     untransposed,
 )
+from fxshard.passes.mxfp8_nodes import Copy, Mxfp8Nodes
+from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.schedule.params import GRADS, ParamRef, param_inputs
 
 _ADD = torch.ops.aten.add.Tensor
-
-Copy = tuple[fx.Node, fx.Node]
-"""Payload and scales."""
 
 
 def quantize_linears(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -50,19 +47,17 @@ def quantize_linears(module: fx.GraphModule, context: PassContext) -> fx.GraphMo
     products = [product for node in graph.nodes if (product := product_of(node)) is not None]
     chosen = [p for p in products if _multiplies(p, weights) or p.node in gradients]
     _check_uses(weights, chosen, context)
-    axes: dict[fx.Node, set[int]] = {}
-    for product in (product for product in chosen if product.offsets is None):
-        for operand in (product.left, product.right):
-            axes.setdefault(operand.base, set()).add(operand.axis)
+    recipe = next(plan.float8 for plan in context.buckets if plan.quantized)
+    nodes = _nodes(graph, recipe, weights, chosen)
     copies: dict[Operand, Copy] = {}
     replaced: dict[fx.Node, fx.Node] = {}
-    for product in chosen:
+    for product in (each for each in chosen if nodes.replaces(each, each.node in gradients)):
         for operand in (product.left, product.right):
             if operand not in copies:
-                both = operand.base not in weights and len(axes.get(operand.base, ())) == 2
                 value = replaced.get(operand.base, operand.base)  # which may be one of these products itself
-                copies.update(_quantize(graph, operand, value, both and operand.offsets is None, product.node))
-        replaced[product.node] = _replace(graph, product, copies, wide.get(product.node))
+                copies.update(nodes.quantize(operand, value, product.node))
+        dtype = wide.get(product.node, product.node.meta["val"].dtype)
+        replaced[product.node] = _replace(product, nodes.multiply(product, copies, dtype), dtype)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
@@ -119,61 +114,41 @@ def _check_uses(weights: set[fx.Node], chosen: list[Product], context: PassConte
                 continue
             ref = param_inputs(weight.graph)[weight]
             name = context.bucket(ref).params[ref.position]
+            policy = "MXFP8" if context.bucket(ref).float8 is None else "Float8"
             raise PassError(
-                f"{name!r} is to run in MXFP8, but the {context.phase} graph also uses it in {user.target}: "
-                f"add it to MXFP8(exclude=(..., {name.removesuffix('.weight')!r}))"
+                f"{name!r} is to run in {policy}, but the {context.phase} graph also uses it in {user.target}: "
+                f"add it to {policy}(exclude=(..., {name.removesuffix('.weight')!r}))"
             )
 
 
-def _quantize(graph: fx.Graph, operand: Operand, value: fx.Node, both: bool, user: fx.Node) -> dict[Operand, Copy]:
-    """Quantize a matrix before its first use, in one direction or in both."""
-    base, axis = operand.base, operand.axis
-    members = stacked(value)
-    with graph.inserting_before(user):
-        if both:
-            first, second, third, fourth = _unpacked(graph, mxfp8_quantize_both, (value,), user)
-            return {Operand(base, ROWWISE): (first, second), Operand(base, COLUMNWISE): (third, fourth)}
-        if operand.offsets is not None:
-            data, scales = _unpacked(graph, mxfp8_quantize_groups, (value, operand.offsets), user)
-        elif members:  # each for itself: where they rest quantized, the stack is one of copies
-            parts = [_unpacked(graph, mxfp8_quantize, (each, axis), user) for each in members]
-            stack_of = ([part[0] for part in parts], [part[1] for part in parts])
-            data, scales = _unpacked(graph, mxfp8_stack, stack_of, user)
-        else:
-            data, scales = _unpacked(graph, mxfp8_quantize, (value, axis), user)
-    return {operand: (data, scales)}
+def _nodes(
+    graph: fx.Graph, recipe: Float8Recipe | None, weights: set[fx.Node], chosen: list[Product]
+) -> Mxfp8Nodes | Float8Nodes:
+    """What writes the nodes of the products."""
+    axes: dict[fx.Node, set[int]] = {}
+    for product in (product for product in chosen if product.offsets is None):
+        for operand in (product.left, product.right):
+            axes.setdefault(operand.base, set()).add(operand.axis)
+    both = {base for base, summed in axes.items() if len(summed) == 2 and base not in weights}
+    if recipe is None:
+        return Mxfp8Nodes(graph, both)
+    # What a weight's rows are multiplied with is an activation; all else that is multiplied is an output's gradient.
+    pairs = [(product.left, product.right) for product in chosen]
+    activations = {a.base for pair in pairs for a, b in (pair, pair[::-1]) if b.base in weights and b.axis == ROWWISE}
+    gradients = axes.keys() - activations - weights
+    return Float8Nodes(graph, recipe, weights, both if recipe.quantized_wgrad else (), gradients)
 
 
-def _unpacked(graph: fx.Graph, target: Any, args: tuple[Any, ...], user: fx.Node) -> list[fx.Node]:
-    node = graph.call_function(target, args)
-    inherit(node, user)
-    node.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
-    parts = []
-    for i, value in enumerate(node.meta["val"]):
-        part = graph.call_function(operator.getitem, (node, i))
-        inherit(part, user)
-        part.meta["val"] = value
-        parts.append(part)
-    return parts
-
-
-def _replace(graph: fx.Graph, product: Product, copies: dict[Operand, Copy], dtype: torch.dtype | None) -> fx.Node:
-    old, left, right = product.node, product.left, product.right
-    value = old.meta["val"] if dtype is None else old.meta["val"].to(dtype)
-    operands = (*copies[left], *copies[right])
-    with graph.inserting_before(old):
-        if product.offsets is None:
-            new = graph.call_function(mxfp8_mm, (*operands, left.axis, right.axis, value.dtype))
-        elif right.offsets is None:
-            new = graph.call_function(mxfp8_grouped_mm, (*operands, product.offsets, right.axis, value.dtype))
-        else:
-            new = graph.call_function(mxfp8_grouped_wgrad, (*operands, product.offsets, value.dtype))
+def _replace(product: Product, new: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Let ``new``, which stands before it, take the place of a product."""
+    old = product.node
+    inherit(new, old)
+    new.meta["val"] = value = old.meta["val"].to(dtype)
+    if product.bias is not None:
+        with old.graph.inserting_before(old):
+            new = old.graph.call_function(_ADD, (new, product.bias))
         inherit(new, old)
         new.meta["val"] = value
-        if product.bias is not None:
-            new = graph.call_function(_ADD, (new, product.bias))
-            inherit(new, old)
-            new.meta["val"] = value
     old.replace_all_uses_with(new)
-    graph.erase_node(old)
+    old.graph.erase_node(old)
     return new

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from torch import fx
 
-from fxshard.plan.cost import node_flops, node_traffic
+from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic
 from fxshard.schedule.events import Event, Kind, Phase, event_of
 
 START = -1
@@ -29,6 +29,8 @@ class Entry:
     """Which of the graph's runtime nodes it is, counted from 0."""
     flops: int = 0
     traffic: int = 0
+    float8_flops: int = 0
+    """Of ``flops``, those of products in float8."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,18 @@ class PhaseTimeline:
     def of(cls, phase: Phase, graph: fx.Graph) -> PhaseTimeline:
         others: list[Entry] = []
         gathers: list[Gather] = []
-        flops = traffic = 0
+        flops = traffic = in_float8 = 0
         for node in graph.nodes:
             event, number = event_of(node), len(others) + len(gathers)
             if event is None:
                 flops += node_flops(node)
+                in_float8 += node_float8_flops(node)
                 traffic += node_traffic(node)
             elif event.kind is Kind.UNSHARD:
                 gathers.append(Gather(event, number, others[-1].node if others else START))
             else:
-                others.append(Entry(event, number, flops, traffic))
-                flops = traffic = 0
+                others.append(Entry(event, number, flops, traffic, in_float8))
+                flops = traffic = in_float8 = 0
         return cls(phase, tuple(others), tuple(gathers))
 
     @cached_property
@@ -89,12 +92,12 @@ class PhaseTimeline:
     def without(self, kind: Kind, bucket: int) -> PhaseTimeline:
         """Without a bucket's events of a kind; what was computed before one is computed before the next."""
         others: list[Entry] = []
-        flops = traffic = 0
+        flops = traffic = in_float8 = 0
         for entry in self.others:
-            flops, traffic = flops + entry.flops, traffic + entry.traffic
+            flops, traffic, in_float8 = flops + entry.flops, traffic + entry.traffic, in_float8 + entry.float8_flops
             if (entry.event.kind, entry.event.bucket_index) != (kind, bucket):
-                others.append(replace(entry, flops=flops, traffic=traffic))
-                flops = traffic = 0
+                others.append(replace(entry, flops=flops, traffic=traffic, float8_flops=in_float8))
+                flops = traffic = in_float8 = 0
         gathers = tuple(gather for gather in self.gathers if (Kind.UNSHARD, gather.bucket) != (kind, bucket))
         return replace(self, others=tuple(others), gathers=gathers)
 

@@ -3,8 +3,8 @@
 Requires ``insert_reduce_scatter``. Replaces a matrix product whose only use is the copy into its place in the bucket by
 one that writes there; likewise gradients of a head whose loss was computed in chunks, which backward only scales. Where
 the bucket has a wider dtype this also saves the rounding in between (products on CUDA only: the CPU has none with
-another output dtype; of MXFP8 products, which have it anyway, only the copy is saved). Everything else keeps its copy,
-which the compiler fuses with what it can.
+another output dtype; of MXFP8 and float8 products, which have it anyway, only the copy is saved). Everything else keeps
+its copy, which the compiler fuses with what it can.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard.kernels.float8_ops import float8_mm, float8_mm_into
 from fxshard.kernels.mxfp8_ops import mxfp8_mm, mxfp8_mm_into
 from fxshard.kernels.ops import mm_into, scaled, scaled_into
 from fxshard.passes.context import PassContext
@@ -22,7 +23,7 @@ from fxshard.schedule.events import event_of
 
 _COPY = torch.ops.aten.copy_.default
 _MM = torch.ops.aten.mm.default
-_WRITTEN: dict[Any, Any] = {_MM: mm_into, mxfp8_mm: mxfp8_mm_into, scaled: scaled_into}
+_WRITTEN: dict[Any, Any] = {_MM: mm_into, mxfp8_mm: mxfp8_mm_into, float8_mm: float8_mm_into, scaled: scaled_into}
 """What computes a gradient, and what writes it into its place."""
 
 

@@ -92,6 +92,7 @@ class Observed:
             (gradients, "finish", Kind.FINISH),
         ):
             setattr(owner, name, self._wrapped(getattr(owner, name), kind))
+        self._engine._scales.refresh = self._scaling(self._engine._scales.refresh)  # type: ignore[method-assign]
         self._engine.begin = self._around(self._engine.begin)  # type: ignore[method-assign]
         self._engine.end = self._ending(self._engine.end)  # type: ignore[method-assign]
 
@@ -120,8 +121,9 @@ class Observed:
         return found
 
     def _may_be_left_out(self, schedule: fxshard.Schedule, event: Event) -> bool:
-        """A gather of what no step changed since the last one, as a frozen bucket that stays in memory."""
-        return event.kind is Kind.UNSHARD and schedule.buckets[event.bucket_index].resident
+        """A gather of what no step changed since the last one, as a frozen bucket that stays in memory; scales too."""
+        unchanged = event.kind is Kind.UNSHARD and schedule.buckets[event.bucket_index].resident
+        return unchanged or event.kind is Kind.SCALES
 
     def _wrapped(self, act: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         def carried_out(index: int, *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +175,20 @@ class Observed:
             event = self._events[i]
             if event.kind is Kind.COMPUTE and (self._step, i) not in self.streams.starts:
                 self.streams.started((self._step, i))
+
+    def _scaling(self, refresh: Callable[..., None]) -> Callable[..., None]:
+        """Scales are made by what a program begins with, on the stream that computes."""
+
+        def refreshes(phase: Phase) -> None:
+            scales = self._engine._scales
+            before = scales._versions
+            refresh(phase)
+            place = self._place(Kind.SCALES, -1, phase)
+            if scales._versions is not before and place is not None:
+                self._cursor = place + 1
+                self.streams.started((self._step, place))
+
+        return refreshes
 
     def _around(self, begin: Callable[..., None]) -> Callable[..., None]:
         def begins(*args: Any, **kwargs: Any) -> None:

@@ -46,6 +46,9 @@ MORE_STACKS: dict[str, dict[str, Any]] = {
 QUANTIZED: dict[str, dict[str, Any]] = {
     f"{gather}, zero {zero}": {"precision": fxshard.MXFP8(gather=gather), "zero": zero}
     for gather, zero in (("staged", 1), ("staged", 2), ("direct", 3))
+} | {
+    f"float8 by {scaling}, zero {zero}": {"precision": fxshard.Float8(scaling=scaling, smallest=0), "zero": zero}
+    for scaling, zero in (("tensor", 1), ("row", 2), ("tensor", 3))
 }
 
 REPLICATED: dict[str, dict[str, Any]] = {

@@ -35,6 +35,7 @@ from tests.replaying import (
     step,
 )
 from tests.stack import Stack, batch
+from tests.test_unused_gradients import ONE_UNIT, Results
 from tests.training import llama
 
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -65,6 +66,26 @@ def test_steps_are_captured_once_and_replayed() -> None:
         both(models, step(number))
     assert counts(models[0]) == (2, 6)
     assert same(models)
+
+
+def test_gradients_that_are_left_out_are_left_out_of_replays() -> None:
+    """Heads in turn, and two heads in one step: a take belongs to one choice."""
+    models = pair(Results, optimizer=fxshard.AdamW(lr=1e-2, weight_decay=0.1), units=ONE_UNIT)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    missing = []
+
+    def act(model: fxshard.ShardedModule, chosen: tuple[int, ...]) -> list[torch.Tensor]:
+        losses = []
+        for which in chosen:
+            losses.append(model(x, which)[which])
+            losses[-1].backward()
+        missing.append([name for name, p in model.named_parameters() if p.grad is None])
+        return [loss.detach() for loss in losses] + finish(model)
+
+    for chosen in [(0,), (0,), (1,), (0,), (1,), (0, 1), (1, 0), (0, 1), (0, 0), (0,), (1,)]:
+        both(models, act, chosen)
+        assert missing[-1] == missing[-2] and ("heads.1.weight" in missing[-1]) == (1 not in chosen)
+    assert same(models) and counts(models[0])[1] >= 6
 
 
 def test_a_transformer_trains_the_same() -> None:

@@ -38,6 +38,32 @@ def fsdp2(
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
+def torchao(
+    model: nn.Module, precision: fxshard.Precision | None, recipe: str
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """torchao's float8 over FSDP2 + compile; with a scale per tensor weights are gathered in float8.
+
+    Needs torchao on the path; its Python files are enough.
+    """
+    from torchao.float8 import (  # type: ignore[import-not-found]
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    by_tensor = recipe == "tensorwise"
+    config = (
+        Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        if by_tensor
+        else Float8LinearConfig.from_recipe_name(recipe)
+    )
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: not name.endswith("head"))
+    sharded, optimizer = fsdp2(model, precision, compiled=True)
+    if by_tensor:
+        optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(sharded))
+    return sharded, optimizer
+
+
 def ours(
     model: nn.Module,
     precision: fxshard.Precision | None,
@@ -79,8 +105,12 @@ CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = 
     "fxshard-zero2": lambda model, precision: ours(model, precision, 2),
     "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
     "fxshard-zero0": lambda model, precision: ours(model, precision, 0),
+    "fxshard-float8": lambda model, _: ours(model, fxshard.Float8(), 3),
+    "fxshard-float8-row": lambda model, _: ours(model, fxshard.Float8(scaling="row", weight_gradient="bf16"), 3),
     "fsdp2": lambda model, precision: fsdp2(model, precision, compiled=False),
     "fsdp2-compile": lambda model, precision: fsdp2(model, precision, compiled=True),
+    "torchao": lambda model, precision: torchao(model, precision, "tensorwise"),
+    "torchao-row": lambda model, precision: torchao(model, precision, "rowwise"),
     "ddp": ddp,
     "compile": unsharded,
 }

@@ -126,9 +126,9 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     look.add_argument("--budget", metavar="SIZE", help='what a rank may hold in shards and arena, as "60GiB"')
     look.add_argument(
         "--precision",
-        choices=("bf16", "model"),
+        choices=("bf16", "float8", "mxfp8", "model"),
         default="bf16",
-        help="bf16 compute and fp32 reduction (default), or the dtypes the model has",
+        help="bf16 compute and fp32 reduction (default), linears in float8 or MXFP8, or the dtypes the model has",
     )
     look.add_argument(
         "--optimizer",
@@ -213,10 +213,16 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
 
     from fxshard.frontend.planning import plan
     from fxshard.optim.config import AdamW, Muon
+    from fxshard.plan.float8_policy import Float8
+    from fxshard.plan.mxfp8_policy import MXFP8
     from fxshard.plan.precision import Precision
 
     optimizers: dict[str, AdamW | Muon] = {"adamw": AdamW(), "muon": Muon()}
-    precision = Precision(param=torch.bfloat16, reduce=torch.float32) if arguments.precision == "bf16" else None
+    precisions: dict[str, Precision] = {
+        "bf16": Precision(param=torch.bfloat16, reduce=torch.float32),
+        "float8": Float8(),
+        "mxfp8": MXFP8(),
+    }
     return _or_usage_error(
         lambda: plan(
             model,
@@ -227,7 +233,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
             zero=arguments.zero,
             memory_budget=arguments.budget,
             optimizer=optimizers.get(arguments.optimizer),
-            precision=precision,
+            precision=precisions.get(arguments.precision),
             progress=lambda stage: report(f"planning: {stage}"),
         )
     )

@@ -130,9 +130,12 @@ class Backend:
             self._publish(scheduled)
             lowered = lower(scheduled, plan, sharding.compiler, sharding.engine.device, watching)
 
+            left_out = lowered[Phase.BACKWARD].leaves_out if Phase.BACKWARD in lowered else []
+
             def agree() -> None:
                 # Before the first run, not while compiling: collectives under a compiler's modes can deadlock.
-                sharding.agreement.check(COMMUNICATION, scheduled.schedule.communication())
+                some = ", ".join(left_out[:3]) + ", …" * (len(left_out) > 3)
+                sharding.agreement.check(COMMUNICATION, scheduled.schedule.communication(), leaves_out=some)
 
             return step.callable(scheduled, bind(lowered, sharding.engine, agree))
 

@@ -26,6 +26,7 @@ from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.domain import Domain, Reduction, data_parallel
+from fxshard.plan.float8_policy import check_products
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.precision import Precision
 from fxshard.plan.units import find_units
@@ -133,6 +134,7 @@ def take_apart(
         options = Options(**choices)
         device = _check(model, mesh=mesh)
         check_capturable(options, device)
+        check_products(options.precision, device)
         check_initialisable(model, init)
         domain = _domain(mesh, options.reduction)
         others = meshes_of(groups, mesh, domain)
@@ -154,7 +156,7 @@ def take_apart(
     sharding = Sharding(
         plans,
         buckets,
-        Engine(buckets, device, options),
+        Engine(buckets, device, options, agreement),
         agreement,
         SegmentCompiler(options.lowering),
         options,
@@ -329,6 +331,12 @@ def _check(model: nn.Module, *, mesh: DeviceMesh | None) -> torch.device:
             raise ConfigError(
                 f"{name!r} is a DTensor with placements {parameter.placements}: fxshard shards plain parameters only; "
                 "keep the local part as the parameter and communicate with torch.distributed._functional_collectives"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise StateError(
+                f"{name!r} has hooks, which would never run: autograd does not see gradients of sharded parameters. "
+                "Register them with register_post_accumulate_grad_hook on the parameters of the model that "
+                "fxshard.compile returns"
             )
         if parameter.grad is not None:
             raise StateError(f"{name!r} has a gradient in flight; call zero_grad() before sharding the model")

@@ -12,6 +12,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard._torch.log import LOG
+from fxshard.frontend.used_results import tell_unused_results
 from fxshard.passes.fold_layers import Folded, fold_layers
 from fxshard.passes.partition import partition
 from fxshard.passes.sharding_plan import ShardingPlan
@@ -39,6 +40,8 @@ class Step:
         forward = programs.get(Phase.FORWARD) or programs[Phase.EVAL]
         backward = programs.get(Phase.BACKWARD)
         run = self.traced.callable(graphs, forward.boxed(), backward.boxed() if backward is not None else None)
+        if backward is not None and backward.needs_losses:
+            run = tell_unused_results(run, backward)
         if self.folded is None:
             return run
         kept = self.folded.kept

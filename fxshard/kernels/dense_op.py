@@ -78,6 +78,7 @@ dense_swiglu = define(
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
+    compiled_ahead=True,
 )
 
 

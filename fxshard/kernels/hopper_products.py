@@ -10,7 +10,7 @@ import torch
 
 from fxshard.kernels import hopper_activation
 from fxshard.kernels.glu import SWIGLU, Glu
-from fxshard.kernels.launch import Launches, pointers
+from fxshard.kernels.launch import Launches, aligned, pointers
 
 try:
     from triton.experimental.gluon import language as gl
@@ -66,7 +66,7 @@ def multiplies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     if tokens == 0 or depth % DEPTH or depth < SHALLOWEST or not available(x.device):
         return False
     tensors = (x, *weights)
-    if any(tensor.dtype != torch.bfloat16 or tensor.data_ptr() % 16 for tensor in tensors):
+    if any(tensor.dtype != torch.bfloat16 or not aligned(tensor) for tensor in tensors):
         return False
     return all(weight.shape[-1] % 8 == 0 for weight in weights)
 
@@ -113,7 +113,7 @@ def differentiates(a: torch.Tensor, b: torch.Tensor) -> bool:
     tokens = a.shape[0]
     if tokens == 0 or not available(a.device):
         return False
-    if any(tensor.dtype != torch.bfloat16 or tensor.data_ptr() % 16 for tensor in (a, b)):
+    if any(tensor.dtype != torch.bfloat16 or not aligned(tensor) for tensor in (a, b)):
         return False
     return all(tensor.shape[1] % 8 == 0 and tensor.shape[1] >= NARROWEST for tensor in (a, b))
 

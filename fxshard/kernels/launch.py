@@ -7,7 +7,10 @@ arguments, whether addresses are multiples of 16, numbers (Triton compiles for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +23,26 @@ except ImportError:  # torch for the CPU comes without it, and nothing is launch
 DIRECT = _TRITON.startswith("3.6.")
 """Whether compiled kernels are called directly. What they take is not the same in every version of Triton: in those
 that this was not tried with, each launch is an ordinary one."""
+
+
+_MODE = threading.local()
+_COMPILING = threading.Lock()
+"""Held while a kernel is compiled, so that a first launch waits for a thread that is compiling it already."""
+
+
+@contextlib.contextmanager
+def only_compiling() -> Iterator[None]:
+    """On this thread, launches compile and launch nothing. Tensors may be fake: Triton looks at their dtypes alone."""
+    _MODE.only_compiling = True
+    try:
+        yield
+    finally:
+        _MODE.only_compiling = False
+
+
+def aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes. Fake ones, which have no address, stand for such."""
+    return getattr(_MODE, "only_compiling", False) or tensor.data_ptr() % 16 == 0
 
 
 class Launches:
@@ -39,14 +62,36 @@ class Launches:
     ) -> None:
         """Launch with all arguments, constants too, in their order. Triton compiles for what ``described`` returns."""
         compiled = self._compiled.get(key)
+        only_compile = getattr(_MODE, "only_compiling", False)
         if compiled is not None:
-            compiled[grid](*args)
+            if not only_compile:
+                compiled[grid](*args)
             return
-        compiled = self._kernel[grid](*described(args), **self._options)
+        with _COMPILING:
+            if only_compile:
+                self._kernel.warmup(*described(tuple(map(_without_memory, args))), grid=grid, **self._options)
+                return
+            compiled = self._kernel[grid](*described(args), **self._options)
         if DIRECT:
             self._compiled[key] = compiled
 
 
 def pointers(*tensors: torch.Tensor | None) -> Hashable:
     """What a kernel is compiled for of tensors whose addresses it is given."""
-    return tuple([tensor is not None and (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors])
+    return tuple([tensor is not None and (tensor.dtype, aligned(tensor)) for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor's place among the arguments that Triton compiles for: an address that is a multiple of 16."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def _without_memory(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return Pointer(arg.dtype)
+    return type(arg)(*map(_without_memory, arg)) if hasattr(arg, "_fields") else arg

@@ -47,10 +47,7 @@ def multiply(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.Ten
     """
     if scaled_products(left.data.device):
         return _scaled(left, right, dtype)
-    a, b = _dequantized(left, right)
-    if a.device.type == "cuda" and dtype != a.dtype:
-        return torch.mm(a, b, out_dtype=dtype)  # sums are float32 anyway: not rounded in between
-    return torch.mm(a, b).to(dtype)
+    return wide_product(*_dequantized(left, right), dtype)
 
 
 def multiply_into(left: Quantized, right: Quantized, out: torch.Tensor) -> None:
@@ -58,7 +55,18 @@ def multiply_into(left: Quantized, right: Quantized, out: torch.Tensor) -> None:
     if scaled_products(left.data.device):
         out.copy_(_scaled(left, right, out.dtype))
         return
-    a, b = _dequantized(left, right)
+    wide_product_into(*_dequantized(left, right), out)
+
+
+def wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product of dequantized values."""
+    if a.device.type == "cuda" and dtype != a.dtype:
+        return torch.mm(a, b, out_dtype=dtype)  # sums are float32 anyway: not rounded in between
+    return torch.mm(a, b).to(dtype)
+
+
+def wide_product_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """The same, written where it stays."""
     if a.dtype == out.dtype or a.device.type == "cuda":
         mm_into(a, b, out)
     else:

@@ -192,12 +192,14 @@ grouped_swiglu = define(
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
+    compiled_ahead=True,
 )
 grouped_swiglu_backward = define(
     "grouped_swiglu_backward(Tensor grad, Tensor offsets, Tensor gate, Tensor? up, Tensor down, Tensor? down_bias, "
     f"Tensor? weights, Tensor pre, Tensor pre_up, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+    compiled_ahead=True,
 )
 grouped_swiglu_gradients = define(
     "grouped_swiglu_gradients(Tensor grad, Tensor x, Tensor offsets, Tensor gate, Tensor? up, Tensor down, "
@@ -212,11 +214,13 @@ grouped_product = define(
     lambda x, weight, offsets, name: x.new_empty(x.shape[0], weight.shape[-1]),
     backward=_product_autograd,
     setup_context=_setup_product,
+    compiled_ahead=True,
 )
 grouped_wgrad = define(
     "grouped_wgrad(Tensor a, Tensor b, Tensor offsets, str implementation) -> Tensor",
     lambda a, b, offsets, name: implementation(name).weight_gradient(a, b, offsets),
     lambda a, b, offsets, name: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
+    compiled_ahead=True,
 )
 grouped_sum = define(
     "grouped_sum(Tensor a, Tensor offsets, str implementation) -> Tensor",

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("fxshard", "DEF")
+COMPILED_AHEAD: dict[Any, Callable[..., Any]] = {}
+"""Operators whose Triton kernels take seconds to compile, and what runs them."""
 
 
 @cache
@@ -25,18 +27,24 @@ def define(
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
+    contiguous: bool = False,
+    compiled_ahead: bool = False,
 ) -> Any:
     """The operator ``fxshard::NAME`` of a schema ``NAME(...) -> ...``, on every device.
 
     ``fake`` gives results of the right shapes while tracing; ``backward`` and ``setup_context`` are those of
-    ``torch.library.register_autograd``.
+    ``torch.library.register_autograd``. ``compiled_ahead``: what ``compile_ahead`` looks for. ``contiguous``: a
+    compiler, which chooses layouts, has to give it such tensors.
     """
-    name = _LIBRARY.define(schema)
+    name = _LIBRARY.define(schema, tags=(torch.Tag.needs_contiguous_strides,) if contiguous else ())
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxshard::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"fxshard::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
-    return getattr(torch.ops.fxshard, name).default
+    operator = getattr(torch.ops.fxshard, name).default
+    if compiled_ahead:
+        COMPILED_AHEAD[operator] = kernel
+    return operator
 
 
 def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -63,3 +71,7 @@ scaled = define(
 scaled_into = define(
     "scaled_into(Tensor value, Tensor factor, Tensor(c!) out) -> ()", _scaled_into, lambda value, factor, out: None
 )
+
+cos = define("cos(Tensor angles) -> Tensor", torch.cos, torch.cos)
+sin = define("sin(Tensor angles) -> Tensor", torch.sin, torch.sin)
+"""Of a table: torch's kernels, also where a compiler would write one."""

@@ -139,6 +139,7 @@ window_attention_backward = define(
     "Tensor? bounds, int window, float scale) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+    compiled_ahead=True,
 )
 
 
@@ -159,6 +160,7 @@ window_attention_forward = define(
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
+    compiled_ahead=True,
 )
 
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fxshard._torch.errors import ConfigError
+from fxshard.kernels.float8 import COLUMNWISE, ROWWISE, scale_shape
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.choice import LayoutKind, choose_layout, span_units
 from fxshard.plan.dealing import Dealt, Member, deal
 from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
-from fxshard.plan.gather_modes import Gather
+from fxshard.plan.float8_recipe import Float8Recipe
+from fxshard.plan.gather_modes import Copies, Gather
 from fxshard.plan.layout import Layout, TensorSpec, aligned
 from fxshard.plan.matrices import matrix_cost
-from fxshard.plan.mxfp8_policy import MXFP8, choose_linears
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
-from fxshard.plan.rows import row_layout
+from fxshard.plan.quantized import Quantized, choose_linears
 from fxshard.plan.shares import shares
-from fxshard.plan.tuning import LARGEST_SHARE, MOST_WHOLE
+from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
+from fxshard.plan.whole import check_padding
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class BucketPlan:
     """Why it has the layout it has."""
     shares_state: bool = False
     """Whether replicas of a shard keep optimizer state of a part of it each (HSDP)."""
+    float8: Float8Recipe | None = None
+    """How products with these parameters run in float8; what is quantized otherwise is so in MXFP8."""
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -85,7 +89,7 @@ class BucketPlan:
 
     @property
     def quantized(self) -> bool:
-        """Whether products with these parameters run in MXFP8."""
+        """Whether products with these parameters run in MXFP8 or float8."""
         return self.gather is not Gather.PLAIN
 
     @property
@@ -110,10 +114,28 @@ class BucketPlan:
             return self.copy_bytes(self.layout.numel)
         return self.layout.numel * self.param_dtype.itemsize
 
-    @staticmethod
-    def copy_bytes(numel: int) -> int:
-        """Bytes of one quantized copy: payload and compact scales."""
-        return numel + numel // BLOCK
+    def copy_bytes(self, numel: int) -> int:
+        """Bytes of one quantized copy: payload and compact scales, which in float8 all ranks have without a gather."""
+        return numel + numel // BLOCK if self.float8 is None else numel
+
+    @property
+    def all_copies(self) -> Copies:
+        """The quantized copies that there are."""
+        return Copies.BOTH if self.float8 is None or self.float8.copies == 2 else Copies.ROWWISE
+
+    @property
+    def scale_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of the scales of every copy of every parameter, in float8: those of the rowwise copy first."""
+        if self.float8 is None or not self.rests_quantized:
+            return ()
+        axes = (ROWWISE, COLUMNWISE)[: self.float8.copies]
+        shapes = [slot.spec.shape for slot in self.layout.slots]
+        return tuple(scale_shape(shape, self.float8.scaling, axis) for shape in shapes for axis in axes)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of those scales, which every rank holds."""
+        return sum(rows * columns * torch.float32.itemsize for rows, columns in self.scale_shapes)
 
     @property
     def grad_bytes(self) -> int:
@@ -131,7 +153,7 @@ class BucketPlan:
         mixed = self.param_dtype != self.master_dtype
         if self.rests_quantized:
             held = layout.numel if self.resident else layout.shard_numel
-            param, state = 2 * self.copy_bytes(held), masters
+            param, state = self.all_copies.number * self.copy_bytes(held) + self.scale_bytes, masters
         elif self.resident:
             param, state = layout.numel * self.param_dtype.itemsize, masters if mixed else 0
         else:
@@ -193,7 +215,7 @@ def plan_buckets(
     parameters = dict(model.named_parameters())
     rules = _Rules(
         ZERO[zero],
-        precision.mode(zero) if isinstance(precision, MXFP8) else Gather.PLAIN,
+        precision.mode(zero) if isinstance(precision, Quantized) else Gather.PLAIN,
         precision,
         layout,
         frozenset(matrices),
@@ -203,7 +225,8 @@ def plan_buckets(
     units = list(units)
     dealt: Dealt | None = None
     if matrices and layout != "rows" and rules.stage.state and not rules.stage.param:
-        dealt = deal(units, _members(units, parameters, quantized, domain_of or (lambda name: own), matrices))
+        members = _members(units, parameters, quantized, rules.cut, domain_of or (lambda name: own), matrices)
+        dealt = deal(units, members)
         if dealt is not None:
             units = list(dealt.units)
         else:
@@ -212,33 +235,17 @@ def plan_buckets(
     plans: list[BucketPlan] = []
     work: dict[Domain, list[float]] = {}
     for unit in reversed(units):
-        kinds = _kinds(unit, parameters, quantized, domain_of or (lambda name: own))
+        kinds = _kinds(unit, parameters, quantized, rules.cut, domain_of or (lambda name: own))
         for kind, specs in kinds.items():
             of_ranks = work.setdefault(kind.domain, [0.0] * kind.domain.shards)
-            name = unit.name + _kind_suffix(kind, among=kinds)
+            name = unit.name + _kind_suffix(kind, kinds, "mxfp8" if rules.float8 is None else "float8")
             whole = dealt is not None and unit.name in dealt.whole
             plans.append(_bucket(len(plans), name, unit.name, kind, specs, rules, of_ranks, dealt=whole))
     if not plans:
         raise ConfigError("the model has no parameters: there is nothing to shard")
     if layout == "whole":
-        _check_padding(plans)
+        check_padding({plan.name: plan.layout for plan in plans})
     return tuple(plans)
-
-
-def _check_padding(plans: Sequence[BucketPlan]) -> None:
-    """Raise ``ConfigError`` if whole layouts, which were asked for, are mostly padding."""
-    whole = [plan for plan in plans if plan.layout.whole]
-    held = sum(plan.layout.numel for plan in whole)
-    with_rows = sum(row_layout([s.spec for s in plan.layout.slots], plan.layout.ranks).numel for plan in whole)
-    if held > MOST_WHOLE * with_rows:
-        added = sum(plan.layout.padding for plan in whole) / (held - sum(plan.layout.padding for plan in whole))
-        most = max(whole, key=lambda plan: plan.layout.padding)
-        raise ConfigError(
-            f"layout='whole' on {most.layout.ranks} ranks would add {added:.0%} of the parameters as padding, most of "
-            f"all in {most.name} ({len(most.params)} parameters): choose layout='auto' or 'rows', larger units= so "
-            "that a bucket has more parameters of a size than ranks, or replicate over some ranks with a mesh of two "
-            "dimensions"
-        )
 
 
 @dataclass(frozen=True)
@@ -252,9 +259,17 @@ class _Rules:
     matrices: frozenset[str]
     share_state: bool
 
+    @property
+    def cut(self) -> int:
+        return self.precision.cut if isinstance(self.precision, Quantized) else 1
+
+    @property
+    def float8(self) -> Float8Recipe | None:
+        return self.precision.recipe if isinstance(self.precision, Quantized) else None
+
 
 def _kinds(
-    unit: Unit, parameters: Mapping[str, nn.Parameter], quantized: Collection[str], domain_of: DomainOf
+    unit: Unit, parameters: Mapping[str, nn.Parameter], quantized: Collection[str], cut_at: int, domain_of: DomainOf
 ) -> dict[Kind, list[TensorSpec]]:
     """The parameters of a unit by what keeps them apart."""
     kinds: dict[Kind, list[TensorSpec]] = {}
@@ -262,9 +277,9 @@ def _kinds(
         parameter = parameters[name]
         scalar = parameter.ndim == 0
         kind = Kind(parameter.dtype, parameter.requires_grad, scalar, name in quantized, domain_of(name))
-        # Columnwise blocks run down 32 rows: a boundary between them lets every owner quantize alone. A stack of
-        # experts' weights is cut between its matrices.
-        cut = BLOCK if kind.quantized and parameter.ndim == 2 else 1
+        # A boundary between blocks lets every owner quantize alone. A stack of experts' weights is cut between its
+        # matrices.
+        cut = cut_at if kind.quantized and parameter.ndim == 2 else 1
         kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape), cut))
     return kinds
 
@@ -273,13 +288,14 @@ def _members(
     units: Iterable[Unit],
     parameters: Mapping[str, nn.Parameter],
     quantized: Collection[str],
+    cut_at: int,
     domain_of: DomainOf,
     matrices: Collection[str],
 ) -> dict[str, Member]:
     """Parameters as dealing sees them."""
     found = {}
     for unit in units:
-        for kind, specs in _kinds(unit, parameters, quantized, domain_of).items():
+        for kind, specs in _kinds(unit, parameters, quantized, cut_at, domain_of).items():
             for spec in specs:
                 ranks = 1 if kind.scalar else kind.domain.shards
                 matrix = kind.trainable and spec.name in matrices and len(spec.shape) == 2 and ranks > 1
@@ -326,11 +342,12 @@ def _bucket(
         master_dtype=master_dtype if trainable else param_dtype,
         reduce_dtype=reduce_dtype,
         trainable=trainable,
-        gather=_gather(rules.mode, chosen.layout.ranks) if kind.quantized else Gather.PLAIN,
+        gather=_gather(rules, chosen.layout.ranks) if kind.quantized else Gather.PLAIN,
         domain=kind.domain,
         matrices=owned,
         why=chosen.why,
         shares_state=rules.share_state and trainable and chosen.layout.ranks > 1 and kind.domain.replicas > 1,
+        float8=rules.float8 if kind.quantized else None,
     )
 
 
@@ -339,9 +356,10 @@ def _specs(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpe
     return [TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad]
 
 
-def _gather(mode: Gather, ranks: int) -> Gather:
-    """What one rank owns alone does not travel: both copies rest there, as in a staged bucket."""
-    return Gather.STAGED if mode is Gather.DIRECT and ranks == 1 else mode
+def _gather(rules: _Rules, ranks: int) -> Gather:
+    """What one rank owns alone does not travel: in MXFP8 both copies rest there, as in a staged bucket."""
+    alone = rules.mode is Gather.DIRECT and ranks == 1 and rules.float8 is None
+    return Gather.STAGED if alone else rules.mode
 
 
 def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -352,7 +370,7 @@ def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtyp
     return param, precision.master or dtype, precision.reduce or param
 
 
-def _kind_suffix(own: Kind, among: Iterable[Kind]) -> str:
+def _kind_suffix(own: Kind, among: Iterable[Kind], quantized: str) -> str:
     """A suffix that tells the buckets of one unit apart; empty where the unit has only one."""
     kinds = list(among)
     parts = []
@@ -363,7 +381,7 @@ def _kind_suffix(own: Kind, among: Iterable[Kind]) -> str:
     if len({kind.scalar for kind in kinds}) > 1:
         parts.append("scalar" if own.scalar else "tensor")
     if len({kind.quantized for kind in kinds}) > 1:
-        parts.append("mxfp8" if own.quantized else "plain")
+        parts.append(quantized if own.quantized else "plain")
     if own.domain.name:
         parts.append(own.domain.name)
     return f" [{', '.join(parts)}]" if parts else ""

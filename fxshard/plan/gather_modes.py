@@ -15,7 +15,7 @@ class Gather(StrEnum):
     STAGED = "staged"
     """bf16 travels through a staging buffer, every rank quantizes it once, both copies stay (ZeRO 0 to 2)."""
     DIRECT = "direct"
-    """Owners quantize; forward gathers the rowwise copy, backward the columnwise one (ZeRO-3)."""
+    """Owners quantize, and copies travel: the one that is read, of what stays in memory all of them (float8 only)."""
 
 
 class Copies(StrEnum):

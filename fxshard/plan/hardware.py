@@ -80,13 +80,16 @@ class Hardware:
         """Bytes/s that kernels read and write in practice."""
         return self.memory_bandwidth * self.memory_efficiency
 
-    def compute_seconds(self, flops: float, traffic: float, dtype: torch.dtype) -> float:
-        """Roofline: the longer of arithmetic and memory traffic, and a launch.
+    def compute_seconds(self, flops: float, traffic: float, dtype: torch.dtype, in_float8: float = 0.0) -> float:
+        """Roofline: the longer of arithmetic and memory traffic, and a launch. ``in_float8``: so many of ``flops``.
 
         >>> f"{hardware('h200').compute_seconds(flops=782.1e12, traffic=0, dtype=torch.bfloat16):.3f}"
         '1.000'
         """
-        return max(flops / self.flops_in(dtype), traffic / self.traffic_per_second) + self.launch_overhead
+        own = self.flops_in(dtype)
+        quantized = max(own, self.flops_in(torch.float8_e4m3fn))  # emulated where there is no such product
+        arithmetic = (flops - in_float8) / own + in_float8 / quantized
+        return max(arithmetic, traffic / self.traffic_per_second) + self.launch_overhead
 
 
 def _nvidia(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fxshard._torch import private
 from fxshard._torch.errors import PeerError, RankDivergenceError
+from fxshard.runtime.watchdog import failing
 
 T = TypeVar("T")
 
 PARAMETERS, COMMUNICATION = "the parameter plan", "the communication schedule"
 """What ranks compare: how parameters are cut, and which collectives a step makes."""
+
+_Told = tuple[str | None, list[str], bool]
+"""What a rank tells the others: why it failed, its lines, and whether its program may leave gradients out."""
 
 
 class Agreement:
@@ -22,6 +27,9 @@ class Agreement:
         self._control: dist.ProcessGroup | None = None
         self._agreed: dict[str, set[int]] = {}
         self._latest: dict[str, list[str]] = {}
+        self.members: list[int] = members or []
+        self.uses_may_differ = False
+        """Whether some rank has a program that may leave gradients out. The same on all ranks."""
         if members is not None and len(members) > 1:
             timeout = private.group_timeout()
             self._control = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
@@ -30,38 +38,49 @@ class Agreement:
         """Whether the ranks have agreed on ``topic`` before: only until then do they wait for each other there."""
         return self._control is None or topic in self._agreed
 
-    def check(self, topic: str, mine: list[str]) -> None:
+    def check(self, topic: str, mine: list[str], *, leaves_out: str = "") -> None:
         """Compare a list of lines with every rank's; raise on all of them, naming the first line that differs.
 
         What was agreed once is not compared again: a rank may recompile alone (another batch size) as long as it
-        communicates as before.
+        communicates as before. ``leaves_out``: parameters of which a program may leave out gradients, in words. The
+        first such program is told of, whatever it communicates, because all ranks exchange more from then on.
         """
         key = hash(tuple(mine))
-        if self._control is None or key in self._agreed.get(topic, ()):
+        known = key in self._agreed.get(topic, ())
+        if self._control is None or (known and (self.uses_may_differ or not leaves_out)):
             return
         try:
-            theirs = self._exchange((None, mine))
+            theirs = self._exchange((None, mine, bool(leaves_out)))
         except PeerError as error:
-            known = self._latest.get(topic)
-            if known is None:
+            before = self._latest.get(topic)
+            if before is None:
                 raise
+            what = f"makes no gradients for {leaves_out}" if known else _first_difference(topic, "before", mine, before)
             raise PeerError(
                 f"rank {dist.get_rank()} compiled a program that communicates in a new way, and the other ranks did "
                 "not do the same in the time the process group allows (does forward depend on the rank, or on data "
-                f"that only this rank has?): {_first_difference(topic, 'before', mine, known)}\n{error}"
+                f"that only this rank has?): {what}\n{error}"
             ) from error
-        for rank, (failure, lines) in enumerate(theirs):
+        for rank, (failure, lines, _) in enumerate(theirs):
             if failure is not None:
                 raise PeerError(f"rank {rank} failed while the ranks prepared {topic}: {failure}")
             if lines != mine:
                 raise RankDivergenceError(_first_difference(topic, f"on rank {rank}", mine, lines))
         self._agreed.setdefault(topic, set()).add(key)
         self._latest[topic] = mine
+        self.uses_may_differ |= any(leaves for _, _, leaves in theirs)
+
+    def largest(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """The largest of each of some numbers on the host, over all ranks. Collective. ``what`` they are, in words."""
+        if self._control is not None:
+            with failing(f"all_reduce of {what}", dist.get_rank()):
+                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
+        return values
 
     def fail(self, error: Exception) -> NoReturn:
         """Tell the other ranks that this one cannot go on, then raise."""
         if self._control is not None:
-            self._exchange((f"{type(error).__name__}: {error}", []))
+            self._exchange((f"{type(error).__name__}: {error}", [], False))
         raise error
 
     def share(self, mine: T) -> list[T]:
@@ -72,10 +91,10 @@ class Agreement:
         dist.all_gather_object(gathered, mine, group=self._control)
         return gathered
 
-    def _exchange(self, mine: tuple[str | None, list[str]]) -> list[tuple[str | None, list[str]]]:
+    def _exchange(self, mine: _Told) -> list[_Told]:
         control = self._control
         assert control is not None
-        gathered: list[tuple[str | None, list[str]]] = [(None, [])] * control.size()
+        gathered: list[_Told] = [(None, [], False)] * control.size()
         try:
             dist.all_gather_object(gathered, mine, group=control)
         except RuntimeError as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
 from fxshard.plan.layout import Fragment
 from fxshard.runtime.channels import Channels
@@ -17,6 +19,7 @@ from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
 from fxshard.runtime.full_tensor import FullTensor
 from fxshard.runtime.home import Home
+from fxshard.runtime.parameter_hooks import Hook, RefusedHook, RegisterAfterAccumulation
 from fxshard.runtime.rows import rows_of
 from fxshard.runtime.unreduced import guard
 
@@ -45,7 +48,10 @@ class Bucket:
         begin = self.rank * layout.shard_numel
         holds_full = plan.resident and not plan.rests_quantized
         self.full = self._empty(layout.numel, plan.param_dtype) if holds_full else None
-        self.copies = RestingCopies(plan, self.rank, device) if plan.rests_quantized else None
+        self.copies: RestingCopies | Float8Copies | None = None
+        if plan.rests_quantized:
+            kind = RestingCopies if plan.float8 is None else Float8Copies
+            self.copies = kind(plan, self.rank, device)
         if self.full is not None and plan.master_dtype == plan.param_dtype:
             self.master = self.full[begin : begin + layout.shard_numel]
         else:
@@ -55,12 +61,16 @@ class Bucket:
         """Where the gradient lives once a captured program writes it."""
         self.kept: torch.Tensor | None = None
         """Full gradients of this rank's own micro-batches inside ``no_sync``, not reduced yet."""
+        self.kept_for: frozenset[int] = frozenset()
+        """The parameters, by position, that those micro-batches used."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
         self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
         self.fragments = layout.fragments(self.rank)
         self.gaps = layout.gaps()
         self.params: list[nn.Parameter] = []
         self.grads: list[torch.Tensor] = []
+        self.hooks: dict[int, dict[int, Hook]] = {}
+        """What to call once parameters, by position, have their gradients."""
         self._wrappers: dict[str, private.UnevenDTensor] = {}
         self._handed_out: dict[str, torch.Tensor] = {}
         """What state dicts hold of the shard, kept to see what is written through them."""
@@ -91,6 +101,9 @@ class Bucket:
             if self.mesh is not None and self.plan.layout.ranks > 1:
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
                 mark(parameter)
+            hooks = RegisterAfterAccumulation(self, len(self.params))
+            parameter.register_post_accumulate_grad_hook = hooks  # type: ignore[method-assign]
+            parameter.register_hook = RefusedHook(fragment.name)  # type: ignore[method-assign]
             self.params.append(parameter)
             guard(parameter, self)
             watch(parameter, self.master, always=self.plan.resident)
@@ -228,7 +241,7 @@ class Bucket:
 
     def release_gradient(self) -> None:
         """``zero_grad``: forget what was kept, and free the gradient's memory if no parameter holds it."""
-        self.kept = None
+        self.kept, self.kept_for = None, frozenset()
         self.reclaim_gradient()
 
     def reclaim_gradient(self) -> None:
@@ -262,7 +275,7 @@ class Bucket:
         fragment = self.fragments[self.plan.layout.index[name]]
         if fragment.numel:
             self.as_rows(self.grad, name).add_(full[fragment.row_start : fragment.row_stop] if full.ndim else full)
-        self.publish_gradients()
+        self.publish_gradients([self.plan.layout.index[name]])
 
     def adopt_gradients(self) -> None:
         """Copy gradients that a user put in place of ours into the flat gradient."""
@@ -286,9 +299,20 @@ class Bucket:
                 with torch.no_grad():
                     self.grads[i].copy_(moved)
 
-    def publish_gradients(self) -> None:
-        for parameter, own in zip(self.params, self.grads, strict=True):
-            parameter.grad = own
+    def publish_gradients(self, positions: Collection[int]) -> None:
+        """Let parameters have their part of the gradient: those of which there is one."""
+        for i in positions:
+            self.params[i].grad = self.grads[i]
+
+    @property
+    def with_gradient(self) -> list[int]:
+        """Positions of the parameters that have a gradient."""
+        return [i for i, parameter in enumerate(self.params) if parameter.grad is not None]
+
+    @property
+    def reducing(self) -> dist.ProcessGroup | None:
+        """The group that reduces full gradients; None where no other rank has a part in them."""
+        return self.channels.reducing(self.plan)
 
     def bytes_at_rest(self) -> dict[str, int]:
         """What this rank holds for the bucket, counted from the storages that exist."""
@@ -296,7 +320,7 @@ class Bucket:
         param = self.full.untyped_storage().nbytes() if self.full is not None else 0
         mixed = self.plan.master_dtype != self.plan.param_dtype
         if self.copies is not None:
-            param = self.copies.memory.untyped_storage().nbytes()
+            param = self.copies.memory.untyped_storage().nbytes() + self.plan.scale_bytes
         elif not mixed:  # the master is the parameters, or a slice of them
             param, master = param or master, 0
         kept = self.kept if self.kept is not self.grad_full else None

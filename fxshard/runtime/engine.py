@@ -12,9 +12,11 @@ from fxshard._torch import private
 from fxshard._torch.errors import StateError
 from fxshard.passes.options import Options
 from fxshard.plan import gathered
+from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gather_modes import Copies
 from fxshard.plan.gathered import Transfer, Views
 from fxshard.plan.memory import SlotRange
+from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.cuda_tape import CudaTape
 from fxshard.runtime.frame import Frame
@@ -23,6 +25,7 @@ from fxshard.runtime.reductions import Reductions
 from fxshard.runtime.replay import Replays
 from fxshard.runtime.streams import AllOf, Token
 from fxshard.runtime.unseen import Unseen
+from fxshard.runtime.weight_scales import WeightScales
 from fxshard.schedule.events import Event, Kind, Phase
 
 
@@ -56,13 +59,16 @@ class Sent:
 class Engine:
     """Moves buckets between sharded and unsharded. Called by programs only, in the order of the schedule."""
 
-    def __init__(self, buckets: list[Bucket], device: torch.device, options: Options) -> None:
+    def __init__(
+        self, buckets: list[Bucket], device: torch.device, options: Options, agreement: Agreement | None = None
+    ) -> None:
         self.buckets = buckets
         self.device = device
         self.frame = Frame(buckets, device, options)
         self.arena, self._streams = self.frame.arena, self.frame.streams
-        self.gradients = Reductions(self.frame)
+        self.gradients = Reductions(self.frame, agreement)
         self._unseen = Unseen(self._streams, device)
+        self._scales = WeightScales(buckets, device)
         self._gathered: dict[int, Gathered] = {}
         self._start: Token | None = None
         self._carries: Mapping[int, Event] = {}
@@ -108,6 +114,7 @@ class Engine:
         self._unseen.compare(bucket for bucket in self.buckets if self._uses_earlier(bucket))
         self.arena.reserve(arena_bytes)
         self._carries = carries
+        self._scales.refresh(phase)
         # The first gather may start when the optimizer's writes to the shards are done: they are on this stream.
         self._start = self._streams.mark()
 
@@ -289,6 +296,13 @@ class Engine:
         """What a gather of the bucket moves, into ``memory`` where it is not resident."""
         plan, resting, master = bucket.plan, bucket.copies, bucket.master
         alone = plan.layout.ranks == 1
+        if isinstance(resting, Float8Copies):
+            stale = bucket.stale
+            if stale:
+                self._scales.refresh(self.frame.phase)  # changed since this program began
+            if memory is not None:
+                self.note_gathered(bucket)
+            return resting.transfer(master, memory, copies, stale)
         if resting is not None:
             if alone:
                 return gathered.alone(resting, master)

@@ -16,6 +16,7 @@ import torch
 
 from fxshard._torch import private
 from fxshard.runtime.engine import Engine
+from fxshard.runtime.reductions import Needs
 from fxshard.runtime.replay import Take
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.profile import Key
@@ -40,6 +41,8 @@ class Instruction:
     """Under what a profile records it."""
     zeros: tuple[int, ...] = ()
     """Of a ``GRAD`` event: parameters that nothing will write."""
+    needs: Needs = ()
+    """Of a ``GRAD`` event: parameters whose gradients depend on some of forward's results, and not on others."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,16 @@ class Lowered:
     """Whether it makes values on the host while it runs, which a capture would not repeat."""
     carries: Mapping[int, Event]
     """The gathers that an optimizer step starts for the next forward, by bucket."""
+
+    @property
+    def leaves_out(self) -> list[str]:
+        """The parameters of buckets it reduces that may get no gradient."""
+        return [
+            instruction.event.params[position]
+            for instruction in self.instructions
+            if instruction.event is not None
+            for position in (*instruction.zeros, *(position for position, _ in instruction.needs))
+        ]
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,10 @@ class Program:
         self.unused_inputs = lowered.unused_inputs
         self.owner = owner
         self.runs = 0
+        self.needs_losses = any(instruction.needs for instruction in lowered.instructions)
+        """Whether which gradients there are depends on the results of forward that a loss uses."""
+        self.without_loss: frozenset[int] = frozenset()
+        """Of a backward that is about to run: the results of forward, by number, that have no gradient."""
         self._before_first_run = before_first_run
         self._engine = engine
         self._arena_bytes = lowered.arena_bytes
@@ -121,7 +138,10 @@ class Program:
             self._before_first_run()
             self._before_first_run = None
         engine.begin(self.phase, self._arena_bytes, self.owner, self._carries)
-        return self.run_through(args) if engine.replays is None else engine.replays.run(engine, self, args)
+        engine.gradients.without_loss, self.without_loss = self.without_loss, frozenset()
+        results = self.run_through(args) if engine.replays is None else engine.replays.run(engine, self, args)
+        engine.gradients.publishing.publish()
+        return results
 
     def run_through(self, args: list[Any]) -> tuple[Any, ...]:
         """Run every instruction; what fails half-way leaves nothing behind."""
@@ -189,7 +209,7 @@ class Program:
 
     def _action(self, instruction: Instruction) -> BoxedCallable:
         """What the engine does for an event."""
-        event, zeros = instruction.event, instruction.zeros
+        event, zeros, needs = instruction.event, instruction.zeros, instruction.needs
         assert event is not None
         engine, index, slot = self._engine, event.bucket_index, event.slot
         gradients = engine.gradients
@@ -197,7 +217,7 @@ class Program:
             Kind.UNSHARD: lambda _: engine.unshard(index, slot, event.copies),
             Kind.WAIT: lambda _: engine.wait(index, slot, event.copies),
             Kind.RESHARD: lambda _: engine.reshard(index),
-            Kind.GRAD: lambda _: gradients.grad(index, slot, zeros),
+            Kind.GRAD: lambda _: gradients.grad(index, slot, zeros, needs),
             Kind.REDUCE: lambda _: gradients.reduce(index),
             Kind.ALL_REDUCE: lambda _: gradients.all_reduce(index),
             Kind.FINISH: lambda _: gradients.finish(index),

@@ -11,10 +11,15 @@ import torch.distributed as dist
 from fxshard._torch import private
 from fxshard._torch.errors import PeerError
 from fxshard.plan.memory import SlotRange
+from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.publishing import Publishing, Written
 from fxshard.runtime.streams import Token
 from fxshard.schedule.events import Kind
+
+Needs = tuple[tuple[int, tuple[int, ...]], ...]
+"""(position, what its gradient is computed from): the results of forward whose gradients it needs one of, by number."""
 
 
 @dataclass
@@ -24,6 +29,10 @@ class Reducing:
     flat: torch.Tensor
     slot: SlotRange | None
     accumulate: bool
+    written: Written
+    """The parameters that get a gradient, here or in a micro-batch before."""
+    absent: tuple[torch.Tensor, ...] = ()
+    """What is computed from results of forward that no loss uses."""
     result: torch.Tensor | None = None
     """This rank's part of the sum, before it goes where gradients stay."""
     token: Token | None = None
@@ -35,8 +44,11 @@ class Reducing:
 class Reductions:
     """Takes, reduces and settles gradient buckets. Called by programs only, in the order of the schedule."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, agreement: Agreement | None = None) -> None:
         self._frame = frame
+        self.publishing = Publishing(frame.buckets, agreement)
+        self.without_loss: frozenset[int] = frozenset()
+        """Of the backward that runs: gradients of forward's results that autograd does not have ."""
         self.synchronises = True
         """Whether backward reduces gradients; inside ``no_sync`` it keeps them. Ranks choose alike."""
         self._averages = frame.device.type == "cuda"
@@ -57,6 +69,7 @@ class Reductions:
 
     def abort(self) -> None:
         """A program failed half-way: let what it started end and forget it."""
+        self.publishing.due.clear()
         for state in [*self._reducing.values(), *self._unsettled]:
             for token in (state.token, state.settled):
                 if token is not None:
@@ -70,6 +83,7 @@ class Reductions:
 
     def forget(self) -> None:
         """What was started will never run: there is nothing to wait for."""
+        self.publishing.due.clear()
         self._reducing.clear()
         self._unsettled.clear()
 
@@ -82,17 +96,25 @@ class Reductions:
             bucket.channels.all_reduce(value, dist.ReduceOp.SUM, event)
             value = value / bucket.plan.domain.divisor
             bucket.add_gradient(bucket.plan.params[position], value)
+        self.publishing.call_hooks(index, [position])
 
-    def grad(self, index: int, slot: SlotRange | None, zeros: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    def grad(
+        self, index: int, slot: SlotRange | None, zeros: tuple[int, ...] = (), needs: Needs = ()
+    ) -> tuple[torch.Tensor, ...]:
+        """Take a gradient bucket. Nothing will be written for ``zeros``; for what is in ``needs``, nothing that counts
+        if all it is computed from is missing.
+        """
         bucket = self._frame.buckets[index]
         accumulate = not self._keeps(bucket) and bucket.prepare_accumulation()
         flat = self._gradient_target(bucket, slot, accumulate)
-        self._reducing[index] = Reducing(flat, slot, accumulate)
         views = (
             self._frame.arena.views(("gradient", index, slot), lambda: bucket.views(flat))
             if slot
             else bucket.views(flat)
         )
+        absent = [position for position, sources in needs if self.without_loss.issuperset(sources)]
+        written = frozenset(range(len(views))).difference(zeros, absent)
+        self._reducing[index] = Reducing(flat, slot, accumulate, written, tuple(views[i] for i in absent))
         for start, numel in bucket.gaps:
             flat[start : start + numel].zero_()
         for i in zeros:
@@ -101,8 +123,9 @@ class Reductions:
 
     def reduce(self, index: int) -> None:
         bucket, state = self._frame.buckets[index], self._reducing[index]
+        self._clear_absent(state)
         self._add_kept(bucket, state)
-        flat, target, group = state.flat, bucket.hold_gradient(), bucket.channels.reducing(bucket.plan)
+        flat, target, group = state.flat, bucket.hold_gradient(), bucket.reducing
         alone = bucket.plan.layout.ranks == 1
         direct = not state.accumulate and flat.dtype == target.dtype
         state.result = flat if alone else target if direct else None
@@ -137,10 +160,19 @@ class Reductions:
         bucket, state = self._frame.buckets[index], self._reducing[index]
         if not self._keeps(bucket):
             self.reduce(index)
-        elif bucket.kept is not None:
+            return
+        self._clear_absent(state)
+        bucket.kept_for |= state.written
+        if bucket.kept is not None:
             bucket.kept.add_(state.flat)
         else:
             bucket.kept = state.flat.clone() if bucket.plan.grad_in_arena else state.flat
+
+    def _clear_absent(self, state: Reducing) -> None:
+        """Autograd gives zeros for a result that no loss uses; times infinity they would be no zeros."""
+        for view in state.absent:
+            view.zero_()
+        state.absent = ()
 
     def put_back(self, index: int) -> None:
         """In place of ``finish`` inside ``no_sync``: the place in the arena is free again."""
@@ -153,7 +185,7 @@ class Reductions:
 
     def _keeps(self, bucket: Bucket) -> bool:
         """Whether full gradients are kept: not where no other rank has any part in them."""
-        return not self.synchronises and bucket.channels.reducing(bucket.plan) is not None
+        return not self.synchronises and bucket.reducing is not None
 
     def _add_kept(self, bucket: Bucket, state: Reducing) -> None:
         """Reduce what micro-batches before this one left, along with its own."""
@@ -163,7 +195,8 @@ class Reductions:
             state.flat.add_(bucket.kept)
         else:
             state.flat = bucket.kept.add_(state.flat)
-        bucket.kept = None
+        state.written |= bucket.kept_for
+        bucket.kept, bucket.kept_for = None, frozenset()
 
     def all_reduce(self, index: int) -> None:
         """The reduced shard is added up over its replicas, on a stream and in a group of its own."""
@@ -209,7 +242,7 @@ class Reductions:
             self._frame.arena.release(state.slot, state.token)
         if not self._frame.arena.planned:
             state.settled.wait()  # the memory goes back to an allocator that knows this stream only
-        bucket.publish_gradients()
+        self.publishing.due[index] = state.written
 
     def _gradient_target(self, bucket: Bucket, slot: SlotRange | None, accumulate: bool) -> torch.Tensor:
         """Where backward writes full gradients: the arena, the place they stay, or scratch."""

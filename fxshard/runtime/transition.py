@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fxshard.runtime.home import Home
+from fxshard.runtime.publishing import Written
 from fxshard.runtime.streams import Token
 from fxshard.schedule.events import Phase
 
@@ -22,7 +23,7 @@ def hindrance(engine: Engine) -> str | None:
         return "it is being profiled"
     if engine.gradients.alive or any(bucket.kept is not None for bucket in engine.buckets):
         return "gradients of no_sync() are not reduced yet"
-    if not engine.gradients.synchronises and any(b.channels.reducing(b.plan) is not None for b in engine.buckets):
+    if not engine.gradients.synchronises and any(b.reducing is not None for b in engine.buckets):
         return "no_sync() keeps gradients"
     if any(bucket.home is not None and not bucket.home.free_but_for(bucket.grad) for bucket in engine.buckets):
         return "gradients of an earlier step are still held"
@@ -42,16 +43,17 @@ def entry(engine: Engine) -> Hashable:
         for index, each in sorted(engine._gathered.items())
     )
     stale = tuple(bucket.stale for bucket in engine.buckets if bucket.plan.resident or bucket.copies is not None)
-    grads = tuple(None if bucket.grad is None else bucket.grad.data_ptr() for bucket in engine.buckets)
-    return engine.arena.address, engine.gradients.synchronises, engine.frame.options.debug.overlap, held, stale, grads
+    grads = tuple(None if b.grad is None else (b.grad.data_ptr(), *b.with_gradient) for b in engine.buckets)
+    gradients = (grads, engine.gradients.synchronises, engine.gradients.without_loss)
+    return engine.arena.address, engine.frame.options.debug.overlap, held, stale, gradients
 
 
 def prepare(engine: Engine, phase: Phase) -> None:
     """Do ahead of a program what it does to gradients that a user may have put anywhere."""
     if phase is Phase.BACKWARD:
         for bucket in engine.buckets:
-            if bucket.plan.trainable and bucket.prepare_accumulation():
-                bucket.publish_gradients()
+            if bucket.plan.trainable:
+                bucket.prepare_accumulation()
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Transition:
     held: Mapping[int, Gathered]
     gathered: tuple[int, ...]
     """Buckets whose shards count as gathered since."""
-    published: tuple[int, ...]
-    """Buckets whose gradients parameters have since."""
+    reduced: Mapping[int, Written]
+    """Buckets whose gradients are to be published, and of which parameters there are some."""
 
     def apply(self, engine: Engine, over: Token) -> None:
         """Leave the engine as the program would; everything it started is over when the token ``over`` is."""
@@ -74,9 +76,9 @@ class Transition:
         engine.rebase(over)
         for index in self.gathered:
             engine.note_gathered(engine.buckets[index])
-        for index in self.published:
+        for index in self.reduced:
             engine.buckets[index].hold_gradient()
-            engine.buckets[index].publish_gradients()
+        engine.gradients.publishing.due = dict(self.reduced)
 
 
 class Watching:
@@ -100,13 +102,8 @@ class Watching:
 
     def transition(self, closed: Callable[[], bool]) -> Transition:
         """What has happened since. Gradients that were made meanwhile have their home there from now on."""
-        buckets = self._engine.buckets
-        backward = self._engine.frame.phase is Phase.BACKWARD  # others leave gradients as they find them
-        published = tuple(
-            i
-            for i, b in enumerate(buckets)
-            if backward and b.grad is not None and all(p.grad is not None for p in b.params)
-        )
+        buckets, publishing = self._engine.buckets, self._engine.gradients.publishing
+        reduced, publishing.due = publishing.due, {}
         for bucket, had in zip(buckets, self._had_gradient, strict=True):
             if bucket.grad is not None and not had and bucket.home is None:
                 bucket.home = Home(bucket.grad, closed)
@@ -116,4 +113,4 @@ class Watching:
         )
         for index in gathered:
             buckets[index].gathered_version = self._versions[index]  # it has not run yet
-        return Transition(dict(self._engine._gathered), gathered, published)
+        return Transition(dict(self._engine._gathered), gathered, reduced)

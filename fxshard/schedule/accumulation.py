@@ -26,8 +26,9 @@ def accumulating(step: Schedule) -> Schedule:
     carried = [event for _, event in step.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)]
     carried.sort(key=lambda event: used[event.bucket_index])  # in the forward's order, not in that of updates
     first = [replace(event, phase=Phase.FORWARD, why="no optimizer phase before gathers it") for event in carried]
+    scales = [event for _, event in step.of(Kind.SCALES)]
     within = [_kept(event, step.buckets[event.bucket_index]) for event in step.events if _stays(event)]
-    events = [*first, *within]
+    events = [*scales, *first, *within]
     resident = step.resident_bytes + kept_bytes(step.buckets)
     return replace(step, events=tuple(with_dependencies(events, step.buckets)), resident_bytes=resident, budget=None)
 
@@ -44,7 +45,7 @@ def kept_bytes(buckets: tuple[BucketPlan, ...]) -> int:
 
 
 def _stays(event: Event) -> bool:
-    return event.kind is not Kind.ALL_REDUCE and event.phase is not Phase.OPTIMIZER
+    return event.kind not in (Kind.ALL_REDUCE, Kind.SCALES) and event.phase is not Phase.OPTIMIZER
 
 
 def _kept(event: Event, bucket: BucketPlan) -> Event:

@@ -23,9 +23,10 @@ META = "fxshard"
 
 
 class Kind(StrEnum):
-    """What an event does. ``COMPUTE``, ``UPDATE``, ``EXCHANGE`` and ``ACCUMULATE`` are no runtime nodes of a graph.
+    """What an event does. ``COMPUTE``, ``UPDATE``, ``EXCHANGE``, ``ACCUMULATE`` and ``SCALES`` are no runtime nodes.
 
-    ``ACCUMULATE`` is what a program does in place of ``REDUCE`` inside ``no_sync``.
+    ``ACCUMULATE`` is what a program does in place of ``REDUCE`` inside ``no_sync``. ``SCALES`` is what a program begins
+    with where weights are float8 and changed: scales from the largest magnitudes on all ranks.
     """
 
     COMPUTE = "compute"
@@ -39,6 +40,11 @@ class Kind(StrEnum):
     ALL_REDUCE = "all_reduce"
     ACCUMULATE = "accumulate"
     FINISH = "finish"
+    SCALES = "scales"
+
+
+OF_MANY = (Kind.COMPUTE, Kind.EXCHANGE, Kind.SCALES)
+"""What is about no bucket in particular, but about those that it reads and writes."""
 
 
 class Phase(StrEnum):
@@ -58,7 +64,8 @@ class Event:
     has no bucket, but says which buckets' parameters it ``reads``, which gradient buckets it ``writes``, and what it
     costs. An ``UPDATE`` is the optimizer's work on one bucket. An ``EXCHANGE`` is an all-to-all of matrices of the
     buckets in ``reads``, to the ranks that orthogonalize them, or back to update the buckets in ``writes``; or, on the
-    stream of replicas, it brings the parts of a shard that other replicas updated.
+    stream of replicas, it brings the parts of a shard that other replicas updated. ``SCALES`` are those of all weights
+    of the buckets in ``reads``, in one collective.
     """
 
     kind: Kind
@@ -79,8 +86,12 @@ class Event:
     """Bytes that a compute or update event reads from and writes to device memory."""
     held: int = 0
     """Bytes of activations alive after a compute event."""
+    nodes: int = 0
+    """Nodes of the graph in a stretch of compute."""
     waits_for: tuple[int, ...] = ()
     """Positions of the events that must be over before this one starts. A reshard and a finish: what ends there."""
+    float8_flops: int = 0
+    """Of ``flops``, those of products in float8."""
     copies: Copies = Copies.NONE
     """Which quantized copies a gather brings or a wait gives, where parameters rest quantized."""
 

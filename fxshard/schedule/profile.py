@@ -75,7 +75,7 @@ class Profile:
                     seconds = self.reduce(event.bucket)
                 if seconds is not None:
                     found[i] = seconds
-                number += event.kind not in (Kind.COMPUTE, Kind.UNSHARD)
+                number += event.kind not in (Kind.COMPUTE, Kind.UNSHARD, Kind.SCALES)
         return found
 
     def to_json(self) -> str:
@@ -106,9 +106,8 @@ class Profile:
 
 def structure(events: Iterable[Event]) -> str:
     """A digest of the events of a phase that a profile does not move."""
-    lines = [
-        f"{e.kind} {e.bucket} {e.bytes}" for e in events if e.kind not in (Kind.COMPUTE, Kind.UNSHARD, Kind.UPDATE)
-    ]
+    aside = (Kind.COMPUTE, Kind.UNSHARD, Kind.UPDATE, Kind.SCALES)
+    lines = [f"{e.kind} {e.bucket} {e.bytes}" for e in events if e.kind not in aside]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from fxshard.plan.buckets import BucketPlan
 from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.graph_summary import GraphSummary
 
 if TYPE_CHECKING:
     from fxshard.plan.hardware import Hardware
     from fxshard.schedule.diff import ScheduleDiff
     from fxshard.schedule.simulate import Simulation
 
-COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE)
+COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE, Kind.SCALES)
 
 MOST_NAMES = 3
 """Buckets that a title names one by one."""
@@ -39,6 +40,8 @@ class Schedule:
     ranks: int
     zero: int
     budget: int | None = None
+    graphs: tuple[GraphSummary, ...] = ()
+    """What the graphs that the events were recorded from say of their compute."""
 
     def __len__(self) -> int:
         return len(self.events)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxshard.plan.collectives import all_to_all_seconds
+from fxshard.plan.collectives import all_reduce_seconds, all_to_all_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
@@ -136,7 +136,8 @@ def event_seconds(schedule: Schedule, hardware: Hardware) -> list[float]:
 
 def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.dtype) -> float:
     if event.kind is Kind.COMPUTE:
-        return hardware.compute_seconds(event.flops, event.traffic, _dtype(event, schedule, usual))
+        dtype = _dtype(event, schedule, usual)
+        return hardware.compute_seconds(event.flops, event.traffic, dtype, event.float8_flops)
     if event.kind is Kind.UPDATE:
         return hardware.compute_seconds(event.flops, event.traffic, torch.bfloat16)  # Newton–Schulz multiplies in it
     if event.kind is Kind.ACCUMULATE:
@@ -146,6 +147,10 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
         return replicas_seconds(bucket, event.bytes * bucket.layout.ranks, hardware) / 2  # half of an all-reduce
     if event.kind is Kind.EXCHANGE:
         return all_to_all_seconds(event.bytes, schedule.buckets[event.reads[0]].layout.ranks, hardware)
+    if event.kind is Kind.SCALES:
+        bucket = schedule.buckets[event.reads[0]]
+        combined = all_reduce_seconds(event.bytes, bucket.domain.ranks, hardware, stride=bucket.domain.stride)
+        return combined + hardware.compute_seconds(0, event.traffic, event.dtype)
     if event.kind is Kind.UNSHARD:
         bucket = schedule.buckets[event.bucket_index]
         # What is resident and frozen is gathered once, before the first step.

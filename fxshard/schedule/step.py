@@ -14,7 +14,7 @@ from typing import NoReturn
 from fxshard._torch.errors import FxshardError
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.memory import SlotRange
-from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.events import OF_MANY, Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
 
 READ, WRITE = "read", "write"
@@ -48,7 +48,7 @@ class Step:
                     trails.setdefault(index, []).append((i, READ))
                 for index in event.writes:
                     trails.setdefault(index, []).append((i, WRITE))
-            elif event.kind is not Kind.EXCHANGE:
+            elif event.kind not in OF_MANY:
                 trails.setdefault(event.bucket_index, []).append((i, event.kind))
         return trails
 
@@ -93,6 +93,10 @@ class Step:
 
     def broken(self, rule: Callable[[Step], None], i: int, what: str) -> NoReturn:
         raise error_at(self.schedule, rule.__name__, i, what)
+
+    def fails(self, rule: Callable[[Step], None], what: str) -> NoReturn:
+        """Where no single event is to blame."""
+        raise ScheduleError(f"{rule.__name__}: {what}", rule.__name__)
 
 
 GIVEN_BACK_BY = {Kind.UNSHARD: Kind.RESHARD, Kind.GRAD: Kind.FINISH}

@@ -31,6 +31,7 @@ STYLES = {
     Kind.ALL_REDUCE: "magenta",
     Kind.UPDATE: "green",
     Kind.EXCHANGE: "yellow",
+    Kind.SCALES: "yellow",
     Kind.COMPUTE: "dim",
 }
 

@@ -28,12 +28,12 @@ def reordered(where: str, *names: str) -> PassList:
 @pytest.mark.parametrize(
     ("build", "lacks", "what", "source"),
     [
-        (lambda: fxshard.PASSES.without("insert_unshard"), "stage_mxfp8", "gathers", "insert_unshard"),
+        (lambda: fxshard.PASSES.without("insert_unshard"), "stage_quantized", "gathers", "insert_unshard"),
         (lambda: fxshard.PASSES.without("insert_reshard"), "order_prefetch", "releases", "insert_reshard"),
         (lambda: fxshard.PASSES.without("open_experts"), "quantize_linears", "experts opened", "open_experts"),
-        (lambda: fxshard.PASSES.without("quantize_linears"), "stage_mxfp8", "MXFP8", "quantize_linears"),
+        (lambda: fxshard.PASSES.without("quantize_linears"), "stage_quantized", "MXFP8", "quantize_linears"),
         (lambda: fxshard.PASSES.without("recompute_param_views"), "partition", "views", "recompute_param_views"),
-        (lambda: fxshard.PASSES.without("stage_mxfp8"), "order_prefetch", "quantized copies", "stage_mxfp8"),
+        (lambda: fxshard.PASSES.without("stage_quantized"), "order_prefetch", "quantized copies", "stage_quantized"),
         (
             lambda: fxshard.PASSES.without("insert_reduce_scatter"),
             "insert_all_reduce",
@@ -42,7 +42,7 @@ def reordered(where: str, *names: str) -> PassList:
         ),
         (lambda: fxshard.PASSES.without("insert_all_reduce"), "order_prefetch", "replicas", "insert_all_reduce"),
         (
-            lambda: reordered("forward", "insert_reshard", "insert_unshard", "stage_mxfp8"),
+            lambda: reordered("forward", "insert_reshard", "insert_unshard", "stage_quantized"),
             "insert_reshard",
             "gathers",
             "insert_unshard",

@@ -22,23 +22,23 @@ def this_ranks_tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 1) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(DIM, eps=1e-5)
-        self.up = nn.Linear(DIM, HIDDEN)
-        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+        self.norm = nn.RMSNorm(width * DIM, eps=1e-5)
+        self.up = nn.Linear(width * DIM, width * HIDDEN)
+        self.down = nn.Linear(width * HIDDEN, width * DIM, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int = 2, checkpointed: bool = False) -> None:
+    def __init__(self, layers: int = 2, checkpointed: bool = False, width: int = 1) -> None:
         super().__init__()
         self.checkpointed = checkpointed
-        self.emb = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.emb = nn.Embedding(VOCAB, width * DIM)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width * DIM, VOCAB, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         hidden = self.emb(x)
@@ -48,6 +48,6 @@ class Net(nn.Module):
         return logits if y is None else F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def net(checkpointed: bool = False) -> nn.Module:
+def net(checkpointed: bool = False, width: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    return Net(checkpointed=checkpointed)
+    return Net(checkpointed=checkpointed, width=width)

@@ -1,4 +1,4 @@
-"""quantize_linears and stage_mxfp8 on graphs that one can see whole."""
+"""quantize_linears and stage_quantized on graphs that one can see whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxshard._torch.errors import PassError
 from fxshard.kernels.op import grouped_product, grouped_wgrad
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.quantize_linears import quantize_linears
-from fxshard.passes.stage_mxfp8 import stage_mxfp8
+from fxshard.passes.stage_quantized import stage_quantized
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.gather_modes import Gather
 from fxshard.schedule.events import Kind, Phase, events
@@ -122,7 +122,7 @@ def test_another_use_of_the_weight_is_an_error() -> None:
 def test_what_rests_quantized_is_not_quantized_again(gather: Gather) -> None:
     placement = {} if gather is Gather.DIRECT else {"placement": bucket(0, (64, 32), zero=2).placement}
     frame = context(replace(weights(gather), **placement), phase=Phase.FORWARD)
-    module = stage_mxfp8(insert_unshard(quantize_linears(forward(), frame), frame), frame)
+    module = stage_quantized(insert_unshard(quantize_linears(forward(), frame), frame), frame)
     module.graph.lint()
     lines = listing(module)
     assert [line for line in lines if "quantize" in line and "mm" not in line] == [

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxshard._torch.private.aot import OTHER_TANGENT as OTHER_TANGENT
 from fxshard._torch.private.aot import Traced as Traced
+from fxshard._torch.private.aot import before_backward as before_backward
+from fxshard._torch.private.aot import tangent_of as tangent_of
 from fxshard._torch.private.aot import traced as traced
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
@@ -30,10 +33,15 @@ from fxshard._torch.private.pickling import loads as loads
 def min_cut_partition(
     joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
+    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13.
+
+    It may make operands of products again: a norm's output, of which torch would save a copy besides its input.
+    """
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    with config.patch(ban_recompute_materialized_backward=False):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     return graph_module(forward, forward.graph), graph_module(backward, backward.graph)
 
 
@@ -201,6 +209,15 @@ def as_fake_as(value: torch.Tensor) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors that are made here have no memory. torch 2.11, 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        yield
+
+
 def memory_of(value: torch.Tensor) -> int:
     """The same number for tensors that share memory, also for fake ones, which have none. torch 2.11, 2.13."""
     return value.untyped_storage()._cdata
@@ -262,6 +279,15 @@ class OperatorObserver(TorchDispatchMode):
         return result
 
 
+storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""Where the object lies that stands for a tensor's memory, also for a DTensor. torch 2.11, 2.13."""
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that runs now is over, on the thread that started it. torch 2.11, 2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
 def constants(graph: fx.GraphModule) -> int:
     """How many tensors are part of a captured graph. AOTAutograd makes them its first inputs. torch 2.11, 2.13."""
     named = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
@@ -293,6 +319,13 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     assert group is not None
     device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
     return group._get_backend(torch.device(device)).options._timeout
+
+
+def default_store() -> dist.Store:
+    """The store that the processes of the world found each other with. torch 2.11, 2.13."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def local_version(tensor: torch.Tensor) -> int:

@@ -15,6 +15,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 BoxedCallable = Callable[[list[Any]], Any]
 
+OTHER_TANGENT = -1
+"""The gradient of what is no plain result of a graph: of the new value of an input, of the base of a view."""
+
 
 class Traced:
     """A graph that AOTAutograd has traced: forward and backward in one, or forward alone where nothing is trained."""
@@ -84,6 +87,34 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Mapping
             stack, graph, tuple(inputs), decompositions=dict(decompositions or {})
         )
         yield Traced(joint, _with_open_numbers_as_tensors(joint.graph_module), constants)
+
+
+def tangent_of(node: fx.Node) -> int | None:
+    """Of an input of a backward graph: the number of the captured graph's result that it is the gradient of.
+
+    None for what is saved by forward. torch 2.11, 2.13.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
+
+    described = node.meta.get("desc")
+    if not isinstance(described, TangentAOTInput):
+        return None
+    return described.output.idx if isinstance(described.output, PlainAOTOutput) else OTHER_TANGENT
+
+
+def before_backward(results: Sequence[Any], tell: Callable[[frozenset[int]], None]) -> None:
+    """Ahead of each backward of a compiled graph that returned ``results``, ``tell`` gets the numbers of those that
+    have no gradient there. AOTAutograd itself gives them zeros. torch 2.11, 2.13.
+    """
+    places = {
+        number: (value.grad_fn, value.output_nr)
+        for number, value in enumerate(results)
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    }
+    nodes = {node for node, _ in places.values() if node.name() == "CompiledFunctionBackward"}
+    for node in nodes:  # one; a result that is a view is behind a node of its own, and counts as used
+        own = {number: place for number, (other, place) in places.items() if other is node}
+        node.register_prehook(lambda grads, own=own: tell(frozenset(n for n, i in own.items() if grads[i] is None)))
 
 
 def _with_open_numbers_as_tensors(joint: fx.GraphModule) -> fx.GraphModule:

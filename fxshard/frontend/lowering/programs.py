@@ -13,6 +13,7 @@ from fxshard._torch.errors import CaptureError, FxshardError
 from fxshard._torch.progress import long_work
 from fxshard.frontend.lowering.host_values import changes_on_host
 from fxshard.frontend.lowering.segments import SegmentCompiler
+from fxshard.kernels.compile_ahead import compile_ahead
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.split_segments import split_segments
 from fxshard.passes.stages import Scheduled
@@ -34,6 +35,8 @@ def lower(
 ) -> Programs:
     """Compile the segments of every phase for ``device``. Modes of the caller do not reach the compiler."""
     lowered: dict[Phase, Lowered] = {}
+    if compiler.lowering == "inductor":
+        compile_ahead(scheduled.graphs.values(), device)
     for phase, graph in scheduled.graphs.items():
         split = _split(graph, phase, plan, observer)
         try:
@@ -96,6 +99,7 @@ def _lower(
                     label=f"fxshard {phase} {call.target if event is None else f'{event.kind} {event.bucket}'}",
                     key=_key(event, phase, passed),
                     zeros=call.kwargs.get("zeros", ()),  # type: ignore[arg-type]
+                    needs=call.kwargs.get("needs", ()),  # type: ignore[arg-type]
                 )
             )
             passed += event is not None and event.kind is not Kind.UNSHARD

@@ -1,9 +1,10 @@
 """Forward, backward, evaluation: parameters that rest quantized are read as they are, not quantized again.
 
 Requires ``quantize_linears`` and ``insert_unshard``. A ``wait`` of a staged or direct bucket gives four views of each
-parameter (rowwise payload and scales, columnwise payload and scales); they replace the graph's own quantization of the
-gathered parameter. What a gather of a direct bucket brings is stamped on it: the copies that this graph reads, as a
-rule the rowwise ones in forward and the columnwise ones in backward. The staging write is part of the gather.
+parameter (rowwise payload and scales, columnwise payload and scales; of float8 with one scale for both directions the
+first two); they replace the graph's own quantization of the gathered parameter. What a gather of a direct bucket brings
+is stamped on it: the copies that this graph reads, as a rule the rowwise ones in forward and the columnwise ones in
+backward; of a bucket that stays in memory all there are. The staging write is part of the gather.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxshard._torch.errors import PassError
+from fxshard.kernels.float8_ops import float8_quantize
 from fxshard.kernels.mxfp8 import COLUMNWISE, E4M3, ROWWISE
 from fxshard.kernels.mxfp8_ops import mxfp8_quantize
 from fxshard.passes.context import PassContext
@@ -23,7 +25,7 @@ from fxshard.plan.gathered import VIEWS
 from fxshard.schedule.events import META, Kind, events
 
 
-def stage_mxfp8(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+def stage_quantized(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     graph = module.graph
     brought: dict[int, Copies] = {}
     for wait, event in list(events(graph)):
@@ -34,6 +36,8 @@ def stage_mxfp8(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     for node, event in list(events(graph)):
         if event.kind in (Kind.UNSHARD, Kind.WAIT) and event.bucket_index in brought:
             bucket, read = context.buckets[event.bucket_index], brought[event.bucket_index]
+            if event.kind is Kind.UNSHARD and bucket.resident and bucket.gather is Gather.DIRECT:
+                read = bucket.all_copies
             stamped = replace(event, copies=read)
             if bucket.gather is Gather.DIRECT:
                 stamped = replace(stamped, bytes=read.number * bucket.copy_bytes(bucket.layout.numel), dtype=E4M3)
@@ -49,12 +53,13 @@ def _read_copies(graph: fx.Graph, wait: fx.Node, bucket: BucketPlan, context: Pa
         position = view.args[1]
         assert isinstance(position, int)
         for quantize in list(view.users):
-            if quantize.target is not mxfp8_quantize:
+            if quantize.target not in (mxfp8_quantize, float8_quantize):
+                policy, off = ("MXFP8", "off") if bucket.float8 is None else ("Float8", "bf16")
                 raise PassError(
-                    f"{bucket.params[position]!r} rests in MXFP8, but the {context.phase} graph uses it in "
-                    f"{quantize.target}: exclude its linear from MXFP8, or use MXFP8(gather='off')"
+                    f"{bucket.params[position]!r} rests in {policy}, but the {context.phase} graph uses it in "
+                    f"{quantize.target}: exclude its linear from {policy}, or use {policy}(gather={off!r})"
                 )
-            axis = quantize.args[1]
+            axis = quantize.args[-1]
             assert isinstance(axis, int)
             axes.add(axis)
             for part in list(quantize.users):

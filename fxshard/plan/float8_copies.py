@@ -1,0 +1,135 @@
+"""Buckets whose unsharded parameters are float8: what rests, what travels, and what a graph is given.
+
+A copy is a byte per element, in the order of the bucket, so the copies of the shards, one after another, are the copy
+of the bucket. Scales do not travel with it: the largest magnitudes of all weights are combined over ranks before
+anything is quantized, so every rank has all scales, and owners quantize their rows as anyone would who had them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+
+from fxshard._torch import private
+from fxshard.kernels.float8 import BLOCK, COLUMNWISE, E4M3, ROWWISE, Scaling, largest_of
+from fxshard.kernels.float8_cast import cast_into
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.gather_modes import Copies
+from fxshard.plan.gathered import Transfer, Views
+from fxshard.plan.layout import Fragment
+
+
+class Float8Copies:
+    """What a rank holds of a bucket between steps: copies of everything, or of its shard, and the scales of all."""
+
+    def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
+        assert plan.float8 is not None
+        self.plan, self.recipe = plan, plan.float8
+        self.memory = torch.zeros(plan.all_copies.number * self._held, dtype=torch.uint8, device=device)
+        self.quantized = 0
+        """How often the copies were made anew."""
+        self._begin = rank * plan.layout.shard_numel if plan.resident else 0
+        self._own = [(i, part) for i, part in enumerate(plan.layout.fragments(rank)) if part.rows]
+        self._places = torch.tensor([i for i, _ in self._own], device=device)
+        self.largest: torch.Tensor
+        self.scales: torch.Tensor
+
+    @property
+    def _held(self) -> int:
+        return self.plan.layout.numel if self.plan.resident else self.plan.layout.shard_numel
+
+    # -- scales ------------------------------------------------------------------------------------------------------
+
+    @property
+    def scale_count(self) -> int:
+        return sum(rows * columns for rows, columns in self.plan.scale_shapes)
+
+    def bind(self, largest: torch.Tensor, scales: torch.Tensor) -> None:
+        """Where the largest magnitudes and the scales of these weights lie, among those of all weights."""
+        self.largest, self.scales = largest, scales
+
+    def measure(self, master: torch.Tensor) -> None:
+        """Write down the largest magnitudes of this rank's rows; those of the others' are zero."""
+        self.largest.zero_()
+        into = self._of_scales(self.largest)
+        parts = [(i, part, self._rows(master, i, part)) for i, part in self._own]
+        if self.recipe.scaling is Scaling.TENSOR:
+            if parts:
+                norms = torch.stack(private.foreach_norm([rows for *_, rows in parts], torch.inf))
+                self.largest[self._places] = norms.float()
+            return
+        for i, part, rows in parts:
+            for copy, axis in enumerate((ROWWISE, COLUMNWISE)[: self.recipe.copies]):
+                found = largest_of(rows, self.recipe.scaling, axis, weight=True)
+                self._scales_of_rows(into[i * self.recipe.copies + copy], part, axis).copy_(found)
+
+    def _of_scales(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of scales in a flat tensor of them."""
+        ends = list(accumulate(rows * columns for rows, columns in self.plan.scale_shapes))
+        starts = [0, *ends[:-1]]
+        shapes = self.plan.scale_shapes
+        return [flat[a:b].view(shape) for a, b, shape in zip(starts, ends, shapes, strict=True)]
+
+    def _scales_of_rows(self, scales: torch.Tensor, part: Fragment, axis: int) -> torch.Tensor:
+        """The scales that some rows of a weight need."""
+        if self.recipe.scaling is Scaling.BLOCK:
+            return scales[part.row_start // BLOCK : -(-part.row_stop // BLOCK)]
+        by_row = self.recipe.scaling is Scaling.ROW and axis == ROWWISE
+        return scales[part.row_start : part.row_stop] if by_row else scales
+
+    def _rows(self, master: torch.Tensor, i: int, part: Fragment) -> torch.Tensor:
+        columns = self.plan.layout.slots[i].spec.shape[1]
+        return master[part.offset : part.offset + part.numel].view(part.rows, columns)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def fill(self, master: torch.Tensor) -> None:
+        """Quantize this rank's rows, rounded to bf16 first, so that all ways to gather agree."""
+        self.quantized += 1
+        scales = self._of_scales(self.scales)
+        for copy in range(self.recipe.copies):
+            axis = (ROWWISE, COLUMNWISE)[copy]
+            payload = self.memory.split(self._held)[copy].view(E4M3)[self._begin :]
+            for i, part in self._own:
+                rows = self._rows(master, i, part)
+                own = self._scales_of_rows(scales[i * self.recipe.copies + copy], part, axis)
+                cast_into(rows, own, plain=payload[part.offset : part.offset + part.numel].view(rows.shape))
+
+    def views(self) -> Views:
+        """Of what rests, where that is everything."""
+        return self._views(self.memory, self.plan.all_copies)
+
+    def _views(self, memory: torch.Tensor, copies: Copies) -> Views:
+        """What a graph is given of each parameter: payload and scales of each copy that there is."""
+        numel, scales = self.plan.layout.numel, self._of_scales(self.scales)
+        found: list[torch.Tensor | None] = []
+        for i, slot in enumerate(self.plan.layout.slots):
+            for copy, there in enumerate((copies.rowwise, copies.columnwise)):
+                if not there:
+                    found += [None, None]
+                    continue
+                begin = (copy * copies.rowwise) * numel  # the second, unless it is the only one
+                payload = memory[begin + slot.offset : begin + slot.end].view(E4M3).view(slot.spec.shape)
+                found += [payload, scales[i * self.recipe.copies + copy]]
+        return tuple(found)
+
+    def transfer(self, master: torch.Tensor, memory: torch.Tensor | None, copies: Copies, stale: bool) -> Transfer:
+        """A gather of owners' copies, as bytes, into ``memory``, or into what rests here if that is everything."""
+        layout = self.plan.layout
+        stage: Callable[[], None] | None = (lambda: self.fill(master)) if stale else None
+        if memory is None:
+            shard = slice(self._begin, self._begin + layout.shard_numel)
+            wholes = self.memory.split(self._held)
+            moves = tuple((whole, whole[shard]) for whole in wholes) if layout.ranks > 1 else ()
+            return Transfer(moves, self.views, stage=stage)
+        there = memory.split(layout.numel)
+        wanted = [copy for copy, asked in enumerate((copies.rowwise, copies.columnwise)) if asked]
+        moves = tuple((there[i], self.memory.split(self._held)[copy]) for i, copy in enumerate(wanted))
+        return Transfer(
+            moves,
+            lambda: self._views(memory, copies),
+            stage=stage,
+            apart=lambda: self._views(memory.clone(), copies),
+        )

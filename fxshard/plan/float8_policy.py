@@ -1,0 +1,94 @@
+"""``fxshard.Float8``: linears in float8 with scales per tensor, row or block, and how their weights are gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fxshard._torch.errors import ConfigError
+from fxshard.kernels.float8 import BLOCK, Scaling
+from fxshard.kernels.float8_products import MULTIPLE, path, scaled_products
+from fxshard.plan.float8_recipe import Float8Recipe
+from fxshard.plan.gather_modes import Gather
+from fxshard.plan.precision import Precision
+from fxshard.plan.quantized import Quantized
+
+CHOICES = ("fp8", "bf16")
+SMALLEST = 384
+
+
+@dataclass(frozen=True)
+class Float8(Quantized):
+    """Chosen linears multiply in float8, as Hopper (compute capability 8.9 and up) does. The rest is bf16.
+
+    ``scaling``: what shares a scale. ``"tensor"``: all of a matrix; ``"row"``: what one element of a product sums
+    over; ``"block"``: 128 of those, of weights 128 × 128. Scales are powers of two, made anew from the values of each
+    step. Weights and activations are E4M3; so are output gradients, E5M2 with a scale per tensor. ``weight_gradient``:
+    ``"fp8"``, or ``"bf16"``, which multiplies activations and output gradients as they are.
+
+    ``linears``: patterns of ``nn.Linear`` names, or a function of name and weight shape; ``exclude``: patterns that are
+    left out again. What has a dimension that 16 (``"block"``: 128) does not divide, or shares its weight with something
+    that is no linear, stays in bf16; naming it without a wildcard is an error. So does, unless it is named, what is
+    too small to gain: with ``in · out / (in + out)`` below ``smallest`` casting takes longer than the products save.
+
+    ``gather="fp8"``: the largest magnitudes of all masters are combined over ranks in one all-reduce a step, owners
+    quantize what they own, and float8 travels. ``"bf16"`` moves bf16 and quantizes where it multiplies. Neither changes
+    a result. ``emulate=False`` is an error on a device without
+    float8 products, which otherwise multiplies the same values in a wider dtype. ``reduce`` and ``master`` are as in
+    :class:`fxshard.Precision`.
+
+    >>> fxshard.compile(model, zero=3, precision=fxshard.Float8(exclude=("head", "layers.0.*")))
+    """
+
+    scaling: str = "tensor"
+    weight_gradient: str = "fp8"
+    gather: str = "fp8"
+    smallest: int = SMALLEST
+    emulate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, known in (
+            ("scaling", tuple(map(str, Scaling))),
+            ("weight_gradient", CHOICES),
+            ("gather", CHOICES),
+        ):
+            value = getattr(self, field)
+            if value not in known:
+                raise ConfigError(f"Float8({field}={value!r}): expected one of {', '.join(map(repr, known))}")
+
+    @property
+    def recipe(self) -> Float8Recipe:
+        return Float8Recipe(Scaling(self.scaling), self.weight_gradient == "fp8")
+
+    @property
+    def cut(self) -> int:
+        return self.recipe.cut
+
+    def mode(self, zero: int) -> Gather:
+        return Gather.DIRECT if self.gather == "fp8" else Gather.OFF
+
+    def problem(self, shape: tuple[int, ...], named: bool) -> str | None:
+        if len(shape) != 2:
+            return "experts multiply in bf16 with Float8; fxshard.MXFP8 quantizes them"
+        rows, columns = shape
+        multiple = BLOCK if self.scaling == Scaling.BLOCK else MULTIPLE
+        if rows % multiple or columns % multiple:
+            return f"its weight is {rows} × {columns}, and {multiple} does not divide both"
+        gain = rows * columns // (rows + columns)
+        if gain < self.smallest and not named:
+            return f"its weight is {rows} × {columns}: too small to gain ({gain} is below smallest={self.smallest})"
+        return None
+
+
+def check_products(policy: Precision | None, device: torch.device) -> None:
+    """Refuse a device that would emulate products, if it is not to."""
+    if not isinstance(policy, Float8) or policy.emulate:
+        return
+    if not scaled_products(device) or policy.scaling == Scaling.BLOCK:
+        raise ConfigError(
+            f"Float8(scaling={policy.scaling!r}, emulate=False) on {device}: products would "
+            f"{path(device, Scaling(policy.scaling))}; use a GPU of compute capability 8.9 or higher with a scale "
+            "per tensor or row, or leave emulate=True"
+        )

@@ -1,0 +1,152 @@
+"""Float8 in a joint graph: the nodes that quantize an operand of a product, and the product.
+
+Largest magnitudes, scales and casts that stay in place are plain nodes, which a compiler fuses into the kernel that
+produces the value. What a product sums over has to lie along its operands: transposed copies are made by an operator
+that reads a value once for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard.kernels.float8 import (
+    BLOCK,
+    COLUMNWISE,
+    E4M3,
+    EXPONENT,
+    EXPONENT_BITS,
+    LARGEST,
+    ROUND_UP,
+    ROWWISE,
+    TWICE_ONE,
+    Scaling,
+)
+from fxshard.kernels.float8_ops import float8_cast_both, float8_cast_turned, float8_mm, float8_quantize
+from fxshard.passes.matrix_products import Operand, Product, inherit
+from fxshard.passes.mxfp8_nodes import Copy, unpacked
+from fxshard.plan.float8_recipe import Float8Recipe
+
+_aten, _CONVERT = torch.ops.aten, torch.ops.prims.convert_element_type.default
+
+
+class Float8Nodes:
+    """Writes products in float8. Every copy lies along the dimension that its product sums over.
+
+    ``both``: what products sum over in both directions. ``gradients``: the operands that are gradients of outputs.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        recipe: Float8Recipe,
+        weights: Collection[fx.Node],
+        both: Collection[fx.Node],
+        gradients: Collection[fx.Node],
+    ) -> None:
+        self._graph, self._recipe = graph, recipe
+        self._weights, self._both, self._gradients = weights, both, gradients
+        self._user: fx.Node
+
+    def replaces(self, product: Product, gradient: bool) -> bool:
+        """Whether a chosen product runs in float8; ``gradient``: it is a weight's."""
+        return self._recipe.quantized_wgrad or not gradient
+
+    def quantize(self, operand: Operand, value: fx.Node, user: fx.Node) -> dict[Operand, Copy]:
+        """Quantize a matrix before its first use; where one read serves both directions, for both."""
+        self._user = user
+        with self._graph.inserting_before(user):
+            if operand.base in self._weights:
+                return {operand: self._weight(value, operand.axis)}
+            dtype = self._recipe.gradient_dtype if operand.base in self._gradients else E4M3
+            by_tensor = self._recipe.scaling is Scaling.TENSOR
+            scales = self._scales(self._largest(value, ROWWISE if by_tensor else operand.axis), dtype)
+            if by_tensor and operand.base in self._both:
+                plain, turned = unpacked(self._graph, float8_cast_both, (value, scales, dtype), user)
+                rowwise, columnwise = (Operand(operand.base, axis) for axis in (ROWWISE, COLUMNWISE))
+                return {rowwise: (plain, scales), columnwise: (turned, scales)}
+            if operand.axis == ROWWISE:
+                return {operand: (self._cast(value, scales, dtype), scales)}
+            turned = self._call(float8_cast_turned, value, scales, dtype)
+            return {operand: (turned, self._turned(scales))}
+
+    def multiply(self, product: Product, copies: dict[Operand, Copy], dtype: torch.dtype) -> fx.Node:
+        """The product of quantized operands, before the one that it takes the place of."""
+        operands = (*copies[product.left], *copies[product.right])
+        forward = any(each.base in self._weights and each.axis == ROWWISE for each in (product.left, product.right))
+        with self._graph.inserting_before(product.node):
+            return self._graph.call_function(float8_mm, (*operands, self._recipe.fast(forward=forward), dtype))
+
+    def _weight(self, value: fx.Node, axis: int) -> Copy:
+        scaling, copy = self._recipe.scaling, self._recipe.axis(axis)
+        data, scales = unpacked(self._graph, float8_quantize, (value, str(scaling), copy), self._user)
+        if axis == ROWWISE:
+            return data, scales
+        return self._contiguous(self._call(_aten.permute.default, data, [1, 0])), self._turned(scales)
+
+    def _largest(self, value: fx.Node, axis: int) -> fx.Node:
+        """Along the rows first where that can be part of the kernel that produces the value."""
+        scaling = self._recipe.scaling
+        magnitude = self._call(_aten.abs.default, value)
+        if scaling is Scaling.BLOCK:
+            return self._largest_of_blocks(magnitude, axis)
+        found = self._call(_aten.amax.default, magnitude, [axis], True)
+        if scaling is Scaling.TENSOR:
+            found = self._call(_aten.amax.default, found, [1 - axis], True)
+        return self._call(_CONVERT, found, torch.float32)
+
+    def _largest_of_blocks(self, magnitude: fx.Node, axis: int) -> fx.Node:
+        rows, columns = magnitude.meta["val"].shape
+        if axis == ROWWISE:  # which 128 divides: of activations and gradients those are the sizes of a weight
+            tiles = self._call(_aten.view.default, magnitude, [rows, columns // BLOCK, BLOCK])
+            found = self._call(_aten.amax.default, tiles, [2])
+        else:
+            short = -rows % BLOCK
+            if short:
+                magnitude = self._call(_aten.constant_pad_nd.default, magnitude, [0, 0, 0, short], 0.0)
+            tiles = self._call(_aten.view.default, magnitude, [(rows + short) // BLOCK, BLOCK, columns])
+            found = self._call(_aten.amax.default, tiles, [1])
+        return self._call(_CONVERT, found, torch.float32)
+
+    def _scales(self, largest: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``float8.scales_of``"""
+        exponent = EXPONENT[dtype]
+        bits = self._call(_aten.view.dtype, largest, torch.int32)
+        bits = self._call(_aten.add.Tensor, bits, ROUND_UP)
+        bits = self._call(_aten.bitwise_and.Scalar, bits, EXPONENT_BITS)
+        bits = self._call(_aten.clamp_min.default, bits, exponent + 1 << 23)
+        bits = self._call(_aten.sub.Tensor, bits, exponent << 23)
+        return self._call(_aten.view.dtype, bits, torch.float32)
+
+    def _cast(self, value: fx.Node, scales: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``float8.cast``"""
+        bits = self._call(_aten.neg.default, self._call(_aten.view.dtype, scales, torch.int32))
+        factors = self._call(_aten.view.dtype, self._call(_aten.add.Tensor, bits, TWICE_ONE), torch.float32)
+        wide = self._call(_CONVERT, value, torch.float32)
+        shape = value.meta["val"].shape
+        blocks = scales.meta["val"].shape[1] > 1
+        if blocks:
+            wide = self._call(_aten.view.default, wide, [shape[0], shape[1] // BLOCK, BLOCK])
+            factors = self._call(_aten.unsqueeze.default, factors, 2)
+        scaled = self._call(_aten.mul.Tensor, wide, factors)
+        if blocks:
+            scaled = self._call(_aten.view.default, scaled, list(shape))
+        limited = self._call(_aten.clamp_min.default, scaled, -LARGEST[dtype])
+        limited = self._call(_aten.clamp_max.default, limited, LARGEST[dtype])
+        return self._call(_CONVERT, limited, dtype)
+
+    def _turned(self, scales: fx.Node) -> fx.Node:
+        one = scales.meta["val"].numel() == 1
+        return scales if one else self._contiguous(self._call(_aten.permute.default, scales, [1, 0]))
+
+    def _contiguous(self, node: fx.Node) -> fx.Node:
+        return self._call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self._graph.call_function(target, args, kwargs)
+        inherit(node, self._user)
+        node.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
+        return node

@@ -1,0 +1,95 @@
+"""Float8 on a GPU: the cast kernel bit for bit, products within their rounding, and a step that Inductor compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fxshard
+from fxshard.bench.models import Llama, LlamaConfig
+from fxshard.kernels import float8
+from fxshard.kernels.float8 import E4M3, E5M2, Scaling
+from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
+from fxshard.kernels.float8_ops import float8_mm, float8_quantize
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+
+
+def values(rows: int, columns: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    torch.manual_seed(0)
+    made = torch.randn(rows, columns, device="cuda") * torch.logspace(-9, 6, rows, device="cuda")[:, None]
+    made[rows // 2, columns // 2], made[0, 0], made[-1] = torch.nan, -torch.inf, 0.0
+    return made.to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN has two signs, and either will do."""
+    wide = a.float(), b.float()
+    return bool(((wide[0] == wide[1]) | (wide[0].isnan() & wide[1].isnan())).all())
+
+
+@pytest.mark.shows("F1", "F4")
+@pytest.mark.parametrize("shape", [(256, 384), (200, 136), (16, 16)])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("source", [BF16, torch.float32])
+def test_the_cast_kernel_is_the_definition(shape: tuple[int, int], dtype: torch.dtype, source: torch.dtype) -> None:
+    value = values(*shape, source)
+    finite = value.nan_to_num(0.0, 0.0, 0.0)
+    for scaling in Scaling:
+        for axis in (0, 1):
+            for weight in (False, True):
+                scales = float8.scales_of(float8.largest_of(finite, scaling, axis, weight=weight).bfloat16(), dtype)
+                expected = float8.cast(value.to(BF16), scales, dtype)
+                plain, turned = cast_both(value, scales, dtype)
+                assert same(plain, expected) and same(cast_plain(value, scales, dtype), expected)
+                assert same(turned.t(), expected) and same(cast_turned(value, scales, dtype).t(), expected)
+
+
+@pytest.mark.shows("F1")
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+@pytest.mark.parametrize("rows", [512, 200])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_products_are_those_of_the_values(scaling: str, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, w = (torch.randn(size, 256, device="cuda", dtype=BF16) for size in (rows, 384))
+    scales = float8.scales_of(float8.largest_of(x, Scaling(scaling), 1), E5M2 if scaling == "tensor" else E4M3)
+    data = float8.cast(x, scales, E5M2 if scaling == "tensor" else E4M3)
+    copy = float8_quantize(w, scaling, 1)
+    exact = float8.dequantize(data, scales).double() @ float8.dequantize(*copy).double().t()
+    for fast in (False, True):
+        product = float8_mm(data, scales, *copy, fast, dtype)
+        assert product.dtype == dtype
+        assert (product.double() - exact).norm() / exact.norm() < 4e-3
+    turned = cast_turned(x, scales, data.dtype) if scaling == "tensor" else None
+    if turned is not None:  # a weight gradient: tokens are summed over, of which 16 need not divide the number
+        again = float8_mm(turned, scales, turned[:, :rows].contiguous(), scales, False, torch.float32)
+        whole = float8.dequantize(data, scales).double()
+        assert (again.double() - whole.t() @ whole).norm() / (whole.t() @ whole).norm() < 1e-3
+
+
+def trained(precision: fxshard.Precision, lowering: str = "inductor", steps: int = 4) -> list[float]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Llama(LlamaConfig(vocab=512, dim=256, layers=2, heads=4, hidden=512))
+        tokens = torch.randint(512, (2, 128))
+    sharded = fxshard.compile(model, precision=precision, optimizer=fxshard.AdamW(lr=1e-3), lowering=lowering)
+    losses = []
+    for _ in range(steps):
+        loss = sharded(tokens, tokens)
+        loss.backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.shows("F7")
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_training_follows_bf16(scaling: str, wgrad: str) -> None:
+    plain = trained(fxshard.Precision(param=BF16, reduce=torch.float32))
+    quantized = fxshard.Float8(scaling=scaling, weight_gradient=wgrad, smallest=0)
+    assert trained(quantized) == pytest.approx(plain, rel=0.02)
+    gathered = fxshard.Float8(scaling=scaling, weight_gradient=wgrad, smallest=0, gather="bf16")
+    assert trained(gathered) == trained(quantized)
