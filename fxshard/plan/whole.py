@@ -54,7 +54,7 @@ def check_padding(layouts: Mapping[str, Layout]) -> None:
     raise ConfigError(
         f"layout='whole' on {most.ranks} ranks would add {padding / (held - padding):.0%} of the parameters as padding"
         f", most of all in {name} ({len(most.slots)} parameters): choose layout='auto' or 'rows', larger units= so "
-        "that a bucket has more parameters of a size than ranks, or replicate over some ranks (a mesh of two dimensions)"
+        "that a bucket has more parameters of a size than ranks, or replicate with a mesh of two dimensions"
     )
 
 
