@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,11 @@ def test_a_plan_has_it_too() -> None:
     shared, kept = plans
     assert shared.resident_bytes < kept.resident_bytes and shared.comm_bytes > kept.comm_bytes
     shared.verify()
+    for schedule in plans:
+        first = schedule.buckets[0]
+        turned = replace(first, shares_state=not first.shares_state)
+        with pytest.raises(fxshard.ScheduleError, match="other replicas updated"):
+            replace(schedule, buckets=(turned, *schedule.buckets[1:])).verify()
     again = fxshard.Schedule.from_json(shared.to_json())
     assert again == shared and all(bucket.shares_state for bucket in again.buckets)
     assert shared.simulate("h200").step_seconds > kept.simulate("h200").step_seconds
