@@ -19,7 +19,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Sharding and planning": ("compile", "shard", "plan", "explain"),
     "What a model is compiled with": ("AdamW", "Muon", "Split", "Precision", "MXFP8", "Group", "grouped_mm"),
     "Saving and loading": ("save", "load", "latest"),
-    "What comes back": ("ShardedModule", "Schedule", "Profile"),
+    "What comes back": ("ShardedModule", "EMA", "Schedule", "Profile"),
 }
 """Public names in an order that tells a story. Errors come after these, and whatever is left after the errors."""
 

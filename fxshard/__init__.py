@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from fxshard.checkpoint import latest, load, save
     from fxshard.frontend.api import compile, shard
+    from fxshard.frontend.ema import EMA
     from fxshard.frontend.explaining import explain
     from fxshard.frontend.groups import Group
     from fxshard.frontend.module import ShardedModule
@@ -53,6 +54,7 @@ _HOME = {
     "CheckpointError": "_torch.errors",
     "ConfigError": "_torch.errors",
     "Debug": "passes.options",
+    "EMA": "frontend.ema",
     "Float8": "plan.float8_policy",
     "FxshardError": "_torch.errors",
     "Group": "frontend.groups",
@@ -115,6 +117,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Debug",
+    "EMA",
     "Float8",
     "FxshardError",
     "Group",

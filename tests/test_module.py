@@ -143,6 +143,26 @@ def refused_optimizers() -> dict[str, str]:
     return said
 
 
+def copied_and_saved() -> list[str]:
+    """Of a copy of a parameter, and of one from a file, nothing says that it was fxshard's."""
+    parameter = next(fxshard.shard(Stack()).parameters())
+    parameter.tag = "mine"  # type: ignore[attr-defined]
+    saved = io.BytesIO()
+    torch.save(parameter, saved)
+    wrong = [] if b"fxshard.runtime.foreign_optimizers" not in saved.getvalue() else ["the file names our class"]
+    saved.seek(0)
+    for one in (copy.deepcopy(parameter), torch.load(saved, weights_only=False)):
+        if type(one) is not dist.tensor.DTensor or not isinstance(one, nn.Parameter) or one.tag != "mine":
+            wrong.append(f"{type(one)}")
+        if not torch.equal(one.to_local(), parameter.to_local()):  # type: ignore[attr-defined]
+            wrong.append("other rows")
+    return wrong
+
+
+def test_parameters_are_copied_and_saved_as_dtensors(ranks: Pool) -> None:
+    assert ranks(2, copied_and_saved) == [[], []]
+
+
 @pytest.mark.shows("X7")
 def test_optimizers_that_need_whole_parameters_are_refused_on_every_rank(ranks: Pool) -> None:
     said = ranks(3, refused_optimizers)

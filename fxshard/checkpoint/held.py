@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.frontend.module import ShardedModule
 from fxshard.plan.layout import Fragment
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.rows import Rows
 
 MODEL, OPTIMIZER = "model", "optimizer.state"
 
@@ -92,7 +94,9 @@ def _state(fragment: Fragment, parameter: torch.nn.Parameter, field: str, value:
             "and scalar tensors can be saved"
         )
     local = value.to_local() if isinstance(value, dist.tensor.DTensor) else value
-    row = fragment.row_start if value.shape else 0
+    rows = private.wrapped(value) if isinstance(value, dist.tensor.DTensor) else value
+    first = rows.first if isinstance(rows, Rows) else fragment.row_start  # replicas that share state hold fewer rows
+    row = first if value.shape else 0
     return Held(OPTIMIZER, (fragment.name,), tuple(value.shape), row, local.detach(), field)
 
 

@@ -158,7 +158,14 @@ def shard(
         "debug": debug,
     }
     sharding = take_apart(
-        model, choices, mesh=mesh, groups=groups, matrices=splits, own_optimizer=optimizer is not None, init=init
+        model,
+        choices,
+        mesh=mesh,
+        groups=groups,
+        matrices=splits,
+        own_optimizer=optimizer is not None,
+        share_state=isinstance(optimizer, AdamW) and optimizer.over_replicas,
+        init=init,
     )
     drop_input_gradient_hooks(model)
     sharded = ShardedModule(model, sharding, backend_of(sharding))

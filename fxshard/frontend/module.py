@@ -24,7 +24,7 @@ from fxshard.frontend.sharding import Sharding
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads
 from fxshard.runtime.hollow import is_hollow
-from fxshard.runtime.norms import clip_gradients
+from fxshard.runtime.norms import clip_gradients, norms_by_name
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.unreduced import refuse_unreduced
 from fxshard.schedule.attention_report import AttentionReport
@@ -346,6 +346,26 @@ class ShardedModule(nn.Module):
         refuse_unreduced(sharding.buckets, "clip_grad_norm_()")
         device = sharding.buckets[0].device
         return clip_gradients(sharding.buckets, sharding.channels, device, max_norm, norm_type)
+
+    def norms(self, of: str = "grad") -> dict[str, torch.Tensor]:
+        """The norm of every gradient, or with ``of="param"`` of every parameter, by name; ``""`` is that of all.
+
+        For logging: numbers in fp32 on the device, equal on all ranks, which the host does not wait for. Collective.
+
+        >>> for name, norm in model.norms().items():
+        ...     log(name or "all", norm)
+        """
+        if of not in ("grad", "param"):
+            raise ConfigError(f"norms(of={of!r}): expected 'grad' or 'param'")
+        sharding = self._sharding
+        if of == "grad":
+            refuse_unreduced(sharding.buckets, "norms()")
+        device = sharding.buckets[0].device
+        found = norms_by_name(sharding.buckets, sharding.channels, device, of_gradients=of == "grad")
+        order = {name: i for i, (name, _) in enumerate(self.named_parameters())}
+        found = {name: found[name] for name in sorted(found, key=lambda name: order.get(name, -1))}
+        every = torch.stack(list(found.values())).norm() if found else torch.zeros((), device=device)
+        return {"": every, **found}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
         """``to()``, ``cuda()``, ``float()`` and the like: accepted where they change nothing."""

@@ -101,7 +101,13 @@ def plan(
     domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
     chosen = matrices(optimizer, model) if isinstance(optimizer, Muon) else ()
     sharding = ShardingPlan(
-        plan_model(model, [domain, *planned_domains(groups, domain)], options, chosen),
+        plan_model(
+            model,
+            [domain, *planned_domains(groups, domain)],
+            options,
+            chosen,
+            share_state=isinstance(optimizer, AdamW) and optimizer.over_replicas,
+        ),
         options,
         group=domain.group(world_size) if domain.device else "none",
         ranks=world_size,

@@ -121,6 +121,7 @@ def take_apart(
     groups: Groups | None = None,
     matrices: Collection[str] = (),
     own_optimizer: bool = False,
+    share_state: bool = False,
     init: Init | None = None,
 ) -> Sharding:
     """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets.
@@ -139,7 +140,7 @@ def take_apart(
         others = meshes_of(groups, mesh, domain)
         domain_of = domain_by_name([other for other, _ in others.values()], domain)
         estimated_for = machine(options, device)
-        plans = plan_model(model, [domain, *(other for other, _ in others.values())], options, matrices)
+        plans = plan_model(model, [domain, *(other for other, _ in others.values())], options, matrices, share_state)
     except FxshardError as error:
         agreement.fail(error)
     agreement.check(PARAMETERS, [_line(plan) for plan in plans])
@@ -173,13 +174,22 @@ def take_apart(
 
 
 def plan_model(
-    model: nn.Module, domains: Sequence[Domain], options: Options, matrices: Collection[str] = ()
+    model: nn.Module,
+    domains: Sequence[Domain],
+    options: Options,
+    matrices: Collection[str] = (),
+    share_state: bool = False,
 ) -> tuple[BucketPlan, ...]:
     """The buckets of a model. ``domains``: its own ranks, then those of parameters that live on others.
 
-    ``matrices``: the parameters that Muon updates.
+    ``matrices``: the parameters that Muon updates. ``share_state``: replicas share optimizer state.
     """
     own, *others = domains
+    if share_state and (own.replicas == 1 or own.shards == 1 or not options.zero):
+        raise ConfigError(
+            "AdamW(over_replicas=True) is for HSDP: give a mesh of two dimensions (replicas, shards) and zero=1, 2 or "
+            "3, or leave it out"
+        )
     domain_of = domain_by_name(others, own)
     check_patterns(others, [name for name, _ in model.named_parameters()], domain_of)
     return plan_buckets(
@@ -191,6 +201,7 @@ def plan_model(
         layout=options.layout,
         domain_of=domain_of,
         matrices=matrices,
+        share_state=share_state,
     )
 
 

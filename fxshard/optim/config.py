@@ -26,7 +26,8 @@ class AdamW:
     ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch. ``nan``: what to
     do when a gradient is not finite, as in :class:`fxshard.Muon`: "raise" or "skip"; by default nobody looks, as in
     torch. ``groups`` maps patterns of parameter names to what is different for them (lr, betas, eps, weight_decay); the
-    first that matches counts, and each is a group of ``param_groups``.
+    first that matches counts, and each is a group of ``param_groups``. ``over_replicas``: with HSDP, replicas share the
+    state of a shard instead of all keeping it.
 
     >>> fxshard.AdamW(lr=3e-4, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
     >>> fxshard.AdamW(lr=3e-4, groups={"embed*": {"lr": 1e-3, "weight_decay": 0.0}})
@@ -39,6 +40,7 @@ class AdamW:
     decay: Callable[[str, tuple[int, ...]], bool] | None = None
     nan: str | None = None
     groups: Mapping[str, Mapping[str, Any]] | None = None
+    over_replicas: bool = False
 
     def __post_init__(self) -> None:
         _check_groups(self, ("lr", "betas", "eps", "weight_decay"))
@@ -171,6 +173,8 @@ class Muon:
                 f"Muon(nan={self.nan!r}, adamw=AdamW(nan={self.adamw.nan!r})): one check covers all gradients; say it "
                 "to Muon alone"
             )
+        if self.adamw.over_replicas:
+            raise ConfigError("Muon(adamw=AdamW(over_replicas=True)): replicas can share the state of AdamW alone")
         if self.use is not None and not callable(self.use):
             raise ConfigError(f"Muon(use={self.use!r}): expected a function of name and shape")
         if self.split not in ("auto", "off"):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fxshard._torch.errors import StateError
 from fxshard.optim.sending import sent
 from fxshard.plan.layout import Fragment, aligned
+from fxshard.plan.shares import shares, within
 from fxshard.runtime.bucket import Bucket
 
 
@@ -25,8 +26,18 @@ class Moments:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.muon = frozenset(bucket.plan.matrices)
-        self.first = torch.zeros_like(bucket.master)
-        length = bucket.plan.second_moment_numel(bucket.rank)
+        layout, length = bucket.plan.layout, bucket.plan.second_moment_numel(bucket.rank)
+        self.shares = [(0, layout.shard_numel)]
+        """The stretch of the shard that each of its replicas updates."""
+        self.begin, self.fragments = 0, bucket.fragments
+        if bucket.plan.shares_state:
+            self.shares = shares(layout, bucket.rank, bucket.plan.domain.replicas)
+            self.begin, end = self.shares[bucket.channels.replica]
+            self.fragments = tuple(within(layout, fragment, self.begin, end) for fragment in bucket.fragments)
+            length = end - self.begin
+            self.first = bucket.master.new_zeros(length)
+        else:
+            self.first = torch.zeros_like(bucket.master)
         self.second = torch.zeros(length, dtype=bucket.master.dtype, device=bucket.device)
         self.counts = [0] * len(bucket.params)
         self.steps = torch.zeros(len(bucket.params), dtype=torch.float32, device=bucket.device)
@@ -37,9 +48,9 @@ class Moments:
     def _places(self) -> list[int]:
         """Where each parameter's second moment starts."""
         if not self.muon:
-            return [fragment.offset for fragment in self.bucket.fragments]
+            return [fragment.offset - self.begin for fragment in self.fragments]
         places, cursor = [], 0
-        for fragment in self.bucket.fragments:
+        for fragment in self.fragments:
             places.append(cursor)
             cursor += aligned(fragment.numel) if fragment.name not in self.muon else 0
         return places
@@ -76,7 +87,7 @@ class Moments:
         """(group, positions) of local neighbours that one call can update: same group, same step, with gradients."""
         current: list[int] = []
         previous: tuple[int, int, int] | None = None
-        for i, (fragment, parameter) in enumerate(zip(self.bucket.fragments, self.bucket.params, strict=True)):
+        for i, (fragment, parameter) in enumerate(zip(self.fragments, self.bucket.params, strict=True)):
             if not fragment.numel:
                 continue
             adamw = parameter.grad is not None and fragment.name not in self.muon
@@ -96,13 +107,14 @@ class Moments:
         """(master, gradient, moments, step) of one stretch."""
         bucket = self.bucket
         assert bucket.grad is not None
-        begin, last = bucket.fragments[positions[0]], bucket.fragments[positions[-1]]
+        begin, last = self.fragments[positions[0]], self.fragments[positions[-1]]
         where = slice(begin.offset, last.offset + last.numel)
+        moments = slice(where.start - self.begin, where.stop - self.begin)
         at = self._second_at[positions[0]]
         return (
             bucket.master[where],
             bucket.grad[where],
-            self.first[where],
+            self.first[moments],
             self.second[at : at + last.offset + last.numel - begin.offset],
             self.steps[positions[0]],
         )
@@ -112,15 +124,19 @@ class Moments:
     def state_of(self, i: int) -> dict[str, torch.Tensor]:
         """What ``optimizer.state`` holds for a parameter: views of the flat tensors."""
         bucket, name = self.bucket, self.bucket.plan.params[i]
-        fragment, at = bucket.fragments[i], self._second_at[i]
-        first = bucket.as_state(self.first[fragment.offset : fragment.offset + fragment.numel], name)
+        fragment, at = self.fragments[i], self._second_at[i]
+        first = bucket.as_state(self._first_of(fragment), name, fragment=fragment)
         if name in self.muon:
             return {"momentum_buffer": first}
         return {
             "step": self.steps[i],
             "exp_avg": first,
-            "exp_avg_sq": bucket.as_state(self.second[at : at + fragment.numel], name),
+            "exp_avg_sq": bucket.as_state(self.second[at : at + fragment.numel], name, fragment=fragment),
         }
+
+    def _first_of(self, fragment: Fragment) -> torch.Tensor:
+        at = fragment.offset - self.begin
+        return self.first[at : at + fragment.numel]
 
     def recount(self) -> None:
         """Take the step counts over from the tensor."""
@@ -128,8 +144,8 @@ class Moments:
 
     def clear(self, i: int) -> None:
         """As if a parameter had never been stepped."""
-        fragment, at = self.bucket.fragments[i], self._second_at[i]
-        self.first[fragment.offset : fragment.offset + fragment.numel].zero_()
+        fragment, at = self.fragments[i], self._second_at[i]
+        self._first_of(fragment).zero_()
         if fragment.name not in self.muon:
             self.second[at : at + fragment.numel].zero_()
         self.counts[i] = 0
@@ -137,8 +153,8 @@ class Moments:
 
     def load(self, i: int, state: Mapping[str, Any]) -> None:
         """Copy loaded state of a parameter into the flat tensors."""
-        fragment = self.bucket.fragments[i]
-        first = self.first[fragment.offset : fragment.offset + fragment.numel]
+        fragment = self.fragments[i]
+        first = self._first_of(fragment)
         if fragment.name in self.muon:
             first.copy_(_own_rows(state["momentum_buffer"], fragment))
             return

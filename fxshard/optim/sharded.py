@@ -13,7 +13,7 @@ from fxshard.optim.groups import check_group, check_states, in_our_order, saved
 from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
 from fxshard.optim.verdict import Verdicts
-from fxshard.plan.step import Done, Instruction, Local, plan_step
+from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
 from fxshard.runtime.engine import Engine
 
 
@@ -168,17 +168,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         match instruction:
             case Local(buckets):
                 self._adamw([self._moments[index] for index in buckets])
+            case Share(buckets):
+                for index in buckets:
+                    self._engine.share(index, self._moments[index].shares)
             case Done(buckets):
                 for index in buckets:
                     self._engine.carry(index)
 
     def _adamw(self, chosen: Sequence[Moments]) -> None:
         number = {id(group): i for i, group in enumerate(self.param_groups)}
-        group_of = {name: number[id(group)] for name, group in self._group_of.items()}
         pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
         allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in chosen:
             moments.count_step(allowed)
+            group_of = {name: number[id(self._group_of[name])] for name in moments.bucket.plan.params}
             for of_group, positions in moments.stretches(group_of):
                 pieces[of_group].append(moments.tensors(positions))
         for group, together in zip(self.param_groups, pieces, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,10 @@ from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized, choose_linears
-from fxshard.plan.rows import row_layout
-from fxshard.plan.tuning import LARGEST_SHARE, MOST_WHOLE
+from fxshard.plan.shares import shares
+from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
+from fxshard.plan.whole import check_padding
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class BucketPlan:
     """The parameters that Muon updates; the others are AdamW's."""
     why: str = ""
     """Why it has the layout it has."""
+    shares_state: bool = False
+    """Whether replicas of a shard keep optimizer state of a part of it each (HSDP)."""
     float8: Float8Recipe | None = None
     """How products with these parameters run in float8; what is quantized otherwise is so in MXFP8."""
 
@@ -158,7 +161,12 @@ class BucketPlan:
         if not self.trainable:
             return BytesPerRank(param, 0, state)
         keeps_full_grad = not self.placement.grad and layout.ranks > 1
-        if state_tensors == 2:
+        if self.shares_state and state_tensors:
+            longest = max(
+                end - begin for rank in range(layout.ranks) for begin, end in shares(layout, rank, self.domain.replicas)
+            )
+            state += longest * size * state_tensors
+        elif state_tensors == 2:
             state += masters + size * max(self.second_moment_numel(rank) for rank in range(layout.ranks))
         else:
             state += masters * state_tensors
@@ -193,13 +201,15 @@ def plan_buckets(
     layout: LayoutKind = "auto",
     domain_of: DomainOf | None = None,
     matrices: Collection[str] = (),
+    share_state: bool = False,
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
     Kinds differ in dtype, in whether they are trained and quantized, and in the ranks they are data-parallel over (by
     default ``ranks`` shards). A scalar has no rows to shard and is replicated. ``matrices`` are the parameters that
     Muon updates: they decide about layouts, and under ZeRO-1 and 2 about how many units share a bucket. They share it
-    with the parameters that AdamW updates, so Muon adds no collective.
+    with the parameters that AdamW updates, so Muon adds no collective. ``share_state``: state is sharded over replicas,
+    too.
     """
     own = Domain(ranks, divisor=ranks)
     parameters = dict(model.named_parameters())
@@ -209,6 +219,7 @@ def plan_buckets(
         precision,
         layout,
         frozenset(matrices),
+        share_state,
     )
     quantized = choose_linears(model, precision).weights
     units = list(units)
@@ -233,24 +244,8 @@ def plan_buckets(
     if not plans:
         raise ConfigError("the model has no parameters: there is nothing to shard")
     if layout == "whole":
-        _check_padding(plans)
+        check_padding({plan.name: plan.layout for plan in plans})
     return tuple(plans)
-
-
-def _check_padding(plans: Sequence[BucketPlan]) -> None:
-    """Raise ``ConfigError`` if whole layouts, which were asked for, are mostly padding."""
-    whole = [plan for plan in plans if plan.layout.whole]
-    held = sum(plan.layout.numel for plan in whole)
-    with_rows = sum(row_layout([s.spec for s in plan.layout.slots], plan.layout.ranks).numel for plan in whole)
-    if held > MOST_WHOLE * with_rows:
-        added = sum(plan.layout.padding for plan in whole) / (held - sum(plan.layout.padding for plan in whole))
-        most = max(whole, key=lambda plan: plan.layout.padding)
-        raise ConfigError(
-            f"layout='whole' on {most.layout.ranks} ranks would add {added:.0%} of the parameters as padding, most of "
-            f"all in {most.name} ({len(most.params)} parameters): choose layout='auto' or 'rows', larger units= so "
-            "that a bucket has more parameters of a size than ranks, or replicate over some ranks with a mesh of two "
-            "dimensions"
-        )
 
 
 @dataclass(frozen=True)
@@ -262,6 +257,7 @@ class _Rules:
     precision: Precision | None
     layout: LayoutKind
     matrices: frozenset[str]
+    share_state: bool
 
     @property
     def cut(self) -> int:
@@ -350,6 +346,7 @@ def _bucket(
         domain=kind.domain,
         matrices=owned,
         why=chosen.why,
+        shares_state=rules.share_state and trainable and chosen.layout.ranks > 1 and kind.domain.replicas > 1,
         float8=rules.float8 if kind.quantized else None,
     )
 

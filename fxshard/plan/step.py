@@ -48,13 +48,20 @@ class Land:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Replicas send each other the parts of their shards that they updated."""
+
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Done:
     """The buckets have their new values: the next forward may gather them."""
 
     buckets: tuple[int, ...]
 
 
-Instruction = Exchange | Local | Orthogonalize | Land | Done
+Instruction = Exchange | Local | Share | Orthogonalize | Land | Done
 
 
 def plan_step(buckets: Sequence[BucketPlan]) -> tuple[Instruction, ...]:
@@ -65,6 +72,9 @@ def plan_step(buckets: Sequence[BucketPlan]) -> tuple[Instruction, ...]:
     groups = _groups(buckets)
     for group in groups:
         program.append(Local(group))
+        shared = tuple(index for index in group if buckets[index].shares_state)
+        if shared:
+            program.append(Share(shared))
         settled = tuple(index for index in group if index not in last_batch)
         if settled:
             program.append(Done(settled))

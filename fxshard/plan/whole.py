@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from fxshard._torch.errors import ConfigError
 from fxshard.plan.layout import Layout, Slot, TensorSpec, aligned, require_all_placed
 from fxshard.plan.matrices import least_loaded, matrix_cost
+from fxshard.plan.rows import row_layout
+from fxshard.plan.tuning import MOST_WHOLE
 
 
 def whole_layout(specs: Sequence[TensorSpec], ranks: int, work: Sequence[float] = ()) -> Layout:
@@ -37,6 +40,22 @@ def whole_layout(specs: Sequence[TensorSpec], ranks: int, work: Sequence[float] 
             slots.append(Slot(spec, cursor))
             cursor += aligned(spec.numel)
     return require_all_placed(specs, Layout(ranks, shard_numel, tuple(slots), whole=True))
+
+
+def check_padding(layouts: Mapping[str, Layout]) -> None:
+    """Raise ``ConfigError`` if the whole ones among the layouts of buckets, by name, are mostly padding."""
+    whole = {name: layout for name, layout in layouts.items() if layout.whole}
+    held = sum(layout.numel for layout in whole.values())
+    with_rows = sum(row_layout([slot.spec for slot in it.slots], it.ranks).numel for it in whole.values())
+    if held <= MOST_WHOLE * with_rows:
+        return
+    padding = sum(layout.padding for layout in whole.values())
+    name, most = max(whole.items(), key=lambda item: item[1].padding)
+    raise ConfigError(
+        f"layout='whole' on {most.ranks} ranks would add {padding / (held - padding):.0%} of the parameters as padding"
+        f", most of all in {name} ({len(most.slots)} parameters): choose layout='auto' or 'rows', larger units= so "
+        "that a bucket has more parameters of a size than ranks, or replicate with a mesh of two dimensions"
+    )
 
 
 def _packed(specs: Sequence[TensorSpec], ranks: int, *, deal: bool) -> list[list[TensorSpec]]:

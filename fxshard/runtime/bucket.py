@@ -12,6 +12,7 @@ from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
+from fxshard.plan.layout import Fragment
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_optimizers import mark
 from fxshard.runtime.foreign_state import watch_optimizers
@@ -134,17 +135,32 @@ class Bucket:
             self._wrappers[name] = private.UnevenDTensor(local, self.mesh, shape, sharded=sharded)
         return self._wrappers[name](local)
 
-    def as_state(self, part: torch.Tensor, name: str, written: Callable[[], None] = _nothing) -> torch.Tensor:
-        """``wrap`` for state dicts: torch's checkpoints ask such tensors where their rows lie, and get it right."""
+    def as_state(
+        self,
+        part: torch.Tensor,
+        name: str,
+        written: Callable[[], None] = _nothing,
+        fragment: Fragment | None = None,
+    ) -> torch.Tensor:
+        """``wrap`` for state dicts: torch's checkpoints ask such tensors where their rows lie, and get it right.
+
+        ``fragment``: which rows, where they are not all that this rank holds.
+        """
         if self.mesh is None:
             return self.wrap(part, name)
-        return self._wrapped(self.rows(self._shaped(part, name), name, written), name)
+        return self._wrapped(self.rows(self._shaped(part, name, fragment), name, written, fragment), name)
 
-    def rows(self, local: torch.Tensor, name: str, written: Callable[[], None] = _nothing) -> torch.Tensor:
+    def rows(
+        self,
+        local: torch.Tensor,
+        name: str,
+        written: Callable[[], None] = _nothing,
+        fragment: Fragment | None = None,
+    ) -> torch.Tensor:
         """A tensor of the shape of this rank's rows of a parameter, as rows that know which they are."""
         index = self.plan.layout.index[name]
         whole = torch.Size(self.plan.layout.slots[index].spec.shape)
-        return rows_of(local, self.fragments[index].row_start, whole, written)
+        return rows_of(local, (fragment or self.fragments[index]).row_start, whole, written)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         return next(n for n, own in zip(self.plan.params, self.params, strict=True) if own is parameter)
@@ -318,9 +334,9 @@ class Bucket:
         fragment = self.fragments[self.plan.layout.index[name]]
         return flat[fragment.offset : fragment.offset + fragment.numel]
 
-    def _shaped(self, part: torch.Tensor, name: str) -> torch.Tensor:
+    def _shaped(self, part: torch.Tensor, name: str, fragment: Fragment | None = None) -> torch.Tensor:
         index = self.plan.layout.index[name]
-        fragment, spec = self.fragments[index], self.plan.layout.slots[index].spec
+        fragment, spec = fragment or self.fragments[index], self.plan.layout.slots[index].spec
         return part.view((fragment.rows, *spec.shape[1:])) if spec.shape else part.view(())
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -209,6 +209,27 @@ class Engine:
             token = watched(self._streams.launch("gather", swap, after=[self._streams.mark()]))
         return Sent(sends, brings, self.frame.launched(token))
 
+    def share(self, index: int, parts: list[tuple[int, int]]) -> None:
+        """Among replicas of a shard, bring the stretches that each of them updated to all."""
+        self.frame.phase = Phase.OPTIMIZER
+        bucket = self.buckets[index]
+        group, own = bucket.channels.replicas, bucket.channels.replica
+        longest = max(end - begin for begin, end in parts)
+        sends = bucket.master.new_zeros(longest)
+        sends[: parts[own][1] - parts[own][0]].copy_(bucket.master[slice(*parts[own])])
+        brings = bucket.master.new_empty(len(parts) * longest)
+
+        def collect(async_op: bool) -> dist.Work | None:
+            assert group is not None
+            return private.all_gather(brings, sends, group, async_op=async_op)
+
+        with self.frame.naming(Kind.EXCHANGE, bucket) as watched:
+            token = watched(self._streams.launch("replicas", collect, after=[self._streams.mark()]))
+        brought = Sent(sends, brings, self.frame.launched(token)).wait().view(len(parts), longest)
+        for replica, (begin, end) in enumerate(parts):
+            if replica != own:
+                bucket.master[begin:end].copy_(brought[replica, : end - begin])
+
     def on_all_ranks(self, condition: torch.Tensor, what: str) -> torch.Tensor:
         """Whether something holds on every rank. ``what`` it is, in words, for the error of a rank that is left alone.
 

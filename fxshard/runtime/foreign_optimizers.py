@@ -6,6 +6,7 @@ Adafactor) or at all parameters (LBFGS) computes something else on each rank, an
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -46,6 +47,18 @@ class ShardedParameter(DTensor):
         if isinstance(asked_by, Optimizer):
             check(asked_by, asked_by.defaults)
         return super().is_leaf
+
+    # Copies, and what is saved, are DTensors as torch makes them.
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = torch.nn.Parameter(self.detach(), self.requires_grad)
+        plain.__dict__.update(self.__dict__)
+        return plain.__reduce_ex__(protocol)
 
 
 def mark(parameter: torch.Tensor) -> None:

@@ -44,6 +44,31 @@ def gradient_norm(
     return total if largest else total.pow(1 / norm_type)
 
 
+def norms_by_name(
+    buckets: Sequence[Bucket], channels: Channels, device: torch.device, *, of_gradients: bool
+) -> dict[str, torch.Tensor]:
+    """The norm of each gradient (where there is one) or parameter, in fp32, on the device. Collective, with one sum.
+
+    The host does not wait: a name that has a gradient on one rank has one on all.
+    """
+    names, squares = [], []
+    for bucket in buckets:
+        for fragment, parameter in zip(bucket.fragments, bucket.params, strict=True):
+            value = parameter.grad if of_gradients else parameter
+            if value is None:
+                continue
+            local = value.to_local() if isinstance(value, DTensor) else value
+            counted = fragment.numel and bucket.channels.counts(bucket.plan)
+            norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float32).square() if counted else None
+            names.append(fragment.name)
+            squares.append(norm if norm is not None else torch.zeros((), dtype=torch.float32, device=device))
+    if not names:
+        return {}
+    total = torch.stack(squares)
+    channels.all_reduce(total, dist.ReduceOp.SUM, "all_reduce of norms")
+    return dict(zip(names, total.sqrt().unbind(), strict=True))
+
+
 def _local_gradients(bucket: Bucket) -> list[torch.Tensor]:
     """This rank's rows of the gradients that are there; none of them empty."""
     found = []

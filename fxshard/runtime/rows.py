@@ -29,6 +29,11 @@ class Rows(torch.Tensor):
     _whole: torch.Size
     _written: Callable[[], None]
 
+    @property
+    def first(self) -> int:
+        """The number of the first row."""
+        return self._first
+
     def __create_write_items__(self, name: str, whole: torch.Tensor) -> list[WriteItem]:
         """What this rank has to write: nothing if it holds no rows."""
         if self._whole.numel() and not self.numel():

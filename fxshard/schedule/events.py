@@ -63,8 +63,9 @@ class Event:
     A runtime event belongs to one bucket. A ``COMPUTE`` event is the stretch of nodes between two runtime events: it
     has no bucket, but says which buckets' parameters it ``reads``, which gradient buckets it ``writes``, and what it
     costs. An ``UPDATE`` is the optimizer's work on one bucket. An ``EXCHANGE`` is an all-to-all of matrices of the
-    buckets in ``reads``, to the ranks that orthogonalize them, or back to update the buckets in ``writes``. ``SCALES``
-    are those of all weights of the buckets in ``reads``, in one collective.
+    buckets in ``reads``, to the ranks that orthogonalize them, or back to update the buckets in ``writes``; or, on the
+    stream of replicas, it brings the parts of a shard that other replicas updated. ``SCALES`` are those of all weights
+    of the buckets in ``reads``, in one collective.
     """
 
     kind: Kind

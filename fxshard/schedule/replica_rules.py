@@ -13,9 +13,18 @@ if TYPE_CHECKING:
 def replicas_are_added_up_once(step: Step) -> None:
     """A reduced shard that has replicas is added up over them once, after its reduction and before its finish.
 
-    The update waits for that. Where there are no replicas, or nothing is sharded, there is no such sum.
+    The update waits for that. Where there are no replicas, or nothing is sharded, there is no such sum. Where replicas
+    share optimizer state, each update follows an exchange of what the others updated, and nowhere else.
     """
     rule = replicas_are_added_up_once
+    shared = {e.writes for _, e in step.schedule.of(Kind.EXCHANGE) if e.stream == "replicas"}
+    for i, event in step.schedule.of(Kind.UPDATE):
+        bucket = step.bucket(event.bucket_index)
+        if bucket.shares_state is not ((event.bucket_index,) in shared):
+            what = "no exchange brings" if bucket.shares_state else "an exchange brings"
+            step.broken(rule, i, f"updates a bucket for which {what} what other replicas updated")
+        if bucket.shares_state and not bucket.adds_replicas:
+            step.broken(rule, i, "updates a bucket that shares state with replicas, and has none")
     for index, trail in step.trails.items():
         bucket = step.bucket(index)
         reduced = added = None

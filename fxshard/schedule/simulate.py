@@ -123,6 +123,11 @@ def simulate(
 # -- durations ---------------------------------------------------------------------------------------------------------
 
 
+def _stream(event: Event) -> str:
+    shares = event.kind is Kind.EXCHANGE and event.stream == REPLICAS  # parts of shards between replicas
+    return REPLICAS if shares else STREAMS.get(event.kind, COMPUTE)
+
+
 def event_seconds(schedule: Schedule, hardware: Hardware) -> list[float]:
     """How long each event keeps its stream busy, by the cost model. Those that only mark a place take no time."""
     usual = _usual_dtype(schedule)
@@ -137,6 +142,9 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
         return hardware.compute_seconds(event.flops, event.traffic, torch.bfloat16)  # Newton–Schulz multiplies in it
     if event.kind is Kind.ACCUMULATE:
         return hardware.compute_seconds(event.flops, event.traffic, event.dtype)
+    if event.kind is Kind.EXCHANGE and event.stream == REPLICAS:
+        bucket = schedule.buckets[event.reads[0]]
+        return replicas_seconds(bucket, event.bytes * bucket.layout.ranks, hardware) / 2  # half of an all-reduce
     if event.kind is Kind.EXCHANGE:
         return all_to_all_seconds(event.bytes, schedule.buckets[event.reads[0]].layout.ranks, hardware)
     if event.kind is Kind.SCALES:
@@ -170,10 +178,10 @@ def _usual_dtype(schedule: Schedule) -> torch.dtype:
 
 def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) -> str:
     """What an event keeps busy besides its stream: of collectives the links they share, or nothing but themselves."""
-    stream = STREAMS.get(event.kind, COMPUTE)
+    stream = _stream(event)
     if stream == COMPUTE or not shared:
         return stream
-    return link(schedule.buckets[event.bucket_index], hardware, replicas=event.kind is Kind.ALL_REDUCE)
+    return link(schedule.buckets[event.bucket_index], hardware, replicas=stream == REPLICAS)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -217,7 +225,7 @@ def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bo
     needs, earliest = needed_before(events), _earliest(events, start)
     streams: dict[str, list[int]] = {COMPUTE: [], GATHER: [], REDUCE: [], REPLICAS: []}
     for i in range(len(events) - 1, -1, -1):  # the next event of a stream is its last entry
-        streams[STREAMS.get(events[i].kind, COMPUTE)].append(i)
+        streams[_stream(events[i])].append(i)
     free = dict.fromkeys([*streams, *links], 0.0)  # streams, and links between ranks
     free |= {links[i]: start.network_free for i, event in enumerate(events) if _for_next_step(event)}
     ready: dict[str, float | None] = dict.fromkeys(streams)  # when the next event of each may start, once that is known

@@ -10,7 +10,7 @@ import torch
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.exchange import Batch, local_work
 from fxshard.plan.matrices import newton_schulz_flops
-from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, plan_step
+from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
 from fxshard.schedule.events import Event, Kind, Phase
 
 TRAFFIC = 7
@@ -34,6 +34,8 @@ def updates(
                 events.append(_orthogonalize(batch))
                 back = _exchange(batch, _group(batch, buckets, group), torch.bfloat16, "back from their owners")
                 events.append(replace(back, writes=batch.buckets))
+            case Share(indices):
+                events += [_share(buckets[index], group) for index in indices if index in reduced]
             case Done(indices):
                 for index in (index for index in indices if index in reduced):
                     events.append(update(reduced[index], buckets[index], work.get(index, 0)))
@@ -104,6 +106,23 @@ def _exchange(batch: Batch, group: str, dtype: torch.dtype, where: str) -> Event
         stream="gather",
         why=f"{len(names)} matrices that lie on several ranks, {where}",
         reads=batch.buckets,
+    )
+
+
+def _share(bucket: BucketPlan, group: str) -> Event:
+    return Event(
+        kind=Kind.EXCHANGE,
+        phase=Phase.OPTIMIZER,
+        bucket="",
+        bucket_index=-1,
+        params=bucket.params,
+        bytes=bucket.layout.shard_numel * bucket.master_dtype.itemsize,
+        dtype=bucket.master_dtype,
+        group=bucket.group(group, replicas=True),
+        stream="replicas",
+        why="parts of the shard that other replicas updated",
+        reads=(bucket.index,),
+        writes=(bucket.index,),
     )
 
 

@@ -1,0 +1,141 @@
+"""HSDP in which replicas share optimizer state: the same bits, and a fraction of the memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import fxshard
+from fxshard.plan.layout import TensorSpec
+from fxshard.plan.rows import row_layout
+from fxshard.plan.shares import shares, within
+from fxshard.schedule.events import Kind, Phase
+from tests.pool import Pool
+from tests.stack import Stack, wide, wide_batch
+from tests.stack import batch as stack_batch
+from tests.training import EPS, deliver, random_gradients
+
+ONE, EACH = fxshard.AdamW(lr=1e-2, eps=EPS, over_replicas=True), fxshard.AdamW(lr=1e-2, eps=EPS)
+
+
+def trained(choice: fxshard.AdamW, **options: Any) -> tuple[dict[str, torch.Tensor], fxshard.ShardedModule]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fxshard.compile(Stack(), mesh=mesh, lowering="eager", optimizer=choice, **options)
+    for step in range(3):
+        model(*stack_batch(step, dist.get_rank())).backward()
+        model.clip_grad_norm_(1.0)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return model.full_state_dict(), model
+
+
+def equal() -> dict[str, Any]:
+    wrong, found = [], {}
+    precision = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+    for zero, options in ((1, {}), (2, {"layout": "whole"}), (3, {}), (3, {"precision": precision})):
+        mine, model = trained(ONE, zero=zero, **options)
+        theirs, _ = trained(EACH, zero=zero, **options)
+        wrong += [f"ZeRO-{zero} {name}" for name in theirs if not torch.equal(mine[name], theirs[name])]
+    found["events"] = [
+        (event.group, event.stream)
+        for event in model.schedule.events
+        if event.phase is Phase.OPTIMIZER and event.kind is Kind.EXCHANGE
+    ]
+    found["buckets"] = len(model.schedule.buckets)
+    return {"wrong": wrong, "parameters": mine, **found}
+
+
+@pytest.mark.shows("X5")
+def test_equals_hsdp_bitwise(ranks: Pool) -> None:
+    found = ranks(4, equal)
+    for rank in found:
+        assert rank["wrong"] == []
+        assert all(torch.equal(value, found[0]["parameters"][name]) for name, value in rank["parameters"].items())
+        assert rank["events"] == [("cpu×2 replicas", "replicas")] * rank["buckets"]
+
+
+def memory(path: Path) -> tuple[list[int], list[int], list[str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    models = [fxshard.compile(wide(), mesh=mesh, lowering="eager", optimizer=choice) for choice in (ONE, EACH)]
+    for model in models:
+        model(*wide_batch(0, dist.get_rank())).backward()
+        model.optimizer.step()
+    held = [model.bytes_at_rest()["state"] for model in models]
+    planned = [sum(bucket.at_rest().state for bucket in model.schedule.buckets) for model in models]
+    # A checkpoint of shared state goes on where all keep it, and the other way round.
+    wrong = []
+    for one, (model, choice) in enumerate(zip(models, (EACH, ONE), strict=True)):
+        fxshard.save(model, path / str(one))
+        other = fxshard.shard(wide(), mesh=mesh, zero=2, optimizer=choice)
+        fxshard.load(other, path / str(one))
+        for each in (model, other):
+            each.optimizer.zero_grad()
+            deliver(each, random_gradients(wide(), 1))
+            each.optimizer.step()
+        before, after = model.full_state_dict(), other.full_state_dict()
+        wrong += [name for name in before if not torch.equal(before[name], after[name])]
+    return held, planned, wrong
+
+
+@pytest.mark.shows("X5")
+def test_state_takes_half_and_moves_between_both(ranks: Pool, tmp_path: Path) -> None:
+    found = ranks(4, memory, tmp_path)
+    for (shared, kept), _, wrong in found:
+        assert shared < 0.55 * kept
+        assert wrong == []
+    most, planned = max(held[0] for held, _, _ in found), found[0][1][0]
+    assert most <= planned <= 1.03 * most, "what a rank holds is what was planned"
+
+
+def test_where_there_is_nothing_to_share_it_is_refused() -> None:
+    with pytest.raises(fxshard.ConfigError, match=r"over_replicas=True\) is for HSDP"):
+        fxshard.shard(Stack(), optimizer=ONE)
+    with pytest.raises(fxshard.ConfigError, match="AdamW alone"):
+        fxshard.Muon(adamw=ONE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.sampled_from([1, 3, 64, 100])), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.integers(2, 4),
+)
+def test_every_row_of_a_shard_is_updated_by_one_replica(
+    matrices: list[tuple[int, int]], ranks: int, replicas: int
+) -> None:
+    layout = row_layout([TensorSpec(f"w{i}", shape) for i, shape in enumerate(matrices)], ranks)
+    for shard in range(ranks):
+        parts = shares(layout, shard, replicas)
+        assert parts[0][0] == 0 and parts[-1][1] == layout.shard_numel
+        for fragment in layout.fragments(shard):
+            mine = [within(layout, fragment, *part) for part in parts]
+            rows = [row for part in mine for row in range(part.row_start, part.row_stop)]
+            assert rows == list(range(fragment.row_start, fragment.row_stop))
+            assert sum(part.numel for part in mine) == fragment.numel
+            width = layout.slots[layout.index[fragment.name]].spec.row_numel
+            assert all(part.numel == part.rows * width for part in mine if fragment.numel)
+
+
+def test_a_plan_has_it_too() -> None:
+    """Planned without ranks, simulated on the stream of replicas, verified, and the same after a trip through JSON."""
+    x, y = stack_batch(0, 0)
+    plans = [fxshard.plan(Stack(), (x, y), world_size=8, shard_size=2, optimizer=choice) for choice in (ONE, EACH)]
+    shared, kept = plans
+    assert shared.resident_bytes < kept.resident_bytes and shared.comm_bytes > kept.comm_bytes
+    shared.verify()
+    for schedule in plans:
+        first = schedule.buckets[0]
+        turned = replace(first, shares_state=not first.shares_state)
+        with pytest.raises(fxshard.ScheduleError, match="other replicas updated"):
+            replace(schedule, buckets=(turned, *schedule.buckets[1:])).verify()
+    again = fxshard.Schedule.from_json(shared.to_json())
+    assert again == shared and all(bucket.shares_state for bucket in again.buckets)
+    assert shared.simulate("h200").step_seconds > kept.simulate("h200").step_seconds
