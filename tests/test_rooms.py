@@ -23,6 +23,7 @@ ROOMS = (
     "frontend",
     "checkpoint",
     "integrations",
+    "fuzz",
     "bench",
     "cli",
 )

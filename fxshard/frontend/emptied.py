@@ -16,10 +16,13 @@ _hook: Any = None
 
 
 def refuse_uses(plain: nn.Module) -> None:
-    """From now on a call of the emptied model is refused, and so is the step of an optimizer made for it."""
+    """From now on a call of the emptied model is refused, its state dicts, and the step of an optimizer made for it."""
     global _hook
     for module in (plain, *plain.children()):  # not all: Dynamo has to look at each hook
         module.register_forward_pre_hook(_before_forward)
+    for module in plain.modules():
+        module.register_state_dict_pre_hook(_before_state_dict)
+        module.register_load_state_dict_pre_hook(_before_state_dict)
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_before_step)
 
@@ -35,6 +38,16 @@ def _before_forward(plain: nn.Module, args: Any) -> None:
         raise StateError(
             f"this {type(plain).__name__} was given to fxshard.compile or fxshard.shard, which took its parameters: "
             "call the model that they returned"
+        )
+
+
+def _before_state_dict(plain: nn.Module, *args: Any) -> None:
+    first = next(plain.parameters(), None)
+    found = sharding_of(first)
+    if found is not None and is_hollow(first) and not found[0].engine.lends:
+        raise StateError(
+            f"this {type(plain).__name__} was given to fxshard.compile or fxshard.shard, which took its parameters: "
+            "take state_dict() (sharded) or full_state_dict() of the model that they returned, and load into that one"
         )
 
 

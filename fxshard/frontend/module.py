@@ -20,6 +20,7 @@ from fxshard.frontend.emptied import refuse_uses
 from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
 from fxshard.frontend.parameter_identity import ParameterIdentity
 from fxshard.frontend.report import Compilations, Report
+from fxshard.frontend.saved_tensors import hooks_for_activations
 from fxshard.frontend.sharding import Sharding
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads
@@ -122,7 +123,7 @@ class ShardedModule(nn.Module):
                 'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
             )
         try:
-            with self._reads or contextlib.nullcontext():
+            with self._reads or contextlib.nullcontext(), hooks_for_activations():
                 result = self._compiled(*args, **kwargs)
         except FAILURES as error:
             raise self._failed(explained(error, self._inner, self._backend.captured)) from error

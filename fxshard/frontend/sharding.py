@@ -34,7 +34,7 @@ from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels, connect, domain_ranks, shape_of
 from fxshard.runtime.engine import Engine
-from fxshard.runtime.hollow import hollow_like
+from fxshard.runtime.hollow import hollow_like, refuse_copies
 from fxshard.runtime.replay import check_capturable
 from fxshard.schedule.params import ParamRef
 from fxshard.schedule.profile import Profile
@@ -289,6 +289,7 @@ def _take_over(bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
     bucket.channels.broadcast(value)
     bucket.load({name: value})
     parameter.data = hollow_like(parameter, bucket.plan.param_dtype)
+    refuse_copies(parameter)
 
 
 def _settle(bucket: Bucket) -> None:

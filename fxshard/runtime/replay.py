@@ -19,7 +19,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError, FxshardError
 from fxshard._torch.log import LOG
 from fxshard.runtime.cuda_tape import Place, Tape
-from fxshard.runtime.hollow import is_hollow
+from fxshard.runtime.hollow import address, is_hollow
 from fxshard.runtime.transition import Transition, Watching, entry, hindrance, prepare
 from fxshard.schedule.events import Phase
 
@@ -98,7 +98,7 @@ class Loan:
         self.reading = False
         """Whether its backward runs through just now."""
         first = next(i for i, value in enumerate(saved) if _is_on(value, device))
-        self.addresses = frozenset(value.data_ptr() for value in saved if isinstance(value, torch.Tensor)) - {0}
+        self.addresses = frozenset(address(value) for value in saved if isinstance(value, torch.Tensor)) - {0}
         self._anchor: torch.Tensor | None = saved[first]
         saved[first] = private.same_memory(saved[first])
         self._storage = private.StorageReference(saved[first])
@@ -164,7 +164,7 @@ class Replays:
     def _claim(self, given: list[Any]) -> Loan | str:
         """The activations that a backward was given, if a captured forward made them; else why not."""
         loan = self._loan
-        addresses = {value.data_ptr() for value in given if isinstance(value, torch.Tensor)}
+        addresses = {address(value) for value in given if isinstance(value, torch.Tensor)}
         if loan is None or not loan.addresses <= addresses:
             return "its forward ran through"
         return loan if loan.claim(given) else "autograd keeps the activations (retain_graph)"
@@ -298,7 +298,7 @@ def _kind(value: Any, addresses: frozenset[int]) -> Hashable:
     """What a take depends on of an input: the shape of data, the address of what does not move."""
     if not isinstance(value, torch.Tensor):
         return value
-    return (value.shape, value.stride(), value.dtype) if _is_data(value, addresses) else value.data_ptr()
+    return (value.shape, value.stride(), value.dtype) if _is_data(value, addresses) else address(value)
 
 
 def _own(value: torch.Tensor) -> torch.Tensor:

@@ -278,6 +278,21 @@ storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # ty
 """Where the object lies that stands for a tensor's memory, also for a DTensor. torch 2.11, 2.13."""
 
 
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The innermost hooks for tensors that autograd saves, if there are any. torch 2.11, 2.13."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined,no-any-return]
+
+
+def forbid_access(tensor: torch.Tensor, message: str) -> None:
+    """Operations that touch the tensor's memory raise: with ``message`` where torch is built for CUDA; elsewhere torch
+    can only be told to refuse writes, in its own words. torch 2.11, 2.13.
+    """
+    if hasattr(torch._C, "_set_storage_access_error_msg"):
+        torch._C._set_storage_access_error_msg(tensor, message)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(tensor)  # type: ignore[attr-defined]
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Call something when the backward that runs now is over, on the thread that started it. torch 2.11, 2.13."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""A standing adversary: random models and training loops, sharded and plain, compared (``python -m fxshard.fuzz``)."""
