@@ -6,6 +6,11 @@ torchrun --standalone --nproc-per-node 2 examples/resume.py --folder runs/a
 
 What to look at: the second run is killed while it saves; the third goes on from the last complete checkpoint, with the
 losses that a run without interruption has.
+
+With replicas of each shard (HSDP), a run that lost some of its ranks goes on with those that are left:
+
+torchrun --standalone --nproc-per-node 4 examples/resume.py --folder runs/b --shard-size 2 --die-in step
+torchrun --standalone --nproc-per-node 2 examples/resume.py --folder runs/b --shard-size 2
 """
 
 import argparse
@@ -16,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
@@ -28,7 +34,8 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
     torch.manual_seed(0)
     optimizer = fxshard.Muon(lr=2e-2, adamw=fxshard.AdamW(lr=3e-3))
-    model = fxshard.compile(Llama(CONFIG), zero=3, optimizer=optimizer, lowering=options.lowering)
+    mesh = replicas(options.shard_size)
+    model = fxshard.compile(Llama(CONFIG), zero=3, optimizer=optimizer, mesh=mesh, lowering=options.lowering)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(model.optimizer, options.steps)
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(rank)  # the data comes from torch's generator here, so its state is the position in the data
@@ -63,6 +70,15 @@ def main(given: Sequence[str] | None = None) -> None:
     fxshard.checkpoint.wait_for_save(model)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def replicas(shard_size: int | None) -> DeviceMesh | None:
+    """As many replicas as there are ranks for; None without replicas."""
+    if shard_size is None:
+        return None
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, (world // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,6 +117,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=3, help="steps between checkpoints (default 3)")
     parser.add_argument("--die-in", choices=("save", "step"), help="kill a process in the middle of one")
     parser.add_argument("--die-at", type=int, default=6, help="of which step (default 6)")
+    parser.add_argument("--shard-size", type=int, help="shard over so many ranks, and replicate over the others")
     parser.add_argument("--lowering", default="inductor", help="inductor, or eager to compile nothing")
     return parser.parse_args(given)
 

@@ -11,6 +11,7 @@ import torch
 
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.gather_modes import Gather
 from fxshard.plan.layout import Layout, aligned
 from fxshard.plan.memory import GRANULE
@@ -44,6 +45,8 @@ def header_is_possible(step: Step) -> None:
             step.fails(header_is_possible, f"{domain} has {domain.ranks} ranks, but ranks is {schedule.ranks}")
         if not domain.name and domain.divisor not in (1, domain.ranks):
             step.fails(header_is_possible, f"{domain} divides neither by 1 nor by its {domain.ranks} ranks")
+    if len({domain.device for domain in domains if domain.ranks > 1}) > 1:
+        step.fails(header_is_possible, f"domains are on different devices: {sorted(domains, key=repr)}")
     if len({domain.name for domain in domains}) < len(domains):
         step.fails(header_is_possible, f"two domains have the same name: {sorted(domains, key=repr)}")
 
@@ -92,12 +95,14 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
         yield f"has the matrices {bucket.matrices}, which are not parameters of it"
     if bucket.matrices and not bucket.trainable:
         yield "is frozen, but has matrices for Muon"
-    if bucket.rests_quantized and bucket.param_dtype != torch.bfloat16:
-        yield f"rests quantized, but is {bucket.param_dtype}"
+    if bucket.quantized and bucket.param_dtype != torch.bfloat16:
+        yield f"is quantized from {bucket.param_dtype}, not from bfloat16"
     if bucket.rests_quantized and bucket.float8 is None and (bucket.gather is Gather.STAGED) != bucket.resident:
         yield f"is gathered {bucket.gather}, but is {'' if bucket.resident else 'not '}resident"
     if bucket.quantized and any(len(spec.shape) < 2 for spec in specs):
         yield "is to be quantized, but not all of it are matrices"
+    if bucket.float8 is not None and not isinstance(bucket.float8, Float8Recipe):
+        yield f"has {bucket.float8!r} for a recipe of float8"
     cut = BLOCK if bucket.float8 is None else bucket.float8.cut
     for spec in specs:
         if spec.cut_rows != (cut if bucket.quantized and len(spec.shape) == 2 else 1):

@@ -53,7 +53,7 @@ def phases_are_in_order(step: Step) -> None:
 def events_match_their_buckets(step: Step) -> None:
     """Name, parameters, bytes, dtype, group and stream of an event are those that its bucket has for its kind."""
     rule = events_match_their_buckets
-    unnamed = ""  # the group of buckets that do not say which theirs is: the same for all
+    unnamed: str | None = None  # the group of buckets that do not say which theirs is: the same for all
     for i, event in enumerate(step.schedule.events):
         if event.kind is Kind.EXCHANGE or (event.phase is Phase.OPTIMIZER and event.kind is Kind.COMPUTE):
             continue  # optimizer_follows_from_the_buckets
@@ -65,7 +65,7 @@ def events_match_their_buckets(step: Step) -> None:
             bucket = step.bucket(event.bucket_index)
             wanted = _runtime(event, bucket)
             if not bucket.domain.device and wanted["group"]:
-                unnamed = unnamed or event.group
+                unnamed = event.group if unnamed is None else unnamed
                 wanted["group"] = unnamed
         for field, value in wanted.items():
             if getattr(event, field) != value:

@@ -1,0 +1,130 @@
+"""kill -9 and SIGSTOP of one rank at each kind of event of a step: the other ends, and says at which of its own events.
+
+The checkpoint of the step before loads on the ranks that are left.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from tests.forks import fork, load_compiler
+from tests.thorough import thorough
+
+START = 150.0
+"""Seconds that two processes may take to start."""
+SOON = 20.0
+"""Seconds in which a closed connection is noticed; far less than the timeout, even on a busy machine."""
+TIMEOUTS = {"killed": 600.0, "stopped": 8.0}
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+KINDS = ("unshard", "wait", "reshard", "grad", "reduce", "finish", "carry")
+"""What the engine carries out in a step; ``carry`` is after the update of a bucket."""
+EVENT = r"(forward|backward|optimizer) (unshard|reduce) of 'layers.\d'"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def train(rank: int, kind: str, how: str, folder: Path) -> None:
+    """A step, a save, and steps in the first of which something happens to rank 1 at its second event of a kind."""
+    start = datetime.timedelta(seconds=START)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=start)
+    dist.barrier()  # from here on both are equally far
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUTS[how]))
+    model = fxshard.compile(Net(), optimizer=fxshard.AdamW(), lowering="eager")
+    step(model)
+    fxshard.save(model, folder / "step-1")
+    torch.save(model.full_state_dict(), folder / f"expected-{rank}")
+    if rank == 1:
+        engine = model._sharding.engine
+        owner = engine.gradients if kind in ("grad", "reduce", "finish") else engine
+        setattr(owner, kind, second_call(getattr(owner, kind), SIGNALS[how], folder / "happened"))
+    for _ in range(3):
+        step(model)
+
+
+def step(model: fxshard.ShardedModule) -> None:
+    model(torch.ones(2, 16)).backward()
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+
+
+def second_call(act: Callable[..., Any], number: signal.Signals, mark: Path) -> Callable[..., Any]:
+    calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            mark.touch()
+            os.kill(os.getpid(), number)
+        return act(*args, **kwargs)
+
+    return counted
+
+
+Case = tuple[str, str]
+CASES: list[Case] = [*((kind, "killed") for kind in KINDS), ("unshard", "stopped"), ("reduce", "stopped")]
+MORE: list[Case] = [(kind, "stopped") for kind in KINDS if (kind, "stopped") not in CASES]
+
+
+@pytest.fixture(scope="module")
+def left(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[Case, tuple[str, float, Path]]]:
+    """By case: what rank 0 wrote, how many seconds after it happened it ended, and the folder of checkpoints."""
+    load_compiler()
+    asked = {item.callspec.params["case"] for item in request.session.items if item.path == Path(__file__)}
+    folders = {case: tmp_path_factory.mktemp("-".join(case)) for case in (*CASES, *MORE) if case in asked}
+    processes = {
+        (case, rank): fork(folder / str(rank), {}, train, rank, *case, folder)
+        for case, folder in folders.items()
+        for rank in range(2)
+    }
+    found = {}
+    try:
+        for case, folder in folders.items():
+            processes[case, 0].join(timeout=170)
+            text = (folder / "0").read_text()
+            assert processes[case, 0].exitcode == 1, f"{case}: {processes[case, 0].exitcode}\n{text}"
+            seconds = (folder / "0").stat().st_mtime - (folder / "happened").stat().st_mtime
+            found[case] = (text, seconds, folder)
+        yield found
+    finally:
+        for each in processes.values():
+            each.kill()
+            each.join()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", [*CASES, *map(thorough, MORE)], ids=" ".join)
+def test_the_rank_that_is_left_ends(left: dict[Case, tuple[str, float, Path]], case: Case) -> None:
+    text, seconds, folder = left[case]
+    assert re.search(rf"PeerError: rank 0: {EVENT} failed", text), text
+    assert seconds < (SOON if case[1] == "killed" else TIMEOUTS["stopped"] + SOON), text
+
+    again = fxshard.shard(Net(), optimizer=fxshard.AdamW())  # on one rank
+    assert fxshard.load(again, folder).path == folder / "step-1"
+    expected = torch.load(folder / "expected-0")
+    assert all(torch.equal(value, expected[name]) for name, value in again.full_state_dict().items())
