@@ -31,7 +31,8 @@ class WeightScales:
         places = zip(self._largest.split(counts), self._scales.split(counts), strict=True) if counts else ()
         for bucket, (largest, scales) in zip(self._buckets, places, strict=True):
             _copies(bucket).bind(largest, scales)
-        self._versions: list[int] = []
+        self._versions: dict[int, int] = {}
+        """Of the masters that the scales are of, by bucket."""
         self._owned: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._infinite: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
@@ -40,7 +41,7 @@ class WeightScales:
 
         Ranks agree about what changed, so they all do it or none does.
         """
-        versions = [bucket.version for bucket in self._buckets]
+        versions = {bucket.plan.index: bucket.version for bucket in self._buckets}
         if versions == self._versions:
             return
         self._check()
@@ -57,6 +58,10 @@ class WeightScales:
             self._scales.copy_(scales_of(self._largest.bfloat16(), E4M3))
         self._versions = versions
         self._note()
+
+    def are_of(self, bucket: Bucket) -> bool:
+        """Whether the scales are those of what a bucket's master holds now."""
+        return self._versions.get(bucket.plan.index) == bucket.version
 
     def _measure(self) -> None:
         """The largest magnitudes of what this rank owns; those of others' rows are zero. Of matrices in one go."""
@@ -103,7 +108,7 @@ class WeightScales:
         names = [
             bucket.plan.name for bucket, part in zip(self._buckets, infinite.split(counts), strict=True) if part.any()
         ]
-        self._versions = []
+        self._versions = {}
         raise StateError(
             f"weights of {', '.join(names[:4])}{' and others' if names[4:] else ''} are not finite: they have no scale "
             "in float8. An update before this step made them so: clip gradients, lower the learning rate, or go back "
