@@ -39,6 +39,7 @@ BENCHES = {
     "moe": Bench("fxshard.bench.moe", "a mixture of experts against eager torch and torch.compile"),
     "compile-time": Bench("fxshard.bench.compile_time", "time to the first step, by number of layers"),
     "models": Bench("fxshard.bench.coverage", "which architectures of transformers train, in how many graphs: a table"),
+    "tools": Bench("fxshard.bench.tools", "transformers.Trainer and a LoRA fine-tune against FSDP2, each in a process"),
     "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator"),
     "checkpoint": Bench("fxshard.bench.checkpoint", "saving and loading against FSDP2", ranks=True),
 }

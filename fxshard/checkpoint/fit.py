@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fxshard.checkpoint.held import MODEL, OPTIMIZER, Held
-from fxshard.checkpoint.names import Shape, Source, Sources, find_sources
 from fxshard.checkpoint.planners import Target
+from fxshard.plan.stored_names import Shape, Source, Sources, find_sources
 
 
 @dataclass(frozen=True)

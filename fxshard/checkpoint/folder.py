@@ -1,4 +1,4 @@
-"""A checkpoint as a folder: written aside, renamed when it is complete, found again, refused when it is damaged."""
+"""A complete checkpoint as a folder: found again, refused when it is damaged, deleted when it is old."""
 
 from __future__ import annotations
 
@@ -17,39 +17,6 @@ MANIFEST = "fxshard.json"
 METADATA = ".metadata"
 PARTIAL, DELETING = ".partial", ".deleting"
 FORMAT = 1
-
-
-def partial(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
-    return path.with_name(path.name + PARTIAL)
-
-
-def prepare(path: Path) -> str | None:
-    """Make room for a checkpoint at ``path``; returns why that is not possible, if it is not."""
-    if path.exists():
-        return f"{path} exists already: choose another name, or remove it"
-    try:
-        if partial(path).exists():  # of a save that did not finish
-            shutil.rmtree(partial(path))
-        partial(path).mkdir(parents=True)
-    except OSError as error:
-        return f"cannot write to {path.parent}: {error}"
-    return None
-
-
-def commit(path: Path, record: dict[str, Any]) -> None:
-    """Say what a complete checkpoint consists of, and give it its name. From here on it exists."""
-    aside = partial(path)
-    files = {file.name: file.stat().st_size for file in sorted(aside.iterdir()) if file.is_file()}
-    digest = hashlib.sha256((aside / METADATA).read_bytes()).hexdigest()
-    manifest = {"format": FORMAT, **record, "files": files, "metadata_sha256": digest}
-    with (aside / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(aside)
-    aside.rename(path)
-    _sync(path.parent)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -118,8 +85,9 @@ def prune(path: Path, keep: int) -> None:
     for old in _newest_first(path.parent)[keep:]:
         if old != path:
             # Renamed first: a process that ends in between must not leave half a checkpoint that looks like one.
-            leaving = old.rename(old.with_name(old.name + DELETING))
-            shutil.rmtree(leaving)
+            old.rename(old.with_name(old.name + DELETING))
+    for leaving in path.parent.glob(f"*{DELETING}"):  # those of a process that was killed here, too
+        shutil.rmtree(leaving, ignore_errors=True)
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -131,7 +99,7 @@ def _newest_first(folder: Path) -> list[Path]:
     return [candidate for *_, candidate in sorted(found, reverse=True)]
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """A rename is only safe from a power failure once its folder is written."""
     handle = os.open(folder, os.O_RDONLY)
     try:

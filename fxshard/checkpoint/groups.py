@@ -10,9 +10,9 @@ import torch
 
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.checkpoint.held import parameter_names
-from fxshard.checkpoint.names import Source
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.groups import check_loaded
+from fxshard.plan.stored_names import Source
 
 _NOT_OPTIONS = ("params", "param_names")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 
 from fxshard._torch.errors import CheckpointError, ConfigError
-from fxshard.checkpoint import folder
 from fxshard.checkpoint.conversion import as_in_memory
 from fxshard.checkpoint.fit import Stored, match_model, targets
 from fxshard.checkpoint.held import MODEL, of_model
+from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Target
 from fxshard.checkpoint.saving import check_model, wait_for_save
 from fxshard.frontend.exporting import INDEX, SafetensorsWriter, whole_tensors
@@ -77,10 +76,16 @@ def save_safetensors(
     """
     ranks = check_model(model)
     path = Path(path)
-    problem = folder.prepare(path) if ranks.rank == 0 else None
-    ranks.settle([problem] if problem else [], "nothing was saved")
-    writer = SafetensorsWriter(folder.partial(path), file_bytes) if ranks.rank == 0 else None
+    ranks.doing = f"saving {path}"
+    partial: Partial | None = None
     failure: str | None = None
+    if ranks.rank == 0:
+        try:
+            partial = prepare(path)
+        except CheckpointError as error:
+            failure = str(error)
+    ranks.settle([failure] if failure else [], "nothing was saved")
+    writer = SafetensorsWriter(partial.folder, file_bytes) if partial is not None else None
     for names, value in whole_tensors(model.state_dict(keep_vars=True), model._sharding.buckets):
         if writer is None or failure is not None:
             continue  # the others are still gathering: go on with them
@@ -90,14 +95,14 @@ def save_safetensors(
                 writer.add(rename(name) if rename is not None else name, value)
         except Exception as error:
             failure = str(error)
-    if writer is not None and failure is None:
+    if writer is not None and partial is not None and failure is None:
         try:
             writer.close()
-            folder.partial(path).rename(path)
+            partial.publish()
         except OSError as error:
             failure = str(error)
-    if failure is not None:
-        shutil.rmtree(folder.partial(path), ignore_errors=True)
+    if partial is not None and failure is not None:
+        partial.abandon()
     ranks.settle([failure] if failure else [], f"{path} was not saved")
     return path
 

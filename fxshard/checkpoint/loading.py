@@ -17,8 +17,7 @@ from fxshard._torch.errors import CheckpointError, FxshardError
 from fxshard._torch.progress import long_work
 from fxshard.checkpoint import folder, groups
 from fxshard.checkpoint.fit import Stored, fields_in, match_model, targets
-from fxshard.checkpoint.held import OPTIMIZER, empty_like_parameter, of_model, of_optimizer, parameter_names
-from fxshard.checkpoint.names import Source
+from fxshard.checkpoint.held import MODEL, OPTIMIZER, empty_like_parameter, of_model, of_optimizer, parameter_names
 from fxshard.checkpoint.planners import LoadRows, Progress, Target
 from fxshard.checkpoint.ranks import Ranks
 from fxshard.checkpoint.reader import RowReader
@@ -26,6 +25,7 @@ from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_sa
 from fxshard.checkpoint.surroundings import restore_random_states
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.sharded import ShardedOptimizer
+from fxshard.plan.stored_names import Source
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,17 @@ def load(
 ) -> Loaded:
     """Load what ``fxshard.save`` wrote, on any number of ranks, ZeRO stage and layout. Collective.
 
-    ``path``: a checkpoint, or a folder of checkpoints: the latest complete one is taken. Everything is checked
-    first: a damaged checkpoint, other keys, shapes, dtypes, groups or Newton–Schulz coefficients are a
-    ``CheckpointError`` on every rank, and nothing is changed. Hyperparameters continue as saved. ``weights_only`` loads
-    parameters and buffers and nothing else.
+    ``path``: a checkpoint, or a folder of checkpoints: the latest complete one is taken. Everything is checked first,
+    checksums included: a damaged checkpoint, other keys, shapes, dtypes, groups or Newton–Schulz coefficients are a
+    ``CheckpointError`` on every rank, and nothing is changed. Reading runs no code of the folder's. Hyperparameters
+    continue as saved. ``weights_only`` loads parameters and buffers and nothing else.
 
     >>> loaded = fxshard.load(model, "runs/a")
     >>> scheduler.load_state_dict(loaded.extra["scheduler"])
     """
     ranks = check_model(model)
     wait_for_save(model)
+    ranks.doing = f"loading {path}"
     path = _find(Path(path), ranks)
     optimizer = model._optimizer if optimizer is None else optimizer
     try:
@@ -69,6 +70,9 @@ def load(
     except (FxshardError, OSError) as error:
         problems = [str(error)]
     ranks.settle(problems, f"{path} does not fit, nothing was loaded")
+    # A bit that flipped is found before the first byte of the model is overwritten.
+    parts = (f"{MODEL}.",) if weights_only else ("",)
+    ranks.settle(plan.reader.damage(parts, ranks.rank, ranks.size), f"{path} is damaged, nothing was loaded")
     same_ranks = plan.manifest["ranks"] == ranks.size
     objects = [] if weights_only else [f"extra.{ranks.rank if same_ranks else 0}"]
     objects += [f"rng.{ranks.rank}"] if same_ranks and not weights_only else []
@@ -91,7 +95,7 @@ class _Plan:
     def __init__(self, model: ShardedModule, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
         self.model, self.optimizer = model, optimizer
         self.manifest = folder.read(path)
-        self.reader = RowReader(path)
+        self.reader = RowReader(path, self.manifest["files"])
         self.stored = {
             key: Stored(tuple(value.size), value.properties.dtype)
             for key, value in self.reader.read_metadata().state_dict_metadata.items()
@@ -171,7 +175,7 @@ def _find(path: Path, ranks: Ranks) -> Path:
 
 def _read(reader: RowReader, planner: LoadRows, ranks: Ranks, path: Path) -> None:
     try:
-        with quiet(ranks):
+        with quiet(ranks), ranks.together():
             dcp.load({}, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as error:
         raise CheckpointError(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fxshard._torch.errors import CheckpointError
+from fxshard._torch import private
+from fxshard._torch.errors import CheckpointError, PeerError
+from fxshard.checkpoint.roll_call import RollCall
 from fxshard.frontend.sharding import Sharding
 from fxshard.runtime.channels import domain_ranks
-
-TIMEOUT = datetime.timedelta(hours=1)
-"""The slowest rank may take this much longer to write than the fastest."""
 
 
 class Ranks:
@@ -23,10 +22,27 @@ class Ranks:
     def __init__(self, sharding: Sharding) -> None:
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
+        self.doing = "saving or loading a checkpoint"
+        """What a rank that waits in vain says that it was doing."""
         members = domain_ranks(sharding.mesh)
         if len(members) > 1:
-            self.group = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
-            self.rank, self.size = dist.get_rank(self.group), len(members)
+            self.rank, self.size = members.index(dist.get_rank()), len(members)
+            self._roll_call = RollCall(members, private.group_timeout())
+            with self.together():
+                timeout = self._roll_call.collectives
+                self.group = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do together: where it fails because some do not come, the error names them."""
+        if self.size > 1:
+            self._roll_call.number += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1:
+                raise
+            raise PeerError(f"rank {dist.get_rank()}, {self.doing}: {self._roll_call.explain(error)}") from error
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value."""
@@ -37,7 +53,8 @@ class Ranks:
         if self.group is None:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
+        with self.together():
+            dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def settle(self, problems: Sequence[str], what: str) -> None:

@@ -7,13 +7,11 @@ the memory where they belong.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
 import os
-import struct
-import zipfile
-import zlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,23 +23,55 @@ from torch.distributed.checkpoint import (
     ReadItem,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from fxshard._torch.errors import CheckpointError
+from fxshard.checkpoint.metadata import Place, read_metadata
+from fxshard.checkpoint.records import Record, fill, verify_archive
 
 
 class RowReader(FileSystemReader):
     """``FileSystemReader`` for checkpoints that ``fxshard.save`` wrote."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: Path, files: Mapping[str, int]) -> None:
         super().__init__(path)
-        self._metadata: Metadata | None = None
+        self._metadata = read_metadata(path, files)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
+        return self._metadata  # torch's own would unpickle the file
+
+    def damage(self, begins: tuple[str, ...], rank: int, ranks: int) -> list[str]:
+        """What is not as it was written, in this rank's share of the pieces whose keys begin so.
+
+        Ranks verify equally many bytes each, whichever of them will read them: a rank reads rows, and a checksum is
+        that of a whole piece.
+        """
+        pieces = [(place, index.fqn) for index, place in self._places().items() if index.fqn.startswith(begins)]
+        pieces.sort(key=lambda piece: (piece[0].relative_path, piece[0].offset))
+        total = sum(place.length for place, _ in pieces)
+        found: list[str] = []
+        before = 0
+        for place, key in pieces:
+            if total * rank <= before * ranks < total * (rank + 1):
+                try:
+                    self._verify(place, key)
+                except (CheckpointError, OSError) as error:
+                    found.append(str(error))
+            before += place.length
+        return found
+
+    def _places(self) -> dict[MetadataIndex, Place]:
+        return self._metadata.storage_data
+
+    def _verify(self, place: Place, key: str) -> None:
+        is_tensor = isinstance(self._metadata.state_dict_metadata.get(key), TensorStorageMetadata)
+        with open(os.path.join(self.path, place.relative_path), "rb", buffering=0) as file:
+            if is_tensor:
+                Record(file, place.offset, place.length, key).verify()
+            else:
+                verify_archive(file, place.offset, place.length, key)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
@@ -60,15 +90,15 @@ class RowReader(FileSystemReader):
         place = self.storage_data[item.storage_index]
         if item.type == LoadItemType.BYTE_IO:
             packed = bytearray(place.length)
-            _fill(file, memoryview(packed), place.offset)
+            fill(file, memoryview(packed), place.offset)
             planner.load_bytes(item, io.BytesIO(packed))
             return
-        stored = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
+        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata) and item.storage_index.index is not None
         sizes = stored.chunks[item.storage_index.index].sizes
         dtype = stored.properties.dtype
         target = planner.resolve_tensor(item).detach()
-        record = _Record(file, place.offset, place.length, item.storage_index.fqn)
+        record = Record(file, place.offset, place.length, item.storage_index.fqn)
         if record.size != math.prod(sizes) * dtype.itemsize:
             raise CheckpointError(
                 f"{file.name}: {item.storage_index.fqn} has {record.size} bytes, not those of {sizes}"
@@ -84,65 +114,3 @@ class RowReader(FileSystemReader):
                 into = into.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
             target.copy_(into)
         planner.commit_tensor(item, target)
-
-
-class _Record:
-    """Where in a file the elements of one stored piece lie; what ``torch.save`` writes is a zip archive."""
-
-    def __init__(self, file: io.FileIO, offset: int, length: int, key: str) -> None:
-        self._file, self._key = file, key
-        try:
-            archive = zipfile.ZipFile(_Window(file, offset, length))
-            (self._info,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-            header = bytearray(30)
-            _fill(file, memoryview(header), offset + self._info.header_offset)
-            name_length, extra_length = struct.unpack("<HH", header[26:30])
-        except (zipfile.BadZipFile, ValueError) as error:
-            raise CheckpointError(f"{file.name} is damaged at {key}: {error}") from None
-        self.size = self._info.file_size
-        self._start = offset + self._info.header_offset + 30 + name_length + extra_length
-
-    def read(self, into: torch.Tensor, start: int) -> None:
-        """Fill a contiguous tensor with bytes from ``start`` on; a record that is read whole is also verified."""
-        if not into.nbytes:
-            return
-        view = memoryview((ctypes.c_char * into.nbytes).from_address(into.data_ptr())).cast("B")
-        _fill(self._file, view, self._start + start)
-        if into.nbytes == self.size and zlib.crc32(view) != self._info.CRC:
-            raise CheckpointError(f"{self._file.name} is damaged: {self._key} is not what was written")
-
-
-class _Window(io.RawIOBase):
-    """A stretch of a file, as a file."""
-
-    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        got = os.preadv(self._file.fileno(), [view], self._offset + self._at)
-        self._at += got
-        return got
-
-
-def _fill(file: io.FileIO, view: memoryview, offset: int) -> None:
-    """Read until ``view`` is full."""
-    while view:
-        got = os.preadv(file.fileno(), [view], offset)
-        if not got:
-            raise CheckpointError(f"{file.name} is damaged: it ends {len(view)} bytes too early")
-        view, offset = view[got:], offset + got

@@ -22,6 +22,7 @@ from fxshard._torch.progress import long_work
 from fxshard._version import __version__
 from fxshard.checkpoint import folder, groups
 from fxshard.checkpoint.held import Held, of_model, of_optimizer
+from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Progress, SaveRows, packed
 from fxshard.checkpoint.ranks import Ranks, ranks_of
 from fxshard.checkpoint.surroundings import random_states
@@ -89,14 +90,16 @@ def save(
     path = Path(path)
     optimizer = model._optimizer if optimizer is None else optimizer
     problems: list[str] = []
+    partial: Partial | None = None
+    ranks.doing = f"saving {path}"
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ConfigError(f"keep={keep!r}: expected how many checkpoints to keep, 1 or more, or None for all")
     if Path(ranks.from_first(path)) != path:
         problems.append(f"this rank was given another path than rank 0: {path}")
-    elif ranks.rank == 0 and (problem := folder.prepare(path)) is not None:
-        problems.append(problem)
     device = model._sharding.engine.device
     try:
+        if ranks.rank == 0 and not problems:
+            partial = prepare(path)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.settle()
         held = [*of_model(model), *(of_optimizer(model, optimizer.state) if optimizer is not None else ())]
@@ -105,9 +108,11 @@ def save(
         objects["extra", str(ranks.rank)] = _packed_extra(extra)
     except FxshardError as error:
         problems.append(str(error))
-    ranks.settle(problems, "nothing was saved")
-    if asynchronous:
-        held = _staging(model).copy(held)
+    with _abandoned_on_failure(partial):
+        ranks.settle(problems, "nothing was saved")
+        into = ranks.from_first(partial.folder if partial is not None else None)
+        if asynchronous:
+            held = _staging(model).copy(held)
     pending = Save(path)
     # Off the device torch copies ahead of what it writes, in one thread only.
     writers = 1 if device.type == "cuda" and not asynchronous else WRITERS
@@ -115,7 +120,11 @@ def save(
     def job() -> None:
         own = progress is not None or asynchronous  # during training nothing is shown
         with contextlib.nullcontext(progress) if own else long_work(f"saving {path.name}") as watch:
-            _write(path, SaveRows(held, objects, watch), ranks, record, keep, writers)
+            with _abandoned_on_failure(partial):
+                _write(path, into, SaveRows(held, objects, watch), ranks, writers)
+                _commit(path, partial, ranks, record)
+            if partial is not None and keep is not None:
+                _prune(path, keep)
 
     if asynchronous:
         _PENDING[model._sharding] = pending
@@ -167,25 +176,41 @@ def _staging(model: ShardedModule) -> _Staging:
     return _STAGING.setdefault(model._sharding, _Staging())
 
 
-def _write(path: Path, planner: SaveRows, ranks: Ranks, record: dict[str, Any], keep: int | None, writers: int) -> None:
-    writer = dcp.FileSystemWriter(folder.partial(path), thread_count=writers)
+@contextlib.contextmanager
+def _abandoned_on_failure(partial: Partial | None) -> Iterator[None]:
+    """What was written goes if the save fails; only the first rank has it."""
     try:
-        with quiet(ranks):
+        yield
+    except BaseException:
+        if partial is not None:
+            partial.abandon()
+        raise
+
+
+def _write(path: Path, into: Path, planner: SaveRows, ranks: Ranks, writers: int) -> None:
+    writer = dcp.FileSystemWriter(into, thread_count=writers)
+    try:
+        with quiet(ranks), ranks.together():
             dcp.save({}, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as error:
         raise CheckpointError(f"{path} was not saved: {explained(error)}") from error
+
+
+def _commit(path: Path, partial: Partial | None, ranks: Ranks, record: dict[str, Any]) -> None:
     problems = []
-    if ranks.rank == 0:
+    if partial is not None:
         try:
-            folder.commit(path, record)
+            partial.commit(record)
         except OSError as error:
             problems.append(str(error))
     ranks.settle(problems, f"{path} was not saved")
-    if ranks.rank == 0 and keep is not None:
-        try:
-            folder.prune(path, keep)
-        except OSError as error:  # the new checkpoint is complete: nothing to fail for
-            warnings.warn(f"an old checkpoint could not be deleted: {error}", RuntimeWarning, stacklevel=1)
+
+
+def _prune(path: Path, keep: int) -> None:
+    try:
+        folder.prune(path, keep)
+    except OSError as error:  # the new checkpoint is complete: nothing to fail for
+        warnings.warn(f"an old checkpoint could not be deleted: {error}", RuntimeWarning, stacklevel=1)
 
 
 def _packed_extra(extra: Any) -> bytes:

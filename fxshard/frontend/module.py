@@ -17,7 +17,8 @@ from fxshard.frontend import likeness, state
 from fxshard.frontend.backend import Backend
 from fxshard.frontend.capture import FAILURES, cast_floats, explained
 from fxshard.frontend.emptied import refuse_uses
-from fxshard.frontend.mirror import mirror, refresh_buffers
+from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
+from fxshard.frontend.parameter_identity import ParameterIdentity
 from fxshard.frontend.report import Compilations, Report
 from fxshard.frontend.sharding import Sharding
 from fxshard.runtime.agreement import COMMUNICATION
@@ -52,10 +53,10 @@ class ShardedModule(nn.Module):
         backend.compiled.live_as_long_as(self)
         self._optimizer: torch.optim.Optimizer | None = None
         self._reads: EagerReads | None = None
+        self._identity = ParameterIdentity(sharding.buckets)
         by_name = {name: parameter for _, name, parameter in state.places(sharding.buckets)}
         by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
         mirror(inner, self, by_identity)
-        self.training = inner.training
         # Not registered as a submodule: its parameters are hollow and have no place in parameters() or state_dict().
         object.__setattr__(self, "_inner", inner)
         refuse_uses(inner)
@@ -85,16 +86,25 @@ class ShardedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Data of the plain model is set there, where forward reads it."""
         inner = self.__dict__.get("_inner")
-        if inner is None or name in self.__dict__ or hasattr(type(self), name):
+        if inner is None or name in self.__dict__ or (hasattr(type(self), name) and name not in inner.__dict__):
             super().__setattr__(name, value)
+        elif hasattr(type(self), name) and name != "training":
+            raise StateError(
+                f"{name!r} of {type(inner).__name__} cannot be set any more: sharded models have something else of "
+                "that name. Set it on the plain model, before fxshard.compile, or call it otherwise"
+            )
         elif isinstance(value, nn.Module | nn.Parameter) or name in inner._modules or name in inner._parameters:
             raise StateError(
                 f"{name!r} cannot be replaced in a sharded model: replace it in the plain model, before fxshard.compile"
             )
-        elif name in self._buffers or name in inner.__dict__ or hasattr(type(inner), name):
-            setattr(inner, name, value)
         else:
-            super().__setattr__(name, value)
+            setattr(inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name in self._parameters or name in self._modules:
+            super().__delattr__(name)
+        else:
+            delattr(self._inner, name)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -105,7 +115,7 @@ class ShardedModule(nn.Module):
         if torch.compiler.is_compiling():  # torch.compile(model, backend="fxshard") traces through here
             # Code between graphs, or ahead of the first one, would find parameters without memory.
             return private.call_unbroken(self._inner, *args, **kwargs)
-        self._check_trainable()
+        self._identity.check()
         if self._compiled is None:
             raise StateError(
                 "this model is sharded but not compiled, and its parameters are not in memory: "
@@ -133,17 +143,11 @@ class ShardedModule(nn.Module):
             self._sharding.agreement.fail(error)
         return error
 
-    def _check_trainable(self) -> None:
-        for bucket, name, parameter in state.places(self._sharding.buckets):
-            if parameter.requires_grad != bucket.plan.trainable:
-                raise StateError(
-                    f"{name!r} was {'trained' if bucket.plan.trainable else 'frozen'} when the model was sharded; "
-                    "set requires_grad on the plain model, before fxshard.compile"
-                )
-
     def train(self, mode: bool = True) -> ShardedModule:
         self._inner.train(mode)
-        return super().train(mode)
+        self.__dict__["training"] = self._inner.training
+        follow_training(self)
+        return self
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -199,6 +203,19 @@ class ShardedModule(nn.Module):
         if profile is not None and not profile.seconds:
             raise ConfigError("the profile is empty: run at least one training step inside model.profile()")
         self._sharding.profile = profile
+        self.capture_again()
+
+    def capture_again(self) -> None:
+        """Forget the captured graphs: the next call captures the model as it is then. What was compiled is used again.
+
+        Needed after changes that ``torch.compile`` does not notice. Attributes, buffers and hooks of the model are
+        noticed; hooks of the plain module, and functions that forward calls and that were replaced, are not.
+        """
+        if self._compiled is None:
+            raise StateError(
+                "only a model from fxshard.compile can be captured again: this one is sharded, not compiled; change "
+                "the plain module before fxshard.shard"
+            )
         self._backend.compiled.empty()
         object.__setattr__(self, "_compiled", self._compile())
 
@@ -251,15 +268,10 @@ class ShardedModule(nn.Module):
     def zero(self) -> int:
         return self._sharding.zero
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        refresh_buffers(self._inner, self)
-        return super().named_buffers(*args, **kwargs)
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
         """Sharded parameters and buffers under the plain model's keys; ``torch.save`` takes them."""
-        refresh_buffers(self._inner, self)
         found = super().state_dict(*args, keep_vars=True, **kwargs)
         if keep_vars:
             return found
@@ -337,14 +349,8 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
         """``to()``, ``cuda()``, ``float()`` and the like: accepted where they change nothing."""
-        kinds = {(value.device, value.dtype) for value in (*self.parameters(), *self.buffers())}
-        empty = [torch.empty(0, device=device, dtype=dtype) for device, dtype in kinds]
-        if all(fn(tensor) is tensor for tensor in empty):
-            return self
-        raise StateError(
-            "a sharded model cannot be moved or cast: move or cast the plain model before fxshard.compile, "
-            "or choose the compute dtype with precision=fxshard.Precision(...)"
-        )
+        refuse_moves(self, fn)
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(

@@ -321,6 +321,12 @@ def _check(model: nn.Module, *, mesh: DeviceMesh | None) -> torch.device:
                 f"{name!r} is a DTensor with placements {parameter.placements}: fxshard shards plain parameters only; "
                 "keep the local part as the parameter and communicate with torch.distributed._functional_collectives"
             )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise StateError(
+                f"{name!r} has hooks, which would never run: autograd does not see gradients of sharded parameters. "
+                "Register them with register_post_accumulate_grad_hook on the parameters of the model that "
+                "fxshard.compile returns"
+            )
         if parameter.grad is not None:
             raise StateError(f"{name!r} has a gradient in flight; call zero_grad() before sharding the model")
     devices = {parameter.device for parameter in parameters.values()}

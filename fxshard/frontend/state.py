@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
+from fxshard.plan.regroup import in_our_layout
 from fxshard.runtime.bucket import Bucket, total_bytes
 
 
@@ -44,7 +45,11 @@ def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[
 def load(
     own: Mapping[str, torch.Tensor], given: Mapping[str, Any], buckets: Sequence[Bucket], *, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Load whole or sharded tensors into a model's own, all of them or none; returns missing and unexpected keys."""
+    """Load whole or sharded tensors into a model's own, all of them or none; returns missing and unexpected keys.
+
+    Experts may be in another layout, and ``module.`` may stand in front of all names.
+    """
+    given = in_our_layout(own, given)
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     problems = [f"missing keys: {missing}"] if missing and strict else []
     problems += [f"unexpected keys: {unexpected}"] if unexpected and strict else []

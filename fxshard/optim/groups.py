@@ -11,6 +11,8 @@ import torch
 
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.config import AdamW, Muon, check_scale
+from fxshard.plan.regroup import join_state
+from fxshard.plan.stored_names import find_sources, wrapping
 
 Named = tuple[str, torch.Tensor]
 Group = dict[str, Any]
@@ -130,7 +132,8 @@ def in_our_order(ours: Sequence[Group], given: dict[str, Any]) -> dict[str, Any]
     """
     theirs = given["param_groups"]
     if all("param_names" in group for group in (*ours, *theirs)):
-        theirs = _by_name(ours, theirs)
+        given = _regrouped(ours, given)
+        theirs = _by_name(ours, given["param_groups"])
     if any("kind" in group for group in ours):
         check_loaded(ours, theirs)
     sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
@@ -146,6 +149,33 @@ def in_our_order(ours: Sequence[Group], given: dict[str, Any]) -> dict[str, Any]
     for group in filled:
         check_group(group)
     return {**given, "param_groups": filled}
+
+
+def _regrouped(ours: Sequence[Group], given: dict[str, Any]) -> dict[str, Any]:
+    """A state dict under our names: without ``module.``, and with the state of experts in our layout."""
+    wanted = {name: tuple(p.shape) for own in ours for name, p in _members(own)}
+    states = {name: given["state"].get(key, {}) for their in given["param_groups"] for name, key in _members(their)}
+    here, there = wrapping(wanted), wrapping(states)
+    shapes = {name: _shape(state) or wanted.get(here + name.removeprefix(there), ()) for name, state in states.items()}
+    sources = find_sources({(name,): shape for name, shape in wanted.items()}, shapes).of
+    if all(source.names == (name,) and source.index is None for name, source in sources.items()):
+        return given
+    made = {name: join_state(name, source, states) for name, source in sources.items()}
+    groups = []
+    for their in given["param_groups"]:
+        members = set(their["param_names"])
+        names = [name for name, source in sources.items() if members.issuperset(source.names)]
+        groups.append({**their, "params": names, "param_names": names})
+    return {**given, "state": made, "param_groups": groups}
+
+
+def _members(group: Group) -> Iterable[tuple[str, Any]]:
+    return zip(group["param_names"], group["params"], strict=True)
+
+
+def _shape(state: Mapping[str, Any]) -> tuple[int, ...]:
+    tensors = [value for field, value in state.items() if isinstance(value, torch.Tensor) and field != "step"]
+    return tuple(tensors[0].shape) if tensors else ()
 
 
 def _by_name(ours: Sequence[Group], theirs: Sequence[Group]) -> list[Group]:

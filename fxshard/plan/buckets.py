@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from fxshard._torch.errors import ConfigError
 from fxshard.kernels.float8 import COLUMNWISE, ROWWISE, scale_shape
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.choice import LayoutKind, choose_layout, span_units
+from fxshard.plan.dealing import Dealt, Member, deal
 from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
 from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.gather_modes import Copies, Gather
@@ -20,7 +21,8 @@ from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized, choose_linears
-from fxshard.plan.tuning import LARGEST_SHARE
+from fxshard.plan.rows import row_layout
+from fxshard.plan.tuning import LARGEST_SHARE, MOST_WHOLE
 from fxshard.plan.units import Unit
 
 
@@ -210,9 +212,15 @@ def plan_buckets(
     )
     quantized = choose_linears(model, precision).weights
     units = list(units)
+    dealt: Dealt | None = None
     if matrices and layout != "rows" and rules.stage.state and not rules.stage.param:
-        longest = max(1, len(units) // LARGEST_SHARE)
-        units = span_units(units, lambda unit: _specs(unit, parameters), ranks, matrices, longest=longest)
+        members = _members(units, parameters, quantized, rules.cut, domain_of or (lambda name: own), matrices)
+        dealt = deal(units, members)
+        if dealt is not None:
+            units = list(dealt.units)
+        else:
+            longest = max(1, len(units) // LARGEST_SHARE)
+            units = span_units(units, lambda unit: _specs(unit, parameters), ranks, matrices, longest=longest)
     plans: list[BucketPlan] = []
     work: dict[Domain, list[float]] = {}
     for unit in reversed(units):
@@ -220,10 +228,29 @@ def plan_buckets(
         for kind, specs in kinds.items():
             of_ranks = work.setdefault(kind.domain, [0.0] * kind.domain.shards)
             name = unit.name + _kind_suffix(kind, kinds, "mxfp8" if rules.float8 is None else "float8")
-            plans.append(_bucket(len(plans), name, unit.name, kind, specs, rules, of_ranks))
+            whole = dealt is not None and unit.name in dealt.whole
+            plans.append(_bucket(len(plans), name, unit.name, kind, specs, rules, of_ranks, dealt=whole))
     if not plans:
         raise ConfigError("the model has no parameters: there is nothing to shard")
+    if layout == "whole":
+        _check_padding(plans)
     return tuple(plans)
+
+
+def _check_padding(plans: Sequence[BucketPlan]) -> None:
+    """Raise ``ConfigError`` if whole layouts, which were asked for, are mostly padding."""
+    whole = [plan for plan in plans if plan.layout.whole]
+    held = sum(plan.layout.numel for plan in whole)
+    with_rows = sum(row_layout([s.spec for s in plan.layout.slots], plan.layout.ranks).numel for plan in whole)
+    if held > MOST_WHOLE * with_rows:
+        added = sum(plan.layout.padding for plan in whole) / (held - sum(plan.layout.padding for plan in whole))
+        most = max(whole, key=lambda plan: plan.layout.padding)
+        raise ConfigError(
+            f"layout='whole' on {most.layout.ranks} ranks would add {added:.0%} of the parameters as padding, most of "
+            f"all in {most.name} ({len(most.params)} parameters): choose layout='auto' or 'rows', larger units= so "
+            "that a bucket has more parameters of a size than ranks, or replicate over some ranks with a mesh of two "
+            "dimensions"
+        )
 
 
 @dataclass(frozen=True)
@@ -261,8 +288,35 @@ def _kinds(
     return kinds
 
 
+def _members(
+    units: Iterable[Unit],
+    parameters: Mapping[str, nn.Parameter],
+    quantized: Collection[str],
+    cut_at: int,
+    domain_of: DomainOf,
+    matrices: Collection[str],
+) -> dict[str, Member]:
+    """Parameters as dealing sees them."""
+    found = {}
+    for unit in units:
+        for kind, specs in _kinds(unit, parameters, quantized, cut_at, domain_of).items():
+            for spec in specs:
+                ranks = 1 if kind.scalar else kind.domain.shards
+                matrix = kind.trainable and spec.name in matrices and len(spec.shape) == 2 and ranks > 1
+                found[spec.name] = Member(spec, kind, ranks, matrix)
+    return found
+
+
 def _bucket(
-    index: int, name: str, unit: str, kind: Kind, specs: list[TensorSpec], rules: _Rules, work: list[float]
+    index: int,
+    name: str,
+    unit: str,
+    kind: Kind,
+    specs: list[TensorSpec],
+    rules: _Rules,
+    work: list[float],
+    *,
+    dealt: bool = False,
 ) -> BucketPlan:
     """The plan of one bucket. ``work``: what Muon has to do on each rank, to which this bucket adds."""
     stage, trainable = rules.stage, kind.trainable
@@ -277,6 +331,7 @@ def _bucket(
         matrices=owned,
         work=work,
         bytes_moved=gathers * param_dtype.itemsize + reduce_dtype.itemsize,
+        dealt=dealt,
     )
     for spec in specs:
         if chosen.layout.whole and spec.name in owned:

@@ -39,20 +39,26 @@ def choose_layout(
     matrices: Collection[str] = (),
     work: Sequence[float] = (),
     bytes_moved: int = 8,
+    dealt: bool = False,
 ) -> Chosen:
-    """The layout of one bucket over ``ranks``; ``bytes_moved`` is what gathers and reductions move per element."""
+    """The layout of one bucket over ``ranks``; ``bytes_moved`` is what gathers and reductions move per element.
+
+    ``dealt``: the matrices were chosen so that whole layouts hardly pad.
+    """
     muon = [spec for spec in specs if spec.name in matrices]
     if ranks == 1:
         return Chosen(row_layout(specs, 1), "on every rank")
     if wanted == "rows" or (wanted == "auto" and not muon):
         return Chosen(row_layout(specs, ranks), "asked for" if wanted == "rows" else "no matrix for Muon")
     whole = whole_layout(specs, ranks, work)
+    share = 100 * whole.padding / max(1, whole.numel)
     if wanted == "whole":
         return Chosen(whole, "asked for")
+    if dealt:
+        return Chosen(whole, f"owners hold whole matrices, {share:.0f} % padding")
     rows = row_layout(specs, ranks)
     padded = (whole.padding - rows.padding) * bytes_moved
     exchanged = sum(spec.numel for spec in muon if crosses(rows, spec)) * THERE_AND_BACK // ranks
-    share = 100 * whole.padding / max(1, whole.numel)
     if padded <= exchanged:
         return Chosen(whole, f"owners hold whole matrices, {share:.0f} % padding")
     return Chosen(rows, f"whole matrices would be {share:.0f} % padding, an exchange moves less")

@@ -64,7 +64,7 @@ class Float8(Quantized):
 
     @property
     def cut(self) -> int:
-        return BLOCK if self.scaling == Scaling.BLOCK else 1
+        return self.recipe.cut
 
     def mode(self, zero: int) -> Gather:
         return Gather.DIRECT if self.gather == "fp8" else Gather.OFF

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxshard.kernels.float8 import E4M3, E5M2, ROWWISE, Scaling
+from fxshard.kernels.float8 import BLOCK, E4M3, E5M2, ROWWISE, Scaling
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ class Float8Recipe:
     def gradient_dtype(self) -> torch.dtype:
         """Of output gradients. One scale for all of them leaves more to the exponent."""
         return E5M2 if self.scaling is Scaling.TENSOR else E4M3
+
+    @property
+    def cut(self) -> int:
+        """Rows of a weight that stay on one rank, so that every owner quantizes alone."""
+        return BLOCK if self.scaling is Scaling.BLOCK else 1
 
     @property
     def copies(self) -> int:

@@ -18,6 +18,7 @@ from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
 from fxshard.runtime.full_tensor import FullTensor
 from fxshard.runtime.home import Home
+from fxshard.runtime.parameter_hooks import Hook, RefusedHook, RegisterAfterAccumulation
 from fxshard.runtime.rows import rows_of
 from fxshard.runtime.unreduced import guard
 
@@ -67,6 +68,8 @@ class Bucket:
         self.gaps = layout.gaps()
         self.params: list[nn.Parameter] = []
         self.grads: list[torch.Tensor] = []
+        self.hooks: dict[int, dict[int, Hook]] = {}
+        """What to call once parameters, by position, have their gradients."""
         self._wrappers: dict[str, private.UnevenDTensor] = {}
         self._handed_out: dict[str, torch.Tensor] = {}
         """What state dicts hold of the shard, kept to see what is written through them."""
@@ -97,6 +100,9 @@ class Bucket:
             if self.mesh is not None and self.plan.layout.ranks > 1:
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
                 mark(parameter)
+            hooks = RegisterAfterAccumulation(self, len(self.params))
+            parameter.register_post_accumulate_grad_hook = hooks  # type: ignore[method-assign]
+            parameter.register_hook = RefusedHook(fragment.name)  # type: ignore[method-assign]
             self.params.append(parameter)
             guard(parameter, self)
             watch(parameter, self.master, always=self.plan.resident)

@@ -7,10 +7,11 @@ leave some out do the ranks ask each other: once in a backward, over the side ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
+from fxshard._torch import private
 from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import domain_ranks
@@ -27,6 +28,8 @@ class Publishing:
         self._agreement = agreement
         self.due: dict[int, Written] = {}
         """By bucket, what was reduced and is not published yet."""
+        self._hooked: dict[tuple[int, int], None] = {}
+        """Parameters, as (bucket, position), whose hooks are to be called when the backward that runs is over."""
 
     def publish(self) -> None:
         """Give parameters the gradients that were reduced. Collective where ranks may have used different ones."""
@@ -38,6 +41,25 @@ class Publishing:
             bucket = self._buckets[index]
             bucket.hold_gradient()
             bucket.publish_gradients(written)
+            self.call_hooks(index, written)
+
+    def call_hooks(self, index: int, written: Collection[int]) -> None:
+        """When this backward is over, call the hooks of parameters that got a gradient: once, however many graphs it
+        has gone through.
+        """
+        hooked = [(index, position) for position in self._buckets[index].hooks if position in written]
+        if not hooked:
+            return
+        if not self._hooked:
+            private.after_backward(self._call_hooks)
+        self._hooked.update(dict.fromkeys(hooked))
+
+    def _call_hooks(self) -> None:
+        hooked, self._hooked = self._hooked, {}
+        for index, position in hooked:
+            bucket = self._buckets[index]
+            for hook in list(bucket.hooks[position].values()):
+                hook(bucket.params[position])
 
     def _on_any_rank(self, due: dict[int, Written], agreement: Agreement) -> dict[int, Written]:
         """What some rank that holds the same parameters wrote. All ranks reduce the same buckets."""

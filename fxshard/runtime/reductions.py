@@ -96,6 +96,7 @@ class Reductions:
             bucket.channels.all_reduce(value, dist.ReduceOp.SUM, event)
             value = value / bucket.plan.domain.divisor
             bucket.add_gradient(bucket.plan.params[position], value)
+        self.publishing.call_hooks(index, [position])
 
     def grad(
         self, index: int, slot: SlotRange | None, zeros: tuple[int, ...] = (), needs: Needs = ()

@@ -34,6 +34,12 @@ def needed_before(events: Sequence[Event]) -> list[tuple[int, ...]]:
 
 def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
     """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
+    needs = dependencies(events, buckets)
+    return [replace(event, waits_for=waits_for) for event, waits_for in zip(events, needs, strict=True)]
+
+
+def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list[tuple[int, ...]]:
+    """``waits_for`` of each event, from the order of events, their buckets and their places in the arena."""
     latest: dict[tuple[Kind, int], int] = {}
     last_write: dict[int, int] = {}
     last_read: dict[int, int] = {}
@@ -46,7 +52,7 @@ def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> lis
     ahead = {  # what the step before gathered
         e.bucket_index: i for i, e in enumerate(events) if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER
     }
-    linked: list[Event] = []
+    found: list[tuple[int, ...]] = []
     for i, event in enumerate(events):
         index, needs = event.bucket_index, set()
         if event.kind is Kind.WAIT:
@@ -96,8 +102,8 @@ def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> lis
                 places.append((freed, events[opened]))
         latest[event.kind, index] = i
         computed = i if event.stream == "compute" else computed
-        linked.append(replace(event, waits_for=tuple(sorted(need for need in needs if need is not None))))
-    return linked
+        found.append(tuple(sorted(need for need in needs if need is not None)))
+    return found
 
 
 def _overlap(a: Event, b: Event) -> bool:

@@ -85,6 +85,8 @@ class Event:
     """Bytes that a compute or update event reads from and writes to device memory."""
     held: int = 0
     """Bytes of activations alive after a compute event."""
+    nodes: int = 0
+    """Nodes of the graph in a stretch of compute."""
     waits_for: tuple[int, ...] = ()
     """Positions of the events that must be over before this one starts. A reshard and a finish: what ends there."""
     float8_flops: int = 0

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -40,21 +40,33 @@ def from_json(text: str) -> Schedule:
     >>> schedule = from_json(Path("schedule.json").read_text())
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=_not_a_number)
+        return _read(document)
+    except RecursionError:
+        raise ScheduleFileError("lists within lists, deeper than any schedule has") from None
+    except ScheduleFileError:
+        raise
     except ValueError as error:
         raise ScheduleFileError(f"not JSON, or cut off: {error}") from None
+
+
+def _not_a_number(name: str) -> NoReturn:
+    raise ScheduleFileError(f"a schedule holds no {name}")
+
+
+def _read(document: Any) -> Schedule:
     if not isinstance(document, dict) or not {"format", "digest", "schedule"} <= document.keys():
         raise ScheduleFileError("this JSON is not a schedule: it has no 'format', 'digest' and 'schedule'")
     if document["format"] != FORMAT:
-        writer = document.get("fxshard", "unknown")
         raise ScheduleFileError(
-            f"written in format {document['format']!r} by fxshard {writer}; "
+            f"written in format {_shown(document['format'])} by fxshard {_shown(document.get('fxshard'))}; "
             f"fxshard {__version__} reads format {FORMAT}: plan again, or read it with the fxshard that wrote it"
         )
     found = _digest(document["schedule"])
     if found != document["digest"]:
+        written = _shown(document["digest"])
         raise ScheduleFileError(
-            f"the file was damaged or edited: its content has digest {found}, but {document['digest']} was written"
+            f"the file was damaged or edited: its content has digest {found}, but {written} was written"
         )
     schedule = _decode(document["schedule"], Schedule, "schedule")
     assert isinstance(schedule, Schedule)
@@ -100,6 +112,8 @@ def _decode(value: Any, wanted: Any, where: str) -> Any:
         return wanted(value) if value in known else _wrong(value, f"one of {', '.join(map(str, known))}", where)
     if wanted is float and type(value) is int:
         return value
+    if wanted is str and type(value) is str and not value.isprintable():  # would reach a terminal with every name
+        _wrong(value, "text without control characters", where)
     return value if type(value) is wanted else _wrong(value, f"{wanted.__name__}", where)
 
 
@@ -132,5 +146,10 @@ def _hints(wanted: type) -> Mapping[str, Any]:
 
 
 def _wrong(value: Any, expected: str, where: str) -> Any:
-    found = repr(value)
-    raise ScheduleFileError(f"{where}: expected {expected}, found {found if len(found) < 60 else found[:57] + '...'}")
+    raise ScheduleFileError(f"{where}: expected {expected}, found {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value of a file in a message: short, and with nothing in it that a terminal obeys."""
+    found = ascii(value)
+    return found if len(found) < 80 else found[:77] + "..."

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 
 import torch
 from torch import fx
 
-from fxshard.kernels.float8_ops import float8_mm_into
-from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
-from fxshard.kernels.ops import mm_into, scaled_into
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic, tensor_bytes
 from fxshard.plan.memory import MemoryPlan
@@ -19,6 +15,7 @@ from fxshard.schedule.aliases import is_view, readers
 from fxshard.schedule.constants import is_constant
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import META, Event, Kind, Phase, event_of
+from fxshard.schedule.graph_summary import WRITES, computes, summary, unpacks
 from fxshard.schedule.params import PARAM
 from fxshard.schedule.scales import scales_event
 from fxshard.schedule.schedule import Schedule
@@ -58,7 +55,8 @@ def record(
     found = found if scales is None else [scales, *found]
     resident = resident_bytes(buckets)
     events = tuple(with_dependencies(found, buckets))
-    return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget)
+    summaries = tuple(summary(module.graph, phase) for phase, module in graphs.items())
+    return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget, summaries)
 
 
 def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
@@ -82,14 +80,10 @@ def stretches(graph: fx.Graph, phase: Phase) -> Iterator[fx.Node | Event]:
                 yield _compute(stretch, phase, live[stretch[-1]])
                 stretch = []
             yield node
-        elif node.op == "call_function" and not _unpacks(node):
+        elif computes(node):
             stretch.append(node)
     if stretch:
         yield _compute(stretch, phase, live[stretch[-1]])
-
-
-_WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, float8_mm_into, scaled_into)
-"""What writes gradients into their bucket."""
 
 
 def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
@@ -99,7 +93,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
         for arg in node.all_input_nodes:
             source = _bucket_viewed_by(arg)
             if source is not None:
-                written = node.target in _WRITES and source.kind is Kind.GRAD
+                written = node.target in WRITES and source.kind is Kind.GRAD
                 (writes if written else reads).add(source.bucket_index)
     return Event(
         kind=Kind.COMPUTE,
@@ -118,6 +112,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
         float8_flops=sum(node_float8_flops(node) for node in nodes),
         traffic=sum(node_traffic(node) for node in nodes),
         held=held,
+        nodes=len(nodes),
     )
 
 
@@ -134,16 +129,11 @@ def _bucket_viewed_by(node: fx.Node) -> Event | None:
     """The wait or grad event whose memory a node is a view of."""
     while is_view(node):
         node = node.all_input_nodes[0]
-    if _unpacks(node):
+    if unpacks(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return event_of(source)
     return None
-
-
-def _unpacks(node: fx.Node) -> bool:
-    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and event_of(source) is not None
 
 
 def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -169,7 +159,7 @@ def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _owned_bytes(node: fx.Node) -> int:
     """Bytes that a node's value adds to what is held."""
-    in_bucket = _unpacks(node) or event_of(node) is not None or node.meta.get(PARAM) is not None
+    in_bucket = unpacks(node) or event_of(node) is not None or node.meta.get(PARAM) is not None
     value = node.meta.get("val")
     if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
         return 0

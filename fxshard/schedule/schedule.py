@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxshard.plan.buckets import BucketPlan
 from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.graph_summary import GraphSummary
 
 if TYPE_CHECKING:
     from fxshard.plan.hardware import Hardware
@@ -39,6 +40,8 @@ class Schedule:
     ranks: int
     zero: int
     budget: int | None = None
+    graphs: tuple[GraphSummary, ...] = ()
+    """What the graphs that the events were recorded from say of their compute."""
 
     def __len__(self) -> int:
         return len(self.events)

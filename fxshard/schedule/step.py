@@ -94,6 +94,10 @@ class Step:
     def broken(self, rule: Callable[[Step], None], i: int, what: str) -> NoReturn:
         raise error_at(self.schedule, rule.__name__, i, what)
 
+    def fails(self, rule: Callable[[Step], None], what: str) -> NoReturn:
+        """Where no single event is to blame."""
+        raise ScheduleError(f"{rule.__name__}: {what}", rule.__name__)
+
 
 GIVEN_BACK_BY = {Kind.UNSHARD: Kind.RESHARD, Kind.GRAD: Kind.FINISH}
 

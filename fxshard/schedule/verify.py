@@ -10,6 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fxshard.plan.tuning import GRADIENT_BUCKETS
+from fxshard.schedule.bucket_rules import buckets_are_possible, header_is_possible, memory_is_what_it_says
+from fxshard.schedule.event_rules import (
+    computes_are_those_of_the_graphs,
+    events_match_their_buckets,
+    optimizer_follows_from_the_buckets,
+    phases_are_in_order,
+    waits_and_gradients_are_used,
+    waits_are_where_their_gathers_are,
+    waits_for_follows_from_the_order,
+)
 from fxshard.schedule.events import OF_MANY, Kind, Phase
 from fxshard.schedule.exchange_rules import exchanges_go_there_and_back
 from fxshard.schedule.replica_rules import replicas_are_added_up_once
@@ -38,7 +48,7 @@ def verify(schedule: Schedule) -> None:
 
 
 def buckets_exist(schedule: Schedule) -> None:
-    """Every bucket that an event names is one of the schedule's."""
+    """Every bucket that an event names is one of the schedule's; every event that it waits for is an earlier one."""
     count = len(schedule.buckets)
     for i, event in enumerate(schedule.events):
         of_many = event.kind in OF_MANY
@@ -46,6 +56,10 @@ def buckets_exist(schedule: Schedule) -> None:
         for index in named:
             if not 0 <= index < count:
                 raise error_at(schedule, "buckets_exist", i, f"is about bucket {index}, but there are {count}")
+        for need in event.waits_for:
+            if not 0 <= need < i:
+                what = f"waits for event {need}, which is not before it"
+                raise error_at(schedule, "dependencies_point_backwards", i, what)
 
 
 def no_double_gather(step: Step) -> None:
@@ -98,13 +112,13 @@ def unshard_has_one_wait_and_one_reshard(step: Step) -> None:
 
 
 def reads_between_wait_and_reshard(step: Step) -> None:
-    """Parameters are read after a wait for their bucket and before its reshard."""
+    """Parameters are read after a wait for their bucket in the same phase and before its reshard."""
     for index, trail in step.trails.items():
         readable, since = False, -1
         for i, what in trail:
             if what in (Kind.UNSHARD, Kind.WAIT, Kind.RESHARD):
                 readable, since = what == Kind.WAIT, i
-            elif what == READ and not readable:
+            elif what == READ and not (readable and step.event(since).phase is step.event(i).phase):
                 why = f"last it was {step.event(since).kind} at event {since}" if since >= 0 else "nothing came before"
                 name = step.bucket(index).name
                 step.broken(reads_between_wait_and_reshard, i, f"reads {name!r}, which is not there: {why}")
@@ -209,6 +223,8 @@ def gather_after_update(step: Step) -> None:
 
 
 RULES: tuple[Callable[[Step], None], ...] = (
+    header_is_possible,
+    buckets_are_possible,
     no_double_gather,
     unshard_has_one_wait_and_one_reshard,
     reads_between_wait_and_reshard,
@@ -226,4 +242,12 @@ RULES: tuple[Callable[[Step], None], ...] = (
     no_arena_overlap,
     peak_is_what_it_says,
     dependencies_point_backwards,
+    phases_are_in_order,
+    events_match_their_buckets,
+    waits_are_where_their_gathers_are,
+    waits_and_gradients_are_used,
+    optimizer_follows_from_the_buckets,
+    computes_are_those_of_the_graphs,
+    memory_is_what_it_says,
+    waits_for_follows_from_the_order,
 )

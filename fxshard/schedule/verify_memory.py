@@ -84,9 +84,6 @@ def dependencies_point_backwards(step: Step) -> None:
     rule = dependencies_point_backwards
     latest: dict[tuple[str, int], int] = {}
     for i, event in enumerate(step.schedule.events):
-        for need in event.waits_for:
-            if not 0 <= need < i:
-                step.broken(rule, i, f"waits for event {need}, which is not before it")
         source = WAITS_FOR_LATEST.get(event.kind)
         need = latest.get((source, event.bucket_index), -1) if source is not None else -1
         if need >= 0 and need not in event.waits_for:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
+from fxshard.checkpoint import folder
 from fxshard.checkpoint.planners import LoadRows, Target
 from fxshard.checkpoint.reader import RowReader
 from tests.checkpoint.zoo import ADAMW, MUON, Zoo, plain_contents, same, train, zoo
@@ -116,7 +117,8 @@ def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
     rows = torch.empty(10, 64)
     before = _bytes_read()
     planner = LoadRows([Target("model.weight", (5000, 0), rows)], [])
-    torch.distributed.checkpoint.load({}, storage_reader=RowReader(tmp_path / "a"), planner=planner, no_dist=True)
+    reader = RowReader(tmp_path / "a", folder.read(tmp_path / "a")["files"])
+    torch.distributed.checkpoint.load({}, storage_reader=reader, planner=planner, no_dist=True)
     assert torch.equal(rows, expected)
     assert _bytes_read() - before < 100_000  # of two million
 

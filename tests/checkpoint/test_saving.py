@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import threading
 import warnings
@@ -41,18 +42,42 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
         fxshard.save(first, tmp_path / "step-2", progress=die_half_way)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2.partial"]
-    assert any((tmp_path / "step-2.partial").iterdir())
+    complete, half, _ = sorted(tmp_path.iterdir())
+    assert complete.name == "step-1" and re.fullmatch(r"step-2\.\w+\.partial", half.name)
+    assert any(half.glob("*.distcp"))
 
     assert fxshard.latest(tmp_path) == tmp_path / "step-1"
     again = model(1)
     assert fxshard.load(again, tmp_path).path == tmp_path / "step-1"
     assert same(again.full_state_dict(), expected) == []
-    for half in ("step-2", "step-2.partial"):
+    for name in ("step-2", half.name):
         with pytest.raises(fxshard.CheckpointError, match=r"no checkpoint|not completed"):
-            fxshard.load(again, tmp_path / half)
-    fxshard.save(again, tmp_path / "step-2")
-    assert fxshard.latest(tmp_path) == tmp_path / "step-2"
+            fxshard.load(again, tmp_path / name)
+    fxshard.save(again, tmp_path / "step-3")  # any save removes what nobody writes to any more
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
+    assert fxshard.latest(tmp_path) == tmp_path / "step-3"
+
+
+@pytest.mark.parametrize("name", ["step-1", "step-2"])
+def test_two_programs_save_at_the_same_time(tmp_path: Path, name: str) -> None:
+    """Neither touches what the other writes; of two that want the same name, the first gets it, whole."""
+    slow, fast = model(), model(1)
+    expected = slow.full_state_dict(), fast.full_state_dict()
+    go_on = threading.Event()
+    pending = fxshard.save(slow, tmp_path / "step-1", asynchronous=True, progress=lambda *_: go_on.wait(60) and None)
+    fxshard.save(fast, tmp_path / name)  # looks for what was left behind, and leaves the other alone
+    go_on.set()
+    if name == "step-1":
+        warnings.simplefilter("ignore")  # a thread says that it failed, too
+        with pytest.raises(fxshard.CheckpointError, match="another program saved there at the same time"):
+            fxshard.checkpoint.wait_for_save(slow)
+    else:
+        pending.wait()
+        fxshard.load(fast, tmp_path / "step-1")
+        assert same(fast.full_state_dict(), expected[0]) == []
+    fxshard.load(slow, tmp_path / name)
+    assert same(slow.full_state_dict(), expected[1]) == []
+    assert sorted(os.listdir(tmp_path)) == sorted({"step-1", name})
 
 
 def beside_training(folder: Path) -> list[str]:
@@ -108,7 +133,7 @@ def test_an_error_of_one_rank_reaches_all(ranks: Pool, tmp_path: Path) -> None:
     for said in ranks(2, fails_on_the_second_rank, tmp_path):
         assert len(said) == 3
         assert all("the disk is full (rank 1)" in one for one in said)
-    assert sorted(os.listdir(tmp_path)) == ["a.partial", "b"]
+    assert os.listdir(tmp_path) == ["b"]  # what failed takes no room
 
 
 def test_what_a_resumed_run_needs(tmp_path: Path) -> None:

@@ -10,8 +10,12 @@ from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.domain import data_parallel
 from fxshard.plan.memory import Buffer, plan_slots
 from fxshard.plan.units import find_units
+from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
+from fxshard.schedule.graph_summary import BucketUse, GraphSummary
+from fxshard.schedule.record import resident_bytes
 from fxshard.schedule.schedule import Schedule
+from fxshard.schedule.updates import update, updates
 
 FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
@@ -25,17 +29,27 @@ def zero3(
     carry: int = 0,
     zero: int = 3,
     replicas: int = 1,
+    muon: bool = False,
 ) -> Schedule:
     """Build the schedule of a training step over ``layers`` linear layers.
 
     ``prefetch``: how many layers ahead a gather starts. ``keep_last``: the last layer stays gathered from forward to
     backward. ``carry``: for how many layers the optimizer phase gathers for the next step. ``replicas``: how many ranks
-    hold each shard.
+    hold each shard. ``muon``: the weights are matrices of Muon's that lie on several ranks, so they travel.
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
     domain = data_parallel(ranks, replicas, "mean", "cuda")
-    buckets = plan_buckets(model, find_units(model), zero=zero, ranks=ranks, domain_of=lambda name: domain)
+    matrices = [f"{layer}.weight" for layer in range(layers)] if muon else []
+    buckets = plan_buckets(
+        model,
+        find_units(model),
+        zero=zero,
+        ranks=ranks,
+        domain_of=lambda name: domain,
+        matrices=matrices,
+        layout="rows",
+    )
     by_layer = buckets[::-1]  # buckets are numbered in the order of backward
     events: list[Event] = []
     if buckets[0].resident:
@@ -46,8 +60,11 @@ def zero3(
     carried = {bucket.index for bucket in by_layer[:carry]} - kept
     events += _pass(forward, FORWARD, prefetch, not_gathered=carried, not_released=kept)
     events += _pass(backward, BACKWARD, prefetch, not_gathered=kept)
-    for bucket in buckets:
-        events.append(_event(Kind.UPDATE, bucket, OPTIMIZER, traffic=7 * bucket.layout.shard_numel * 4))
+    reduced = {event.bucket_index: event for event in events if event.kind is Kind.REDUCE}
+    if muon:
+        events += updates(reduced, buckets, {}, buckets[0].group("none"))
+    else:
+        events += [update(reduced[bucket.index], bucket) for bucket in buckets]
     events += [_event(Kind.UNSHARD, bucket, OPTIMIZER) for bucket in by_layer if bucket.index in carried]
     return finished(events, buckets, ranks * replicas, zero)
 
@@ -62,47 +79,32 @@ def evaluation(layers: int = 3, ranks: int = 2, *, prefetch: int = 1, zero: int 
 def finished(events: list[Event], buckets: tuple[BucketPlan, ...], ranks: int, zero: int) -> Schedule:
     """Give the events their places in the arena and their dependencies."""
     placed, arena = _placed(events, buckets)
-    resident = sum(rest.param + rest.grad + rest.state for rest in (bucket.at_rest() for bucket in buckets))
-    return Schedule(linked(placed), buckets, arena, resident, ranks, zero)
+    graphs = tuple(_summary(events, phase) for phase in (FORWARD, BACKWARD, Phase.EVAL) if _has(events, phase))
+    linked = tuple(with_dependencies(placed, buckets))
+    return Schedule(linked, buckets, arena, resident_bytes(buckets), ranks, zero, graphs=graphs)
 
 
-def linked(events: list[Event]) -> tuple[Event, ...]:
-    """Say for each event what it waits for, from the order of events and the slots they take."""
-    latest: dict[tuple[Kind | str, int], int] = {}
-    freed: dict[tuple[int, int], int] = {}
-    result: list[Event] = []
-    for i, event in enumerate(events):
-        index, needs = event.bucket_index, set()
-        sources: dict[Kind, tuple[Kind | str, ...]] = {
-            Kind.WAIT: (Kind.UNSHARD,),
-            Kind.REDUCE: ("write", Kind.GRAD),
-            Kind.ALL_REDUCE: (Kind.REDUCE,),
-            Kind.ACCUMULATE: ("write", Kind.GRAD),
-            Kind.FINISH: (Kind.REDUCE, Kind.ACCUMULATE),
-            Kind.UPDATE: (Kind.REDUCE, Kind.ALL_REDUCE),
-            Kind.UNSHARD: (Kind.UPDATE,),
-        }
-        for source in sources.get(event.kind, ()):
-            needs.add(latest.get((source, index), -1))
-        needs |= {latest.get((Kind.WAIT, bucket), -1) for bucket in event.reads}
-        needs |= {latest.get((Kind.GRAD, bucket), -1) for bucket in event.writes}
-        if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
-            start, stop = event.slot.offset, event.slot.end
-            needs |= {at for (offset, end), at in freed.items() if offset < stop and start < end}
-        if event.kind in (Kind.RESHARD, Kind.FINISH):
-            opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
-            slot = events[opened].slot if opened is not None else None
-            if slot is not None:
-                freed[slot.offset, slot.end] = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
-        latest[event.kind, index] = i
-        latest.update({("write", bucket): i for bucket in event.writes})
-        result.append(replace(event, waits_for=tuple(sorted(needs - {-1}))))
-    return tuple(result)
+def _has(events: list[Event], phase: Phase) -> bool:
+    return any(event.phase is phase for event in events)
+
+
+def _summary(events: list[Event], phase: Phase) -> GraphSummary:
+    """What a graph would say that has one node per stretch."""
+    stretches = [event for event in events if event.kind is Kind.COMPUTE and event.phase is phase]
+
+    def uses(field: str) -> tuple[BucketUse, ...]:
+        found: dict[int, list[int]] = {}
+        for number, event in enumerate(stretches):
+            for index in getattr(event, field):
+                found.setdefault(index, []).append(number)
+        return tuple(BucketUse(index, tuple(found[index])) for index in sorted(found))
+
+    return GraphSummary(phase, len(stretches), uses("reads"), uses("writes"))
 
 
 def relinked(schedule: Schedule, events: list[Event]) -> Schedule:
     """Take a schedule with other events, whose dependencies are right for their order."""
-    return replace(schedule, events=linked(events))
+    return replace(schedule, events=tuple(with_dependencies(events, schedule.buckets)))
 
 
 def place(schedule: Schedule, kind: Kind, layer: int, phase: Phase) -> int:
@@ -165,7 +167,7 @@ def _pass(
     return events
 
 
-def _event(kind: Kind, bucket: BucketPlan, phase: Phase, traffic: int = 0) -> Event:
+def _event(kind: Kind, bucket: BucketPlan, phase: Phase) -> Event:
     on_grads = kind in (Kind.GRAD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH)
     size = bucket.grad_bytes if on_grads else bucket.gathered_bytes
     return Event(
@@ -176,10 +178,9 @@ def _event(kind: Kind, bucket: BucketPlan, phase: Phase, traffic: int = 0) -> Ev
         params=bucket.params,
         bytes=size // bucket.layout.ranks if kind is Kind.ALL_REDUCE else size,
         dtype=bucket.reduce_dtype if on_grads else bucket.param_dtype,
-        group="data",
-        stream=STREAM.get(kind, "compute"),
+        group=bucket.group("none", replicas=kind is Kind.ALL_REDUCE),
+        stream=STREAM[kind],
         why="by hand",
-        traffic=traffic,
     )
 
 
@@ -200,6 +201,7 @@ def _compute(phase: Phase, reads: tuple[int, ...] = (), writes: tuple[int, ...] 
         flops=10**9,
         traffic=10**6,
         held=held,
+        nodes=1,
     )
 
 
@@ -223,4 +225,13 @@ def _placed(events: list[Event], buckets: tuple[BucketPlan, ...]) -> tuple[list[
             )
     plan = plan_slots(buffers)
     slots = {key[2]: slot for key, slot in plan.slots.items()}
-    return [event.with_slot(slots[i]) if i in slots else event for i, event in enumerate(events)], plan.bytes
+    gathered = {events[i].bucket_index: slot for i, slot in slots.items() if events[i].phase is OPTIMIZER}
+    placed: list[Event] = []
+    for i, event in enumerate(events):
+        slot = slots.get(i)
+        if event.kind is Kind.WAIT:  # reads where the last gather has filled
+            slot = gathered.get(event.bucket_index)
+        elif event.kind is Kind.UNSHARD and slot is not None:
+            gathered[event.bucket_index] = slot
+        placed.append(event if slot is None else event.with_slot(slot))
+    return placed, plan.bytes

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from fxshard._torch.errors import FxshardError
 from fxshard.schedule.verify import RULES, ScheduleError, verify
-from tests.inspect.mutations import gathers, gradients, memory, updates
+from tests.inspect.mutations import derived, gathers, gradients, memory, updates
 from tests.inspect.mutations.editing import Broken
 from tests.inspect.mutations.gathers import no_reshard
 from tests.inspect.mutations.updates import exchanging
 from tests.inspect.schedules import evaluation, zero3
 
-MUTATIONS = gathers.MUTATIONS | gradients.MUTATIONS | updates.MUTATIONS | memory.MUTATIONS
+MUTATIONS = gathers.MUTATIONS | gradients.MUTATIONS | updates.MUTATIONS | memory.MUTATIONS | derived.MUTATIONS
 
 
 def test_a_step_with_an_exchange_passes() -> None:
@@ -33,8 +33,12 @@ def test_a_mutation_is_caught_by_its_rule_with_the_event_named(rule: str, mutati
     schedule, index = mutation()
     with pytest.raises(ScheduleError) as caught:
         verify(schedule)
-    event, message = schedule.events[index], str(caught.value)
+    message = str(caught.value)
     assert (caught.value.rule, caught.value.index) == (rule, index), message
+    if index is None:
+        assert message.startswith(f"{rule}: ")
+        return
+    event = schedule.events[index]
     assert message.startswith(f"{rule}: event {index} ({event.phase} {event.kind}")
     assert event.bucket in message
 
@@ -69,7 +73,7 @@ def test_valid_schedules_pass(
 
 def test_an_empty_schedule_passes() -> None:
     schedule = zero3()
-    verify(replace(schedule, events=()))
+    verify(replace(schedule, events=(), graphs=(), arena_bytes=0))
 
 
 def test_the_error_is_one_of_ours_and_survives_a_process_boundary() -> None:

@@ -30,7 +30,9 @@ def find(schedule: fxshard.Schedule, kind: Kind, phase: Phase) -> tuple[int, Eve
 
 
 def same_bucket(schedule: fxshard.Schedule, index: int, *kinds: Kind) -> list[Event]:
-    return [next(e for _, e in schedule.of(kind) if e.bucket_index == index) for kind in kinds]
+    """An event of each kind, to be put elsewhere: what it waits for stands in other places there."""
+    found = [next(e for _, e in schedule.of(kind) if e.bucket_index == index) for kind in kinds]
+    return [replace(event, waits_for=()) for event in found]
 
 
 def edited(schedule: fxshard.Schedule, edit: Callable[[list[Event]], Sequence[Event]]) -> fxshard.Schedule:

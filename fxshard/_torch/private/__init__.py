@@ -279,6 +279,15 @@ class OperatorObserver(TorchDispatchMode):
         return result
 
 
+storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""Where the object lies that stands for a tensor's memory, also for a DTensor. torch 2.11, 2.13."""
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that runs now is over, on the thread that started it. torch 2.11, 2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
 def constants(graph: fx.GraphModule) -> int:
     """How many tensors are part of a captured graph. AOTAutograd makes them its first inputs. torch 2.11, 2.13."""
     named = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
@@ -310,6 +319,13 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     assert group is not None
     device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
     return group._get_backend(torch.device(device)).options._timeout
+
+
+def default_store() -> dist.Store:
+    """The store that the processes of the world found each other with. torch 2.11, 2.13."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def local_version(tensor: torch.Tensor) -> int:

@@ -6,8 +6,8 @@ from tests.inspect.schedules import change, place, relinked
 
 FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
-Broken = tuple[Schedule, int]
-"""A schedule, and the position of the event that the error must name."""
+Broken = tuple[Schedule, int | None]
+"""A schedule, and the position of the event that the error must name; None where no single one is to blame."""
 
 
 def moved(schedule: Schedule, source: int, target: int) -> list[Event]:

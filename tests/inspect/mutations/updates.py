@@ -10,23 +10,13 @@ from tests.inspect.schedules import change, place, relinked, zero3
 
 
 def exchanging() -> Schedule:
-    """A step whose bucket 1 has a matrix that travels: there, computed, back, then the update."""
-    schedule = zero3()
-    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
-    update = schedule.events[at]
-    index = update.bucket_index
-    about = {"bucket": "", "bucket_index": -1, "params": ("w",), "phase": OPTIMIZER, "slot": None, "traffic": 0}
-    last_reduce = max(i for i, event in enumerate(schedule.events) if event.kind is Kind.REDUCE)
-    there = replace(update, kind=Kind.EXCHANGE, reads=(index,), stream="gather", waits_for=(last_reduce,), **about)
-    compute = replace(update, kind=Kind.COMPUTE, reads=(), waits_for=(at,), **about)
-    back = replace(there, writes=(index,), waits_for=(at + 1,))
-    behind = [replace(e, waits_for=tuple(n + 3 if n >= at else n for n in e.waits_for)) for e in schedule.events[at:]]
-    behind[0] = replace(behind[0], waits_for=(*behind[0].waits_for, at + 2))
-    return replace(schedule, events=(*schedule.events[:at], there, compute, back, *behind))
+    """A step whose matrices travel: there, computed, back, then the updates."""
+    return zero3(muon=True)
 
 
 def _exchange_place(schedule: Schedule, which: int) -> int:
-    return [i for i, event in enumerate(schedule.events) if event.params == ("w",)][which]
+    kinds = (Kind.EXCHANGE, Kind.COMPUTE)
+    return [i for i, event in enumerate(schedule.events) if event.phase is OPTIMIZER and event.kind in kinds][which]
 
 
 def no_update() -> Broken:

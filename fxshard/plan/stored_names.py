@@ -1,13 +1,16 @@
 """Which stored tensor a parameter comes from: the one of its name, or experts that are stored in another layout.
 
-A layer's experts are one tensor each (``experts.3.w1.weight``) or one tensor together (``experts.w1``, with or without
-``.weight``), whose first dimension counts them. Names tell which belong together; shapes and numbers must agree.
+A layer's experts are one tensor each (``experts.3.w1.weight``, or ``experts.w1.weight3`` as in Transformer Engine's
+grouped linears) or one tensor together (``experts.w1``, with or without ``.weight``), whose first dimension counts
+them. Names tell which belong together; shapes and numbers must agree. ``module.`` in front of all names, as wrappers
+leave it, means nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 Shape = tuple[int, ...]
 
@@ -36,6 +39,32 @@ class Sources:
 
 def find_sources(wanted: Mapping[tuple[str, ...], Shape], stored: Mapping[str, Shape]) -> Sources:
     """Match parameters (all names of each, and its shape) with stored tensors."""
+    ours, theirs = wrapping(name for names in wanted for name in names), wrapping(stored)
+    if ours == theirs:
+        return _find(wanted, stored)
+    found = _find(
+        {tuple(name.removeprefix(ours) for name in names): shape for names, shape in wanted.items()},
+        {name.removeprefix(theirs): shape for name, shape in stored.items()},
+    )
+    return Sources(
+        {
+            ours + name: replace(source, names=tuple(theirs + stored for stored in source.names))
+            for name, source in found.of.items()
+        },
+        found.problems,
+        [theirs + name for name in found.unused],
+    )
+
+
+def wrapping(names: Iterable[str]) -> str:
+    """How often all names begin with ``module.``, written out."""
+    listed, found = list(names), ""
+    while listed and all(name.startswith(f"{found}module.") for name in listed):
+        found += "module."
+    return found
+
+
+def _find(wanted: Mapping[tuple[str, ...], Shape], stored: Mapping[str, Shape]) -> Sources:
     found = Sources()
     used: set[str] = set()
     missing: dict[str, Shape] = {}
@@ -99,8 +128,11 @@ def _numbered(names: Sequence[str] | Mapping[str, Shape], joined: str) -> dict[s
 
 
 def _patterns(name: str) -> Iterator[tuple[str, str, int]]:
-    """(``experts.*.w1.weight``, ``experts.w1``, 3) for each number in ``experts.3.w1.weight``."""
+    """(``experts.*.w1.weight``, ``experts.w1``, 3) for each number in ``experts.3.w1.weight``, or in ``w1.weight3``."""
     parts = name.split(".")
+    if indexed := re.fullmatch(r"(weight|bias)(0|[1-9][0-9]*)", parts[-1]):
+        kind, number = indexed.groups()
+        yield ".".join([*parts[:-1], f"{kind}*"]), _joined(".".join([*parts[:-1], kind])), int(number)
     for i, part in enumerate(parts):
         if part.isdecimal() and part == str(int(part)):
             pattern = ".".join([*parts[:i], "*", *parts[i + 1 :]])

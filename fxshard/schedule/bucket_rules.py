@@ -1,0 +1,145 @@
+"""What must hold of a schedule's header and of its table of buckets, before anything is concluded from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+import torch
+
+from fxshard.kernels.mxfp8 import BLOCK
+from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.gather_modes import Gather
+from fxshard.plan.layout import Layout, aligned
+from fxshard.plan.memory import GRANULE
+from fxshard.plan.placement import ZERO, Placement
+from fxshard.plan.rows import row_layout
+from fxshard.schedule.accumulation import kept_bytes
+from fxshard.schedule.events import Kind
+from fxshard.schedule.record import resident_bytes
+from fxshard.schedule.schedule import Schedule
+from fxshard.schedule.step import Step
+
+MOST_RANKS = 2**24
+"""More than anybody has. Some rules look at every rank."""
+
+
+def header_is_possible(step: Step) -> None:
+    """``ranks``, ``zero`` and ``budget`` are what they can be, and fit the domains of the buckets."""
+    schedule = step.schedule
+    if not 1 <= schedule.ranks <= MOST_RANKS:
+        step.fails(header_is_possible, f"ranks is {schedule.ranks}")
+    if schedule.zero not in ZERO:
+        step.fails(header_is_possible, f"zero is {schedule.zero}: there are stages 0 to 3")
+    if schedule.budget is not None and schedule.budget <= 0:
+        step.fails(header_is_possible, f"budget is {schedule.budget} bytes")
+    domains = {bucket.domain for bucket in schedule.buckets}
+    for domain in domains:
+        counts = domain.shards, domain.replicas, domain.stride
+        if not 1 <= min(counts) <= max(counts) <= MOST_RANKS or not 0 < domain.divisor < math.inf:
+            step.fails(header_is_possible, f"{domain} is no set of ranks")
+        if (domain.name and domain.ranks > schedule.ranks) or (not domain.name and domain.ranks != schedule.ranks):
+            step.fails(header_is_possible, f"{domain} has {domain.ranks} ranks, but ranks is {schedule.ranks}")
+        if not domain.name and domain.divisor not in (1, domain.ranks):
+            step.fails(header_is_possible, f"{domain} divides neither by 1 nor by its {domain.ranks} ranks")
+    if len({domain.name for domain in domains}) < len(domains):
+        step.fails(header_is_possible, f"two domains have the same name: {sorted(domains, key=repr)}")
+
+
+def buckets_are_possible(step: Step) -> None:
+    """Every bucket is one that the planner makes under this ZeRO stage: placement, layout and dtypes fit together."""
+    checked: set[Layout] = set()
+    names: set[str] = set()
+    for i, bucket in enumerate(step.schedule.buckets):
+        problems = _problems(bucket, i, step.schedule)
+        what = next(problems, "")
+        if not what and bucket.name in names:
+            what = "has the name of another one"
+        if not what and bucket.layout not in checked and not _is_dense(bucket.layout):
+            what = f"has gaps in its layout, or shards of {bucket.layout.shard_numel} elements that need fewer or more"
+        if what:
+            step.fails(buckets_are_possible, f"bucket {i} ({bucket.name!r}) {what}")
+        names.add(bucket.name)
+        checked.add(bucket.layout)
+
+
+def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
+    """What is wrong with one of them."""
+    specs = [slot.spec for slot in bucket.layout.slots]
+    if bucket.index != i:
+        yield f"says that it is number {bucket.index}"
+    if not bucket.name.startswith(bucket.unit) or not _is_suffix(bucket.name[len(bucket.unit) :]):
+        yield f"is not named after its unit {bucket.unit!r}"
+    stage = ZERO[schedule.zero]
+    if specs and all(spec.shape == () for spec in specs):
+        stage = ZERO[0]
+    elif not bucket.trainable:
+        stage = Placement(stage.param, False, stage.param)
+    if bucket.placement != stage:
+        yield f"has {bucket.placement} under ZeRO {schedule.zero}, where it is {stage}"
+    shards = bucket.domain.shards if bucket.placement.state else 1
+    if bucket.layout.ranks != shards:
+        yield f"is laid out over {bucket.layout.ranks} ranks, but its domain has {shards} shards"
+    if bucket.domain.name and not all(fnmatchcase(name, bucket.domain.name) for name in bucket.params):
+        yield f"has parameters that {bucket.domain.name!r} does not match"
+    if bucket.trainable and not all(map(_floating, (bucket.param_dtype, bucket.master_dtype, bucket.reduce_dtype))):
+        yield "is trained in a dtype that is not floating-point"
+    if not bucket.trainable and bucket.master_dtype != bucket.param_dtype:
+        yield f"is frozen, but has masters in {bucket.master_dtype} of parameters in {bucket.param_dtype}"
+    if not set(bucket.matrices) <= set(bucket.params) or len(set(bucket.matrices)) < len(bucket.matrices):
+        yield f"has the matrices {bucket.matrices}, which are not parameters of it"
+    if bucket.matrices and not bucket.trainable:
+        yield "is frozen, but has matrices for Muon"
+    if bucket.rests_quantized and bucket.param_dtype != torch.bfloat16:
+        yield f"rests quantized, but is {bucket.param_dtype}"
+    if bucket.rests_quantized and bucket.float8 is None and (bucket.gather is Gather.STAGED) != bucket.resident:
+        yield f"is gathered {bucket.gather}, but is {'' if bucket.resident else 'not '}resident"
+    if bucket.quantized and any(len(spec.shape) < 2 for spec in specs):
+        yield "is to be quantized, but not all of it are matrices"
+    cut = BLOCK if bucket.float8 is None else bucket.float8.cut
+    for spec in specs:
+        if spec.cut_rows != (cut if bucket.quantized and len(spec.shape) == 2 else 1):
+            yield f"cuts {spec.name} every {spec.cut_rows} rows"
+
+
+def _floating(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point
+
+
+def _is_suffix(text: str) -> bool:
+    return not text or (text.startswith(" [") and text.endswith("]"))
+
+
+def _is_dense(layout: Layout) -> bool:
+    """Whether parameters stand where the planner puts them: rows one after another, or each rank's from its start."""
+    if not layout.whole:
+        return layout == row_layout([slot.spec for slot in layout.slots], layout.ranks)
+    if not layout.shard_numel:
+        return True
+    longest = 0
+    for rank, slots in groupby(layout.slots, key=lambda slot: slot.offset // layout.shard_numel):
+        cursor = rank * layout.shard_numel
+        for slot in slots:
+            if slot.offset != cursor:
+                return False
+            cursor += aligned(slot.spec.numel)
+        longest = max(longest, cursor - rank * layout.shard_numel)
+    return longest == layout.shard_numel
+
+
+def memory_is_what_it_says(step: Step) -> None:
+    """``resident_bytes`` is what the buckets hold at rest, ``arena_bytes`` reaches to the end of the last slot."""
+    schedule = step.schedule
+    kinds = {event.kind for event in schedule.events}
+    at_rest = resident_bytes(schedule.buckets)
+    kept = at_rest + kept_bytes(schedule.buckets)
+    # Where nothing is reduced, both are right: a step, or a micro-batch inside no_sync.
+    allowed = {at_rest} if Kind.REDUCE in kinds else {kept} if Kind.ACCUMULATE in kinds else {at_rest, kept}
+    if schedule.resident_bytes not in allowed:
+        holds = " or ".join(map(str, sorted(allowed)))
+        step.fails(memory_is_what_it_says, f"resident_bytes is {schedule.resident_bytes}, but buckets hold {holds}")
+    end = max((aligned(event.slot.end, GRANULE) for event in schedule.events if event.slot is not None), default=0)
+    if schedule.arena_bytes != end:
+        step.fails(memory_is_what_it_says, f"arena_bytes is {schedule.arena_bytes}, but the last slot ends at {end}")

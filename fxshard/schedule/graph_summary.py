@@ -1,0 +1,95 @@
+"""What a graph itself says of its compute, next to the events that are recorded from it: the verifier compares both."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxshard.kernels.float8_ops import float8_mm_into
+from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
+from fxshard.kernels.ops import mm_into, scaled_into
+from fxshard.schedule.aliases import is_view
+from fxshard.schedule.events import Kind, Phase, event_of, events
+from fxshard.schedule.params import param_inputs
+
+WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, float8_mm_into, scaled_into)
+"""What writes gradients into their bucket."""
+
+
+@dataclass(frozen=True)
+class ParamInput:
+    """A parameter that a graph was traced with."""
+
+    bucket: int
+    position: int
+    """In the bucket's layout."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BucketUse:
+    """Which of a graph's computing nodes, counted from 0, read a bucket's parameters or write its gradients."""
+
+    bucket: int
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GraphSummary:
+    """What one graph computes with which buckets, found from its buckets' views, not from stretches between events."""
+
+    phase: Phase
+    nodes: int
+    """Nodes that compute: neither runtime events nor the views that these give."""
+    reads: tuple[BucketUse, ...]
+    writes: tuple[BucketUse, ...]
+    inputs: tuple[ParamInput, ...] = ()
+
+
+def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
+    number = {node: i for i, node in enumerate(filter(computes, graph.nodes))}
+    reads: dict[int, set[int]] = {}
+    writes: dict[int, set[int]] = {}
+    for source, event in events(graph):
+        for reader in _readers(source):
+            if reader in number:
+                written = event.kind is Kind.GRAD and reader.target in WRITES
+                (writes if written else reads).setdefault(event.bucket_index, set()).add(number[reader])
+    inputs = [
+        ParamInput(ref.bucket, ref.position, tuple(node.meta["val"].shape))
+        for node, ref in param_inputs(graph).items()
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+    return GraphSummary(phase, len(number), _uses(reads), _uses(writes), tuple(inputs))
+
+
+def _uses(found: dict[int, set[int]]) -> tuple[BucketUse, ...]:
+    return tuple(BucketUse(bucket, tuple(sorted(found[bucket]))) for bucket in sorted(found))
+
+
+def _readers(source: fx.Node) -> set[fx.Node]:
+    """What reads the memory that a runtime node gives, through any chain of views."""
+    found: set[fx.Node] = set()
+    stack = list(source.users)
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user not in found:
+                found.add(user)
+                if is_view(user) and user.all_input_nodes[0] is node:
+                    stack.append(user)
+    return found
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether a node is part of a stretch of compute."""
+    return node.op == "call_function" and event_of(node) is None and not unpacks(node)
+
+
+def unpacks(node: fx.Node) -> bool:
+    """Whether a node takes one view out of those that a runtime node gives."""
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and event_of(source) is not None

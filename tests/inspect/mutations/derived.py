@@ -1,0 +1,151 @@
+"""Mutations of what follows from the table of buckets, the domain and the graphs; ``test_mutants`` generates more."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fxshard.plan.memory import SlotRange
+from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.schedule import Schedule
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken
+from tests.inspect.schedules import change, place, relinked, zero3
+
+
+def _with_bucket(schedule: Schedule, i: int, **fields: object) -> Schedule:
+    bucket = replace(schedule.buckets[i], **fields)  # type: ignore[arg-type]
+    return replace(schedule, buckets=(*schedule.buckets[:i], bucket, *schedule.buckets[i + 1 :]))
+
+
+def no_ranks() -> Broken:
+    return replace(zero3(), ranks=-1), None
+
+
+def no_such_stage() -> Broken:
+    return replace(zero3(), zero=10**18), None
+
+
+def gradients_divided_by_another_number() -> Broken:
+    schedule = zero3()
+    return _with_bucket(schedule, 1, domain=replace(schedule.buckets[1].domain, divisor=7)), None
+
+
+def a_bucket_with_anothers_number() -> Broken:
+    return _with_bucket(zero3(), 1, index=0), None
+
+
+def a_bucket_laid_out_over_other_ranks() -> Broken:
+    schedule = zero3()
+    return _with_bucket(schedule, 1, layout=replace(schedule.buckets[1].layout, ranks=10**9)), None
+
+
+def a_reduction_in_forward() -> Broken:
+    schedule = zero3()
+    at = place(schedule, Kind.REDUCE, 2, BACKWARD)
+    return change(schedule, at, phase=FORWARD), at
+
+
+def a_gather_of_other_bytes() -> Broken:
+    schedule = zero3()
+    at = place(schedule, Kind.UNSHARD, 1, FORWARD)
+    return change(schedule, at, bytes=schedule.events[at].bytes - 64), at
+
+
+def a_reduction_in_another_dtype() -> Broken:
+    schedule = zero3()
+    at = place(schedule, Kind.REDUCE, 1, BACKWARD)
+    return change(schedule, at, dtype=torch.bfloat16), at
+
+
+def a_name_and_a_number_that_disagree() -> Broken:
+    schedule = zero3()
+    at = place(schedule, Kind.WAIT, 1, FORWARD)
+    return change(schedule, at, bucket="2"), at
+
+
+def a_wait_that_reads_elsewhere() -> Broken:
+    schedule = zero3()
+    at = place(schedule, Kind.WAIT, 1, FORWARD)
+    slot = schedule.events[at].slot
+    assert slot is not None
+    return change(schedule, at, slot=SlotRange(slot.offset + 512, slot.bytes)), at
+
+
+def a_resident_bucket_that_nothing_refreshes() -> Broken:
+    schedule = zero3(zero=1)
+    gather, wait = place(schedule, Kind.UNSHARD, 1, FORWARD), place(schedule, Kind.WAIT, 1, FORWARD)
+    return relinked(schedule, [event for i, event in enumerate(schedule.events) if i != gather]), wait - 1
+
+
+def a_wait_that_nothing_reads() -> Broken:
+    schedule = zero3()
+    at = place(schedule, Kind.WAIT, 1, FORWARD)
+    reader = next(i for i, event in enumerate(schedule.events) if i > at and event.reads)
+    changed = change(schedule, reader, reads=())
+    return relinked(changed, list(changed.events)), at
+
+
+def an_update_of_other_bytes() -> Broken:
+    schedule = zero3(muon=True)
+    at = next(i for i, _ in schedule.of(Kind.EXCHANGE))
+    return change(schedule, at, bytes=schedule.events[at].bytes + 4), at
+
+
+def an_update_too_few() -> Broken:
+    schedule = zero3(muon=True)
+    kinds = {Kind.EXCHANGE, Kind.COMPUTE}
+    events = [event for event in schedule.events if event.phase is not OPTIMIZER or event.kind not in kinds]
+    changed = relinked(schedule, events)
+    # Without flops it would be another optimizer's step, which is fine.
+    at = next(i for i, _ in changed.of(Kind.UPDATE))
+    return change(changed, at, flops=17), at
+
+
+def compute_that_is_missing() -> Broken:
+    schedule = zero3()
+    read = next(i for i, event in enumerate(schedule.events) if event.writes)
+    return relinked(schedule, [event for i, event in enumerate(schedule.events) if i != read]), None
+
+
+def compute_without_its_writes() -> Broken:
+    schedule = zero3()
+    first = next(i for i, event in enumerate(schedule.events) if event.writes)
+    changed = change(schedule, first, writes=())
+    return relinked(changed, list(changed.events)), first
+
+
+def more_at_rest_than_there_is() -> Broken:
+    schedule = zero3()
+    return replace(schedule, resident_bytes=schedule.resident_bytes + 4), None
+
+
+def an_arena_that_is_too_large() -> Broken:
+    schedule = zero3()
+    return replace(schedule, arena_bytes=schedule.arena_bytes + 512), None
+
+
+def compute_that_waits_for_nothing() -> Broken:
+    schedule = zero3()
+    at = next(i for i, _ in schedule.of(Kind.COMPUTE, phase=Phase.FORWARD))
+    return change(schedule, at, waits_for=()), at
+
+
+MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
+    "header_is_possible": (no_ranks, no_such_stage, gradients_divided_by_another_number),
+    "buckets_are_possible": (a_bucket_with_anothers_number, a_bucket_laid_out_over_other_ranks),
+    "phases_are_in_order": (a_reduction_in_forward,),
+    "events_match_their_buckets": (
+        a_gather_of_other_bytes,
+        a_reduction_in_another_dtype,
+        a_name_and_a_number_that_disagree,
+    ),
+    "waits_are_where_their_gathers_are": (
+        a_wait_that_reads_elsewhere,
+        a_resident_bucket_that_nothing_refreshes,
+    ),
+    "waits_and_gradients_are_used": (a_wait_that_nothing_reads,),
+    "optimizer_follows_from_the_buckets": (an_update_of_other_bytes, an_update_too_few),
+    "computes_are_those_of_the_graphs": (compute_that_is_missing, compute_without_its_writes),
+    "memory_is_what_it_says": (more_at_rest_than_there_is, an_arena_that_is_too_large),
+    "waits_for_follows_from_the_order": (compute_that_waits_for_nothing,),
+}
