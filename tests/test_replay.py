@@ -20,6 +20,7 @@ from fxshard.frontend.lowering.host_values import changes_on_host
 from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
+from tests.precision.nets import VOCAB, net
 from tests.replaying import (
     SCENARIOS,
     Act,
@@ -36,6 +37,7 @@ from tests.replaying import (
 )
 from tests.stack import Stack, batch
 from tests.test_unused_gradients import ONE_UNIT, Results
+from tests.toy import batch as tokens
 from tests.training import llama
 
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -64,6 +66,22 @@ def test_steps_are_captured_once_and_replayed() -> None:
     models = pair(precision=BF16)
     for number in range(5):
         both(models, step(number))
+    assert counts(models[0]) == (2, 6)
+    assert same(models)
+
+
+@pytest.mark.shows("F7")
+def test_float8_weights_are_scaled_and_quantized_in_every_replay() -> None:
+    models = pair(net, precision=fxshard.Float8(smallest=0))
+    for number in range(5):
+        losses = []
+        for model in models:
+            loss = model(*tokens(number, 1, 0, VOCAB, size=2, length=8))
+            loss.backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+            losses.append(float(loss))
+        assert losses[0] == losses[1]
     assert counts(models[0]) == (2, 6)
     assert same(models)
 

@@ -106,6 +106,7 @@ CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = 
     "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
     "fxshard-zero0": lambda model, precision: ours(model, precision, 0),
     "fxshard-float8": lambda model, _: ours(model, fxshard.Float8(), 3),
+    "fxshard-float8-graphs": lambda model, _: ours(model, fxshard.Float8(), 3, cuda_graphs=True),
     "fxshard-float8-row": lambda model, _: ours(model, fxshard.Float8(scaling="row", weight_gradient="bf16"), 3),
     "fsdp2": lambda model, precision: fsdp2(model, precision, compiled=False),
     "fsdp2-compile": lambda model, precision: fsdp2(model, precision, compiled=True),

@@ -206,8 +206,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.peer:
         arguments.contenders = [*arguments.peer, "fxshard"]
     arguments.model = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
-    if "fxshard-graphs" in arguments.contenders and arguments.device != "cuda":
-        parser.error("fxshard-graphs captures what a CUDA device does: --device cuda")
+    graphs = [name for name in arguments.contenders if name.endswith("-graphs")]
+    if graphs and arguments.device != "cuda":
+        parser.error(f"{graphs[0]} captures what a CUDA device does: --device cuda")
     experts = any(SIZES[name].config.experts for name in arguments.model if name in SIZES)
     if "ddp" in arguments.contenders and arguments.device == "cuda" and experts:
         parser.error("ddp computes under autocast, where torch's grouped product gets fp32: no contender for experts")

@@ -83,7 +83,7 @@ def _operands(
     if short:  # of tokens: sums get zeros
         a, b = (F.pad(each.view(torch.uint8), (0, short)).view(each.dtype) for each in (a, b))
     if a_scales.numel() == b_scales.numel() == 1:
-        return a, b.t(), a_scales.reshape(()), b_scales.reshape(())
+        return a, b.t(), a_scales, b_scales
     rows, columns = a_scales.expand(a.shape[0], 1), b_scales.t().expand(1, b.shape[0])
     return a, b.t(), rows.contiguous(), columns.contiguous()
 

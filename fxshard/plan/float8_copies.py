@@ -7,12 +7,11 @@ anything is quantized, so every rank has all scales, and owners quantize their r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 import torch
 
-from fxshard._torch import private
 from fxshard.kernels.float8 import BLOCK, COLUMNWISE, E4M3, ROWWISE, Scaling, largest_of
 from fxshard.kernels.float8_cast import cast_into
 from fxshard.plan.buckets import BucketPlan
@@ -32,7 +31,9 @@ class Float8Copies:
         """How often the copies were made anew."""
         self._begin = rank * plan.layout.shard_numel if plan.resident else 0
         self._own = [(i, part) for i, part in enumerate(plan.layout.fragments(rank)) if part.rows]
-        self._places = torch.tensor([i for i, _ in self._own], device=device)
+        self._parts: list[tuple[int, Fragment, torch.Tensor]] = []
+        self._fills: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._resident_views: Views = ()
         self.largest: torch.Tensor
         self.scales: torch.Tensor
 
@@ -50,17 +51,16 @@ class Float8Copies:
         """Where the largest magnitudes and the scales of these weights lie, among those of all weights."""
         self.largest, self.scales = largest, scales
 
+    def parts(self, master: torch.Tensor) -> list[tuple[int, Fragment, torch.Tensor]]:
+        """Of each weight of which this rank has rows: its number, where the rows lie, the rows. Made once."""
+        if not self._parts:
+            self._parts = [(i, part, self._rows(master, i, part)) for i, part in self._own]
+        return self._parts
+
     def measure(self, master: torch.Tensor) -> None:
-        """Write down the largest magnitudes of this rank's rows; those of the others' are zero."""
-        self.largest.zero_()
+        """Write down the largest magnitudes of this rank's rows, if scales are of rows or blocks; others stay."""
         into = self._of_scales(self.largest)
-        parts = [(i, part, self._rows(master, i, part)) for i, part in self._own]
-        if self.recipe.scaling is Scaling.TENSOR:
-            if parts:
-                norms = torch.stack(private.foreach_norm([rows for *_, rows in parts], torch.inf))
-                self.largest[self._places] = norms.float()
-            return
-        for i, part, rows in parts:
+        for i, part, rows in self.parts(master):
             for copy, axis in enumerate((ROWWISE, COLUMNWISE)[: self.recipe.copies]):
                 found = largest_of(rows, self.recipe.scaling, axis, weight=True)
                 self._scales_of_rows(into[i * self.recipe.copies + copy], part, axis).copy_(found)
@@ -88,18 +88,25 @@ class Float8Copies:
     def fill(self, master: torch.Tensor) -> None:
         """Quantize this rank's rows, rounded to bf16 first, so that all ways to gather agree."""
         self.quantized += 1
+        if not self._fills:
+            self._fills = list(self._places(master))
+        for rows, scales, payload in self._fills:
+            cast_into(rows, scales, plain=payload)
+
+    def _places(self, master: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(rows of a weight, their scales, where they go) for each copy."""
         scales = self._of_scales(self.scales)
         for copy in range(self.recipe.copies):
-            axis = (ROWWISE, COLUMNWISE)[copy]
             payload = self.memory.split(self._held)[copy].view(E4M3)[self._begin :]
-            for i, part in self._own:
-                rows = self._rows(master, i, part)
-                own = self._scales_of_rows(scales[i * self.recipe.copies + copy], part, axis)
-                cast_into(rows, own, plain=payload[part.offset : part.offset + part.numel].view(rows.shape))
+            for i, part, rows in self.parts(master):
+                own = self._scales_of_rows(scales[i * self.recipe.copies + copy], part, (ROWWISE, COLUMNWISE)[copy])
+                yield rows, own, payload[part.offset : part.offset + part.numel].view(rows.shape)
 
     def views(self) -> Views:
         """Of what rests, where that is everything."""
-        return self._views(self.memory, self.plan.all_copies)
+        if not self._resident_views:
+            self._resident_views = self._views(self.memory, self.plan.all_copies)
+        return self._resident_views
 
     def _views(self, memory: torch.Tensor, copies: Copies) -> Views:
         """What a graph is given of each parameter: payload and scales of each copy that there is."""

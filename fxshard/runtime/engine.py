@@ -298,7 +298,7 @@ class Engine:
         alone = plan.layout.ranks == 1
         if isinstance(resting, Float8Copies):
             stale = bucket.stale
-            if stale:
+            if stale and not self._scales.are_of(bucket):
                 self._scales.refresh(self.frame.phase)  # changed since this program began
             if memory is not None:
                 self.note_gathered(bucket)

@@ -103,6 +103,8 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
         yield "is to be quantized, but not all of it are matrices"
     if bucket.float8 is not None and not isinstance(bucket.float8, Float8Recipe):
         yield f"has {bucket.float8!r} for a recipe of float8"
+    if bucket.float8 is not None and bucket.gather not in (Gather.OFF, Gather.DIRECT):
+        yield f"is in float8, but is gathered {bucket.gather}"
     cut = BLOCK if bucket.float8 is None else bucket.float8.cut
     for spec in specs:
         if spec.cut_rows != (cut if bucket.quantized and len(spec.shape) == 2 else 1):

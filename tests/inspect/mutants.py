@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from fxshard._torch.errors import FxshardError
+from fxshard.kernels.float8 import Scaling
+from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.memory import SlotRange
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import Event
@@ -162,6 +164,8 @@ def _others(value: Any, kind: str, pool: list[str]) -> list[Any]:
         found = list(DTYPES)
     elif isinstance(value, str):
         found = ["other", "", *(text for text in pool if text != value)][:6]
+    elif value is None and kind.endswith(".float8"):
+        found = [Float8Recipe(Scaling.TENSOR), Float8Recipe(Scaling.BLOCK)]
     elif value is None:
         found = [SlotRange(0, 512)] if kind.startswith("event") else [-1, 0, 1, HUGE]
     else:
