@@ -1,10 +1,10 @@
 """Joint graph: what weight gradients multiply is made again in backward, where what it is made of is saved anyway.
 
 The output of a norm, or of an activation, is an operand of a product, and the gradient of that product's weight needs
-it once more. The norm's or activation's own gradient needs its input. torch saves both: an operand that is made again has
-to be written again, which its partitioner never does. That is one pass over a tensor; the saved copy lives from forward
-to backward in every layer. Provides ``MUST_RECOMPUTE`` on the elementwise nodes between such an operand and what
-backward reads of its making; what the model itself says about a node stands.
+it once more. The norm's or activation's own gradient needs its input. torch saves both: an operand that is made again
+has to be written again, which its partitioner never does. That is one pass over a tensor; the saved copy lives from
+forward to backward in every layer. Provides ``MUST_RECOMPUTE`` on the elementwise nodes between such an operand and
+what backward reads of its making; what the model itself says about a node stands.
 """
 
 from __future__ import annotations
