@@ -1,7 +1,8 @@
 """Products in bf16 and fp16 on a CPU, tried out before the first step: what torch says of them becomes one sentence.
 
 torch gives such products to oneDNN. Where oneDNN fails on a CPU, torch warns with oneDNN's whole error, a page of C++
-frames, then does without oneDNN in this process. Here that happens while a model is sharded, and is put in our words.
+frames, and does without it: for good, or, on ARM, each time anew. Here that happens while a model is sharded, and is
+put in our words; the warnings that follow are not shown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def warn_of_slow_products(dtypes: Iterable[torch.dtype], device: torch.device) -
 
 @functools.cache  # in a process: torch forgets in between which warnings it has shown
 def _try_out(dtype: torch.dtype) -> None:
-    if not _has_products(dtype) and (not dist.is_initialized() or dist.get_rank() == 0):
+    if _has_products(dtype):
+        return
+    warnings.filterwarnings("ignore", ".*failed, switching to", UserWarning)
+    if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(
             f"this CPU has no products in {str(dtype).removeprefix('torch.')}: torch computes them in another way, "
             "which is slow; compute in float32 here",

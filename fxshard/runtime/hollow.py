@@ -21,7 +21,7 @@ def hollow_like(
     """A tensor that looks like another one and holds nothing."""
     hollow = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
     hollow.untyped_storage().resize_(0)
-    private.forbid_access(hollow, _TAKEN)
+    private.forbid_writes(hollow)
     return hollow
 
 

@@ -101,6 +101,8 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
         yield f"is gathered {bucket.gather}, but is {'' if bucket.resident else 'not '}resident"
     if bucket.quantized and any(len(spec.shape) < 2 for spec in specs):
         yield "is to be quantized, but not all of it are matrices"
+    if bucket.shares_state and not bucket.adds_replicas:
+        yield "shares optimizer state over replicas that it does not have"
     if bucket.float8 is not None and not isinstance(bucket.float8, Float8Recipe):
         yield f"has {bucket.float8!r} for a recipe of float8"
     if bucket.float8 is not None and bucket.gather not in (Gather.OFF, Gather.DIRECT):

@@ -283,14 +283,13 @@ def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any],
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined,no-any-return]
 
 
-def forbid_access(tensor: torch.Tensor, message: str) -> None:
-    """Operations that touch the tensor's memory raise: with ``message`` where torch is built for CUDA; elsewhere torch
-    can only be told to refuse writes, in its own words. torch 2.11, 2.13.
+def forbid_writes(tensor: torch.Tensor) -> None:
+    """Operations that would write to the tensor's memory raise. torch 2.11, 2.13.
+
+    Reads cannot be forbidden as well: where torch can be told to (``_set_storage_access_error_msg`` of builds for
+    CUDA), it also refuses to say how large a tensor's storage is, which Dynamo asks.
     """
-    if hasattr(torch._C, "_set_storage_access_error_msg"):
-        torch._C._set_storage_access_error_msg(tensor, message)
-    else:
-        torch._C._set_throw_on_mutable_data_ptr(tensor)  # type: ignore[attr-defined]
+    torch._C._set_throw_on_mutable_data_ptr(tensor)  # type: ignore[attr-defined]
 
 
 def after_backward(call: Callable[[], None]) -> None:
