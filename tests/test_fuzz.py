@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import fxshard
-from fxshard.fuzz import compare
-from fxshard.fuzz.loops import Loop
+from fxshard.bench.fuzz import compare
+from fxshard.bench.fuzz.loops import Loop
 from tests.pool import Pool
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard.fuzz.models import WIDTH
+from fxshard.bench.fuzz.models import WIDTH
 
 Backward = Callable[[str, str, int], float]
 """Forward of the heads in the first string, and backward from those in the second, for the batch of a number."""

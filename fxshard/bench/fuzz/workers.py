@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fxshard.fuzz.compare import Outcome, run_program
+from fxshard.bench.fuzz.compare import Outcome, run_program
 
 
 def spawned(rank: int, ranks: int, store: str, seed: int, seconds: float, programs: int) -> None:

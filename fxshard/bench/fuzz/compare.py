@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fxshard._torch.errors import FxshardError
+from fxshard.bench.fuzz.loops import Backward, Loop
+from fxshard.bench.fuzz.models import WIDTH, RandomModel
 from fxshard.frontend.api import compile as sharded
-from fxshard.fuzz.loops import Backward, Loop
-from fxshard.fuzz.models import WIDTH, RandomModel
 from fxshard.optim.config import AdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fxshard.fuzz.workers import spawned, work
+from fxshard.bench.fuzz.workers import spawned, work
 
 
 def main() -> None:
