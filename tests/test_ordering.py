@@ -134,7 +134,9 @@ def test_waits_are_the_dependencies(ranks: Pool, n: int, run: Callable[[], dict[
 def test_every_kind_of_event_is_among_them() -> None:
     by_rows = fxshard.plan(wide(), wide_batch(0, 0), world_size=2, lowering="eager", **BY_ROWS)
     replicas = fxshard.plan(Stack(), batch(0, 0), world_size=4, shard_size=2, lowering="eager", optimizer=ADAMW)
-    schedules = (by_rows, replicas, by_rows.accumulating())
+    precision = fxshard.Float8(smallest=0)
+    float8 = fxshard.plan(wide(), wide_batch(0, 0), world_size=2, lowering="eager", precision=precision)
+    schedules = (by_rows, replicas, by_rows.accumulating(), float8)
     assert {event.kind for schedule in schedules for event in schedule.events} == set(Kind)
 
 
