@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,6 @@ import fxshard
 from fxshard.checkpoint.metadata import read_metadata
 from tests.checkpoint.zoo import MUON, same, zoo
 from tests.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("good") / "step-5"
-    fxshard.save(fxshard.shard(zoo(), optimizer=MUON), path)
-    return path
-
-
-@pytest.fixture
-def copied(good: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(good, tmp_path / good.name)
 
 
 def replaced(path: Path, metadata: bytes) -> None:
@@ -61,7 +48,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_no_code_of_the_folder_runs(copied: Path, tmp_path: Path, weights_only: bool) -> None:
+def test_no_code_of_the_folder_runs(damaged: Path, tmp_path: Path, weights_only: bool) -> None:
     mark = tmp_path / "it ran"
     programs = [
         Runs(os.system, f"touch '{mark}'"),
@@ -71,8 +58,8 @@ def test_no_code_of_the_folder_runs(copied: Path, tmp_path: Path, weights_only: 
         {"state_dict_metadata": Runs(Path.touch, mark)},
     ]
     for program in programs:
-        replaced(copied, pickle.dumps(program))
-        refused(copied, r"was not written by torch.distributed.checkpoint: it names", weights_only=weights_only)
+        replaced(damaged, pickle.dumps(program))
+        refused(damaged, r"was not written by torch.distributed.checkpoint: it names", weights_only=weights_only)
     assert not mark.exists()
     pickle.loads(pickle.dumps(programs[1]))
     assert mark.exists()  # so it is a program
@@ -106,18 +93,18 @@ def test_what_is_read_is_what_torch_reads(good: Path) -> None:
         ("length", "1", "no number of bytes"),
     ],
 )
-def test_places_outside_of_the_files(copied: Path, field: str, value: Any, match: str) -> None:
-    metadata = FileSystemReader(copied).read_metadata()
+def test_places_outside_of_the_files(damaged: Path, field: str, value: Any, match: str) -> None:
+    metadata = FileSystemReader(damaged).read_metadata()
     index = next(index for index in metadata.storage_data if index.fqn == "model.odd.weight")
     setattr(metadata.storage_data[index], field, value)
-    replaced(copied, pickle.dumps(metadata))
-    refused(copied, match)
+    replaced(damaged, pickle.dumps(metadata))
+    refused(damaged, match)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04.", b"cos\nsystem\n.", pickle.dumps([1, 2]), b"(" * 10**5])
-def test_metadata_that_is_none(copied: Path, data: bytes) -> None:
-    replaced(copied, data)
-    refused(copied, r"cannot be read|was not written by")
+def test_metadata_that_is_none(damaged: Path, data: bytes) -> None:
+    replaced(damaged, data)
+    refused(damaged, r"cannot be read|was not written by")
 
 
 def flipped(path: Path) -> tuple[str, list[str]]:

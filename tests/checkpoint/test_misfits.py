@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +103,6 @@ def test_a_problem_of_one_rank_is_a_problem_of_all(ranks: Pool, tmp_path: Path) 
     for said, changed in ranks(2, only_one_rank_sees_it, tmp_path / "a"):
         assert "param groups there and 1 here (rank 1)" in said
         assert changed == []
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("good") / "step-5"
-    fxshard.save(fxshard.shard(zoo(), optimizer=MUON), path)
-    return path
-
-
-@pytest.fixture
-def damaged(good: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(good, tmp_path / good.name)
 
 
 def refused(path: Path, match: str) -> None:

@@ -28,6 +28,14 @@ from fxshard._torch.private.inductor import inductor_decompositions as inductor_
 from fxshard._torch.private.inductor import inductor_joint_passes as inductor_joint_passes
 from fxshard._torch.private.pickling import dumps as dumps
 from fxshard._torch.private.pickling import loads as loads
+from fxshard._torch.private.step import UnevenDTensor as UnevenDTensor
+from fxshard._torch.private.step import all_gather as all_gather
+from fxshard._torch.private.step import foreach_lerp as foreach_lerp
+from fxshard._torch.private.step import foreach_lerp_ as foreach_lerp_
+from fxshard._torch.private.step import foreach_mul_ as foreach_mul_
+from fxshard._torch.private.step import foreach_norm as foreach_norm
+from fxshard._torch.private.step import fused_adamw as fused_adamw
+from fxshard._torch.private.step import reduce_scatter as reduce_scatter
 
 
 def min_cut_partition(
@@ -410,103 +418,6 @@ def is_recompile_limit(error: BaseException) -> bool:
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return isinstance(error, FailOnRecompileLimitHit)
-
-
-def fused_adamw(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    *,
-    lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float,
-    maximize: bool = False,
-    refused: torch.Tensor | None = None,
-) -> None:
-    """The kernel that ``torch.optim.AdamW(fused=True)`` calls, for CPU and CUDA. torch 2.11, 2.13.
-
-    It writes nothing if the fp32 number ``refused``, on the device of the tensors, is one.
-    """
-    torch._fused_adamw_(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        lr=lr,  # type: ignore[arg-type]
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=maximize,
-        found_inf=refused,
-    )
-
-
-def foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Each tensor moves ``weight`` of the way to its end, in one launch. torch 2.11, 2.13."""
-    torch._foreach_lerp_(tensors, ends, weight)
-
-
-def foreach_lerp(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> list[torch.Tensor]:
-    """``foreach_lerp_`` out of place. torch 2.11, 2.13."""
-    return list(torch._foreach_lerp(tensors, ends, weight))
-
-
-def foreach_mul_(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply all tensors in one launch. torch 2.11, 2.13."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def foreach_norm(tensors: list[torch.Tensor], ord: float) -> list[torch.Tensor]:
-    """The norm of each tensor, in few launches. torch 2.11, 2.13."""
-    return list(torch._foreach_norm(tensors, ord=ord))
-
-
-def all_gather(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
-) -> dist.Work | None:
-    """``all_gather_into_tensor``, which torch 2.13 renamed to ``all_gather_single``."""
-    renamed = getattr(dist, "all_gather_single", None)
-    return (renamed or dist.all_gather_into_tensor)(output, shard, group=group, async_op=async_op)
-
-
-def reduce_scatter(
-    output: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, *, async_op: bool
-) -> dist.Work | None:
-    """``reduce_scatter_tensor``, which torch 2.13 renamed to ``reduce_scatter_single``."""
-    renamed = getattr(dist, "reduce_scatter_single", None)
-    return (renamed or dist.reduce_scatter_tensor)(output, full, op=op, group=group, async_op=async_op)
-
-
-class UnevenDTensor:
-    """Makes DTensors of one global shape whose ranks may hold any number of rows. torch 2.11, 2.13.
-
-    ``DTensor.from_local`` does the same through an autograd function, ten times slower: gradients are wrapped every
-    step, so the constructor is called with the specification that ``from_local`` made once.
-    """
-
-    def __init__(self, local: torch.Tensor, mesh: dist.DeviceMesh, shape: torch.Size, *, sharded: bool) -> None:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        stride = torch.empty(shape, device="meta").stride()
-        # Of two mesh dimensions the first replicates, the last shards.
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if sharded else Replicate()]
-        example = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-        self._make, self._spec = DTensor, example._spec
-        self._blank = local.new_empty(0)
-
-    def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        # A DTensor takes over its local tensor's storage offset, and with one other than 0 it can be neither copied nor
-        # saved. Rows lie anywhere in their shard, so it is made around an empty tensor first.
-        wrapped = self._make(self._blank, self._spec, requires_grad=False)
-        wrapped._local_tensor = local
-        return wrapped
 
 
 @contextlib.contextmanager
