@@ -34,7 +34,7 @@ def _count_flops(node: fx.Node) -> int:
     if target is mm_into:
         a, b = (_value(arg) for arg in node.args[:2])
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
-    attention = _CPU_ATTENTION.get(private.operator_name(target))
+    attention = _ATTENTION.get(private.operator_name(target))
     if attention is not None:
         query, key = (_value(node.args[i]) for i in attention.operands)
         batch, heads, length, width = query.shape
@@ -63,10 +63,20 @@ class _Attention:
     products: int
 
 
-# torch has formulas for the CUDA kernels only.
-_CPU_ATTENTION = {
-    "_scaled_dot_product_flash_attention_for_cpu": _Attention((0, 1), 2),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _Attention((1, 2), 5),
+# torch's formulas know no CPU kernels, and in torch 2.11 they refuse keys with fewer heads than queries.
+_FORWARD, _BACKWARD = _Attention((0, 1), 2), _Attention((1, 2), 5)
+_ATTENTION = {
+    f"_scaled_dot_product_{kind}": cost
+    for kind, cost in {
+        "flash_attention_for_cpu": _FORWARD,
+        "flash_attention_for_cpu_backward": _BACKWARD,
+        "flash_attention": _FORWARD,
+        "flash_attention_backward": _BACKWARD,
+        "efficient_attention": _FORWARD,
+        "efficient_attention_backward": _BACKWARD,
+        "cudnn_attention": _FORWARD,
+        "cudnn_attention_backward": _BACKWARD,
+    }.items()
 }
 
 
