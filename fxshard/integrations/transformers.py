@@ -8,6 +8,7 @@ trainer = sharded(Trainer, zero=3)(model=model, args=args, train_dataset=data)
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ class _Sharded(_Mixin):
     _compile_options: dict[str, Any] = {}
     accelerator: Any
     gather_function: Any
+    _filters_losses = False
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
@@ -67,6 +69,27 @@ class _Sharded(_Mixin):
         self.model = self.callback_handler.model = self.model_wrapped
         return prepared
 
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """``logging_nan_inf_filter`` looks at each loss on the host, which waits for the device at every step.
+
+        ``training_step`` here does the same on the device.
+        """
+        self._filters_losses = self.args.logging_nan_inf_filter
+        self.args.logging_nan_inf_filter = False
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self.args.logging_nan_inf_filter, self._filters_losses = self._filters_losses, False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if not self._filters_losses:
+            return loss
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(torch.isfinite(loss), loss, mean)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -79,9 +102,14 @@ class _Sharded(_Mixin):
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+            torch.save(self._arguments_as_given(), folder / TRAINING_ARGS_NAME)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _arguments_as_given(self) -> Any:
+        given = copy.copy(self.args)
+        given.logging_nan_inf_filter = self._filters_losses or self.args.logging_nan_inf_filter
+        return given
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not isinstance(self.model, ShardedModule):

@@ -105,6 +105,41 @@ def test_losses_are_those_of_fsdp2(found: dict[str, Any]) -> None:
     assert found["fxshard"][-1][0] < found["before training"]
 
 
+def filtered(folder: str, keep: bool) -> dict[str, Any]:
+    """Losses that a Trainer logs every five steps if it reports NaN for two of them, and what it saves of arguments."""
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    class Unlucky(Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            return loss * float("nan") if self.state.global_step in (2, 8) else loss
+
+    found: dict[str, Any] = {}
+    for name, cls in (("fxshard", sharded(Unlucky, lowering="eager")), ("plain", Unlucky)):
+        args = TrainingArguments(
+            str(Path(folder, name)), per_device_train_batch_size=1, max_steps=10, logging_steps=5, use_cpu=True,
+            report_to=[], disable_tqdm=True, save_strategy="no", logging_nan_inf_filter=keep,
+        )  # fmt: skip
+        with launched():
+            done = cls(model=llama(), args=args, train_dataset=rows(20))
+            done.train()
+            found[name] = [entry["loss"] for entry in done.state.log_history if "loss" in entry]
+            found[name + " argument"] = done.args.logging_nan_inf_filter
+    return found
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_losses_that_are_not_finite_are_left_out_of_the_log_as_the_trainer_does(
+    ranks: Pool, tmp_path: Path, keep: bool
+) -> None:
+    found = ranks(2, filtered, str(tmp_path), keep)[0]
+    assert found["fxshard"] == pytest.approx(found["plain"], rel=1e-5, nan_ok=True)
+    assert all(loss == loss for loss in found["fxshard"]) == keep
+    assert found["fxshard argument"] == found["plain argument"] == keep
+
+
 @pytest.mark.shows("I3")
 def test_a_run_resumed_in_the_middle_of_an_epoch_continues_bitwise(found: dict[str, Any]) -> None:
     assert found["resumed"] == found["fxshard"]
