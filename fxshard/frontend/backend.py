@@ -51,6 +51,8 @@ class Backend:
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
+        if sharding.options.lowering == "inductor" and sharding.engine.device.type == "cuda":
+            private.start_compile_workers()  # they take seconds to start, in which Dynamo and AOTAutograd trace
         self.scheduled: dict[Phase, Scheduled] = {}
         """What the graph of each phase was scheduled with, the latest."""
         self.schedules: dict[str, Schedule] = {}

@@ -26,6 +26,7 @@ from fxshard._torch.private.inductor import compile_clocks as compile_clocks
 from fxshard._torch.private.inductor import inductor_compile as inductor_compile
 from fxshard._torch.private.inductor import inductor_decompositions as inductor_decompositions
 from fxshard._torch.private.inductor import inductor_joint_passes as inductor_joint_passes
+from fxshard._torch.private.inductor import start_compile_workers as start_compile_workers
 from fxshard._torch.private.pickling import dumps as dumps
 from fxshard._torch.private.pickling import loads as loads
 from fxshard._torch.private.step import UnevenDTensor as UnevenDTensor

@@ -41,6 +41,16 @@ def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
 
 
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels, as ``torch.compile`` does. torch 2.11, 2.13.
+
+    ``TORCH_WARM_POOL=0`` leaves that to the first kernel, and ``TORCHINDUCTOR_COMPILE_THREADS`` says how many.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def compile_clocks() -> dict[str, float]:
     """Seconds that torch has spent in parts of compiling, by its own clocks; some lie in others. torch 2.11, 2.13."""
     from torch._dynamo.utils import compilation_time_metrics
