@@ -29,6 +29,7 @@ def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
     for run, given in zip(runs, inputs, strict=True):
         given += [size for size in _sizes(module.graph, [*run, *given]) if size not in given]
     needed = {node for of_run in inputs for node in of_run} | set(module.graph.output_node().all_input_nodes)
+    needed.update(arg for node in module.graph.nodes if is_runtime(node) for arg in node.all_input_nodes)
 
     top = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
