@@ -49,21 +49,17 @@ def order_collectives(module: fx.GraphModule, context: PassContext) -> fx.GraphM
 
 
 def _wait_at_first_use(graph: fx.Graph) -> None:
-    """Waits, and views of what they wait for, move to right before the first node that computes with it."""
+    """Waits, and views of anything, move to right before the first node that computes with it.
+
+    Views cost nothing where they stand, but one of a parameter, left before a wait, would have it gathered earlier.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     anchors: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(graph.nodes)):
-        of_wait = private.is_wait(node) or (is_view(node) and _root_is_a_wait(node))
-        if of_wait and node.users:
+        if is_view(node) and node.users:  # what a wait gives is a view of what the collective gave
             anchors[node] = min((anchors.get(user, user) for user in node.users), key=order.__getitem__)
     for node in reversed(anchors):  # in the order of the graph
         anchors[node].prepend(node)
-
-
-def _root_is_a_wait(node: fx.Node) -> bool:
-    while is_view(node) and not private.is_wait(node):
-        node = node.all_input_nodes[0]
-    return private.is_wait(node)
 
 
 def _start_early(start: fx.Node) -> None:
