@@ -107,7 +107,7 @@ def deliver(model: fxshard.ShardedModule, grads: dict[str, torch.Tensor]) -> Non
         flat = bucket.hold_gradient().zero_()
         for fragment, parameter, own in zip(bucket.fragments, bucket.params, bucket.grads, strict=True):
             if fragment.name in grads:
-                whole = grads[fragment.name]
+                whole = bucket.part(fragment.name, grads[fragment.name])
                 rows = whole[fragment.row_start : fragment.row_stop] if whole.ndim else whole
                 bucket.as_rows(flat, fragment.name).copy_(rows)
                 parameter.grad = own

@@ -65,7 +65,7 @@ def _reads(one: Held, source: Source, keys: Sequence[str]) -> Iterator[Target]:
         yield Target(keys[0], one.offsets, one.tensor)
     elif source.stacked:  # rows of the whole are experts
         for i in range(one.tensor.shape[0]):
-            yield Target(keys[one.row + i], (0,) * (len(one.shape) - 1), one.tensor[i])
+            yield Target(keys[one.offsets[0] + i], one.offsets[1:], one.tensor[i])
     else:
         assert source.index is not None
         yield Target(keys[0], (source.index, *one.offsets), one.tensor.unsqueeze(0))

@@ -30,7 +30,8 @@ class Held:
     names: tuple[str, ...]
     """The parameter's names in the model: more than one where it is tied."""
     shape: tuple[int, ...]
-    row: int
+    offsets: tuple[int, ...]
+    """Where the rows start in the whole tensor."""
     tensor: torch.Tensor
     """The rows themselves, in place: reading them saves, writing to them loads."""
     field: str = ""
@@ -43,11 +44,6 @@ class Held:
     def key(self, name: str) -> str:
         return ".".join(self.path(name))
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where the rows start in the whole tensor."""
-        return (self.row, *[0] * (len(self.shape) - 1)) if self.shape else ()
-
 
 def of_model(model: ShardedModule) -> Iterator[Held]:
     """Parameters (masters, where there are any) and persistent buffers. Buffers are those of the first rank."""
@@ -58,11 +54,12 @@ def of_model(model: ShardedModule) -> Iterator[Held]:
         values[id(value)] = value
     for bucket, fragment, parameter in _places(model):
         names = tuple(keys.pop(id(parameter)))
-        yield Held(MODEL, names, tuple(parameter.shape), fragment.row_start, bucket.local(fragment.name))
-    first = _is_first(model)
+        at = bucket.offsets(fragment.name)
+        yield Held(MODEL, names, tuple(parameter.shape), at, bucket.local(fragment.name))
+    first = model._sharding.channels.is_first
     for identity, of_buffer in keys.items():
         buffer = values[identity].detach()
-        yield Held(MODEL, tuple(of_buffer), tuple(buffer.shape), 0, buffer, writes=first)
+        yield Held(MODEL, tuple(of_buffer), tuple(buffer.shape), (0,) * buffer.ndim, buffer, writes=first)
 
 
 State = Mapping[torch.Tensor, Mapping[str, Any]]
@@ -71,9 +68,9 @@ State = Mapping[torch.Tensor, Mapping[str, Any]]
 
 def of_optimizer(model: ShardedModule, state: State) -> Iterator[Held]:
     """State tensors: those shaped like their parameter (this rank has the same rows of both), and scalars."""
-    for _, fragment, parameter in _places(model):
+    for bucket, fragment, parameter in _places(model):
         for field, value in state.get(parameter, {}).items():
-            yield _state(fragment, parameter, field, value)
+            yield _state(bucket, fragment, parameter, field, value)
 
 
 def empty_like_parameter(model: ShardedModule, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -87,7 +84,7 @@ def parameter_names(model: ShardedModule) -> dict[int, str]:
     return {id(parameter): fragment.name for _, fragment, parameter in _places(model)}
 
 
-def _state(fragment: Fragment, parameter: torch.nn.Parameter, field: str, value: object) -> Held:
+def _state(bucket: Bucket, fragment: Fragment, parameter: torch.nn.Parameter, field: str, value: object) -> Held:
     if not isinstance(value, torch.Tensor) or value.shape not in (parameter.shape, torch.Size([])):
         raise ConfigError(
             f"optimizer state {field!r} of {fragment.name} is {_described(value)}; tensors of the parameter's shape "
@@ -95,9 +92,9 @@ def _state(fragment: Fragment, parameter: torch.nn.Parameter, field: str, value:
         )
     local = value.to_local() if isinstance(value, dist.tensor.DTensor) else value
     rows = private.wrapped(value) if isinstance(value, dist.tensor.DTensor) else value
-    first = rows.first if isinstance(rows, Rows) else fragment.row_start  # replicas that share state hold fewer rows
-    row = first if value.shape else 0
-    return Held(OPTIMIZER, (fragment.name,), tuple(value.shape), row, local.detach(), field)
+    # Replicas that share state hold fewer rows.
+    at = rows.offsets if isinstance(rows, Rows) else bucket.offsets(fragment.name)
+    return Held(OPTIMIZER, (fragment.name,), tuple(value.shape), at if value.shape else (), local.detach(), field)
 
 
 def _described(value: object) -> str:
@@ -108,8 +105,3 @@ def _places(model: ShardedModule) -> Iterator[tuple[Bucket, Fragment, torch.nn.P
     for bucket in model._sharding.buckets:
         for fragment, parameter in zip(bucket.fragments, bucket.params, strict=True):
             yield bucket, fragment, parameter
-
-
-def _is_first(model: ShardedModule) -> bool:
-    channels = model._sharding.channels
-    return channels.shard == 0 and channels.replica == 0

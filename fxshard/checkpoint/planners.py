@@ -55,7 +55,7 @@ class SaveRows(DefaultSavePlanner):
         self.mappings = {".".join(path): path for path in objects}
         for one in held:
             # A tensor with no elements at all is written too: its key belongs to the checkpoint.
-            if one.writes and (one.tensor.numel() or (0 in one.shape and one.row == 0)):
+            if one.writes and (one.tensor.numel() or (0 in one.shape and not any(one.offsets))):
                 for name in one.names:
                     self._add(one, name)
         self._progress = _Counter(progress)

@@ -13,7 +13,6 @@ from fxshard._torch import private
 from fxshard._torch.errors import CheckpointError, PeerError
 from fxshard.checkpoint.roll_call import RollCall
 from fxshard.frontend.sharding import Sharding
-from fxshard.runtime.channels import domain_ranks
 
 
 class Ranks:
@@ -24,7 +23,7 @@ class Ranks:
         self.rank, self.size = 0, 1
         self.doing = "saving or loading a checkpoint"
         """What a rank that waits in vain says that it was doing."""
-        members = domain_ranks(sharding.mesh)
+        members = sharding.agreement.members
         if len(members) > 1:
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             self._roll_call = RollCall(members, private.group_timeout())

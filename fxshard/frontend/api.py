@@ -16,6 +16,7 @@ from fxshard.frontend.input_gradients import drop_input_gradient_hooks
 from fxshard.frontend.materialise import Init
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import take_apart
+from fxshard.frontend.tensor_parallel import refuse_breaks
 from fxshard.optim.adamw import ShardedAdamW
 from fxshard.optim.config import AdamW, Muon
 from fxshard.optim.groups import check_patterns
@@ -91,6 +92,8 @@ def compile(
             "return_logits=False needs the whole model in one graph: code between graphs might read the logits; mend "
             "the breaks and leave fullgraph=True, or leave out return_logits"
         )
+    if not fullgraph and isinstance(model, nn.Module):
+        refuse_breaks(model)
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
     sharded = shard(**given)
     again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)

@@ -13,6 +13,7 @@ from fxshard._torch.errors import CaptureError, ConfigError
 from fxshard.frontend.compiled import CompiledGraphs
 from fxshard.frontend.input_shapes import taken_shapes
 from fxshard.frontend.lowering.programs import bind, lower
+from fxshard.frontend.plain_inputs import with_plain_inputs
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
 from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
 from fxshard.frontend.variants import Variants
@@ -91,10 +92,21 @@ class Backend:
         watching = observer()
         if watching is not None:
             watching.say("Dynamo gave %d nodes", len(graph.graph.nodes))
+        plain = with_plain_inputs(graph)
+        if plain is None:
+            return self._compile_plain(graph, example_inputs, broken is not None, watching)
+        graph, unwrap = plain
+        run = self._compile_plain(graph, unwrap(example_inputs), broken is not None, watching)
+        return lambda *args: run(*unwrap(args))
+
+    def _compile_plain(
+        self, graph: fx.GraphModule, example_inputs: Sequence[Any], broken: bool, watching: Observer | None
+    ) -> Callable[..., Any]:
+        """The same for a graph that takes plain tensors."""
         refs = [self._ref(value) for value in graph_inputs(graph)]
         plan = self.sharding.plan(one_graph=self.one_graph)
         context = plan.context(Phase.FORWARD, watching)
-        context.ends_early = broken is not None
+        context.ends_early = broken
         tie_parameters(graph, refs)
         graph = before_autograd(graph, context)
         self.attention.append(context.attention)

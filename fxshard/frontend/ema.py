@@ -100,7 +100,8 @@ class EMA:
                 if isinstance(value, torch.distributed.tensor.DTensor):
                     rows.copy_(value.to_local())
                 elif fragment.numel:
-                    rows.copy_(value[fragment.row_start : fragment.row_stop] if value.ndim else value)
+                    part = bucket.part(fragment.name, value)
+                    rows.copy_(part[fragment.row_start : fragment.row_stop] if part.ndim else part)
 
     def bytes_at_rest(self) -> int:
         """What this rank holds for the averages."""

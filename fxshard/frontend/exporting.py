@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from fxshard._torch import private
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.full_tensor import whole_parameters
 
 INDEX = "model.safetensors.index.json"
 
@@ -22,20 +22,11 @@ def whole_tensors(
     for key, value in state.items():
         names.setdefault(id(value), []).append(key)
     for bucket in buckets:
-        for parameter, view in zip(bucket.params, _gathered(bucket), strict=True):
-            yield tuple(names.pop(id(parameter))), view.detach()
+        for parameter, view in zip(bucket.params, whole_parameters(bucket), strict=True):
+            yield tuple(names.pop(id(parameter))), view
     for value in state.values():
         if id(value) in names:
             yield tuple(names.pop(id(value))), value.detach()
-
-
-def _gathered(bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    flat, layout, group = bucket.master, bucket.plan.layout, bucket.channels.gather
-    if layout.ranks > 1:
-        assert group is not None
-        flat = torch.empty(layout.numel, dtype=bucket.master.dtype, device=bucket.device)
-        private.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
-    return bucket.views(flat)
 
 
 class SafetensorsWriter:

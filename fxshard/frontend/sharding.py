@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, FxshardError, StateError
 from fxshard._torch.log import LOG
 from fxshard.frontend.cpu_products import warn_of_slow_products
 from fxshard.frontend.groups import Groups, check_patterns, domain_by_name, meshes_of
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.frontend.materialise import Init, check_initialisable, is_meta, materialise
+from fxshard.frontend.tensor_parallel import find_tensor_parallel, refuse_combinations
 from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.plan.buckets import BucketPlan, plan_buckets
@@ -32,15 +34,19 @@ from fxshard.plan.precision import Precision
 from fxshard.plan.units import find_units
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
-from fxshard.runtime.channels import Channels, connect, domain_ranks, shape_of
+from fxshard.runtime.channels import Channels, connect, connect_tensor_parallel, domain_ranks, shape_of
 from fxshard.runtime.engine import Engine
-from fxshard.runtime.hollow import hollow_like, refuse_copies
+from fxshard.runtime.hollow import make_hollow, refuse_copies
 from fxshard.runtime.replay import check_capturable
 from fxshard.schedule.params import ParamRef
 from fxshard.schedule.profile import Profile
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Hollow parameter → (its sharding, its place). This is how the backend recognises a parameter among graph inputs."""
+
+
+_LEAVES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Hollow DTensor → a plain hollow parameter, shaped like its local part: what graphs take in its place."""
 
 
 @dataclass(eq=False)
@@ -104,6 +110,16 @@ def sharding_of(value: object) -> tuple[Sharding, ParamRef] | None:
 def register(hollow: nn.Parameter, sharding: Sharding, ref: ParamRef) -> None:
     """From now on a graph input that is ``hollow`` stands for this place in this sharding, as long as that lives."""
     _SHARDED[hollow] = (weakref.ref(sharding), ref)
+    if isinstance(hollow, DTensor):
+        leaf = nn.Parameter(private.wrapped(hollow), hollow.requires_grad)
+        _LEAVES[hollow] = leaf
+        _SHARDED[leaf] = _SHARDED[hollow]
+
+
+def plain_leaf(value: DTensor) -> torch.Tensor:
+    """What a graph takes in the place of a DTensor: of a sharded parameter, the same plain one each time."""
+    leaf = _LEAVES.get(value)
+    return leaf if leaf is not None else value.to_local()
 
 
 def unsharded(options: Options, device: torch.device) -> Sharding:
@@ -128,10 +144,13 @@ def take_apart(
 
     ``choices`` become :class:`Options` here, so that all ranks are told what is wrong with those of one.
     """
-    mesh = _resolve_mesh(model, mesh)
-    agreement = Agreement(domain_ranks(mesh))
+    given_mesh, mesh = mesh, _resolve_mesh(model, mesh)
+    tensor = find_tensor_parallel(model, given_mesh)
+    agreement = Agreement(domain_ranks(mesh if tensor is None else tensor.mesh))
     try:
         options = Options(**choices)
+        if tensor is not None:
+            refuse_combinations(tensor, options.precision)
         device = _check(model, mesh=mesh)
         check_capturable(options, device)
         check_products(options.precision, device)
@@ -146,13 +165,16 @@ def take_apart(
     agreement.check(PARAMETERS, [_line(plan) for plan in plans])
     warn_of_slow_products({plan.param_dtype for plan in plans}, device)
 
+    tensor = connect_tensor_parallel(tensor)
     channels = {
-        chosen: connect(chosen, where, [plan for plan in plans if plan.domain == chosen])
+        chosen: connect(chosen, where, [plan for plan in plans if plan.domain == chosen], tensor)
         for chosen, where in [(domain, mesh), *others.values()]
     }
     buckets, hollow = _fill(model, plans, channels, device, init)
     for name, buffer in model.named_buffers():
         channels[domain_of(name)].broadcast(buffer)
+        if tensor is not None:
+            tensor.broadcast(buffer)
     sharding = Sharding(
         plans,
         buckets,
@@ -285,10 +307,12 @@ def _make_real(
 
 
 def _take_over(bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
-    value = parameter.detach().contiguous()
+    value = private.local_part(parameter).detach().contiguous()
     bucket.channels.broadcast(value)
+    if bucket.tensor is not None and bucket.tensor.pieces[name].dim is None:
+        bucket.tensor.broadcast(value)
     bucket.load({name: value})
-    parameter.data = hollow_like(parameter, bucket.plan.param_dtype)
+    make_hollow(parameter, bucket.plan.param_dtype)
     refuse_copies(parameter)
 
 
@@ -328,11 +352,6 @@ def _check(model: nn.Module, *, mesh: DeviceMesh | None) -> torch.device:
     for name, parameter in parameters.items():
         if sharding_of(parameter) is not None:
             raise StateError(f"{type(model).__name__} is sharded already ({name!r} is hollow); compile a model once")
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"{name!r} is a DTensor with placements {parameter.placements}: fxshard shards plain parameters only; "
-                "keep the local part as the parameter and communicate with torch.distributed._functional_collectives"
-            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             raise StateError(
                 f"{name!r} has hooks, which would never run: autograd does not see gradients of sharded parameters. "

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.plan.regroup import in_our_layout
 from fxshard.runtime.bucket import Bucket, total_bytes
+from fxshard.runtime.full_tensor import whole_parameters
 
 
 def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:
@@ -31,14 +31,8 @@ def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[
     """A state dict of parameters and buffers as whole tensors, on the CPU of every rank. A collective call."""
     full: dict[int, torch.Tensor] = {}
     for bucket in buckets:
-        flat = bucket.master
-        if bucket.plan.layout.ranks > 1:
-            group = bucket.channels.gather
-            assert group is not None
-            flat = torch.empty(bucket.plan.layout.numel, dtype=bucket.master.dtype, device=bucket.device)
-            private.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
-        for parameter, view in zip(bucket.params, bucket.views(flat), strict=True):
-            full[id(parameter)] = view.detach().cpu().clone()
+        for parameter, value in zip(bucket.params, whole_parameters(bucket), strict=True):
+            full[id(parameter)] = value.cpu().clone()
     return {key: full[id(value)] if id(value) in full else value.detach().cpu().clone() for key, value in state.items()}
 
 
@@ -69,7 +63,7 @@ def load(
             if found is None or isinstance(value, DTensor):
                 target.copy_(value)
             else:
-                found[0].load({found[1]: value})
+                found[0].load({found[1]: found[0].part(found[1], value)})
     return missing, unexpected
 
 

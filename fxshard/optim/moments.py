@@ -156,23 +156,23 @@ class Moments:
         fragment = self.fragments[i]
         first = self._first_of(fragment)
         if fragment.name in self.muon:
-            first.copy_(_own_rows(state["momentum_buffer"], fragment))
+            first.copy_(self._own_rows(state["momentum_buffer"], fragment))
             return
-        first.copy_(_own_rows(state["exp_avg"], fragment))
+        first.copy_(self._own_rows(state["exp_avg"], fragment))
         at = self._second_at[i]
-        self.second[at : at + fragment.numel].copy_(_own_rows(state["exp_avg_sq"], fragment))
+        self.second[at : at + fragment.numel].copy_(self._own_rows(state["exp_avg_sq"], fragment))
         self.counts[i] = int(state["step"])
         self.steps[i] = float(self.counts[i])
 
-
-def _own_rows(tensor: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-    """This rank's elements of sharded or of whole state, flat."""
-    if isinstance(tensor, dist.tensor.DTensor):
-        local = tensor.to_local()
-        if local.numel() != fragment.numel:
-            raise StateError(
-                f"the state of {fragment.name} is sharded in another way than the parameter: fxshard.save and "
-                "fxshard.load move state between layouts and numbers of ranks"
-            )
-        return local.reshape(-1)
-    return (tensor[fragment.row_start : fragment.row_stop] if tensor.ndim else tensor).reshape(-1)
+    def _own_rows(self, tensor: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+        """This rank's elements of sharded or of whole state, flat."""
+        if isinstance(tensor, dist.tensor.DTensor):
+            local = tensor.to_local()
+            if local.numel() != fragment.numel:
+                raise StateError(
+                    f"the state of {fragment.name} is sharded in another way than the parameter: fxshard.save and "
+                    "fxshard.load move state between layouts and numbers of ranks"
+                )
+            return local.reshape(-1)
+        part = self.bucket.part(fragment.name, tensor)
+        return (part[fragment.row_start : fragment.row_stop] if part.ndim else part).reshape(-1)

@@ -13,12 +13,14 @@ from fxshard.optim.directions import alike, apply_by_group, moved_directions, or
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
+from fxshard.optim.parts import is_cut, orthogonal_parts
 from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.exchange import Batch, Travel
 from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
 from fxshard.runtime.engine import Engine, Sent
+from fxshard.runtime.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class ShardedMuon(ShardedOptimizer):
         self._on_the_way: dict[int, Sent] = {}
         self._views: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._row_factors: dict[tuple[str, Scale], torch.Tensor | float] = {}
+        self._tensor = engine.buckets[0].tensor
+        self._shapes = {name: bucket.shape(name) for bucket in engine.buckets for name in bucket.plan.params}
+        """Of whole parameters."""
 
     def _run(self, instruction: Instruction) -> None:
         match instruction:
@@ -92,6 +97,11 @@ class ShardedMuon(ShardedOptimizer):
         return _Rows(name, self._views[name][0], grad, self._views[name][1])
 
     def _update(self, chosen: Sequence[_Rows]) -> None:
+        tensor = self._tensor
+        if tensor is not None:
+            cut = [rows for rows in chosen if is_cut(tensor.pieces[rows.name])]
+            self._update_cut(tensor, cut)
+            chosen = [rows for rows in chosen if not is_cut(tensor.pieces[rows.name])]
         groups, refused = [self._group_of[rows.name] for rows in chosen], self._refused
         for members in alike(groups):
             batch, own = [chosen[i] for i in members], [groups[i] for i in members]
@@ -100,6 +110,18 @@ class ShardedMuon(ShardedOptimizer):
             form = self._choice.form
             directions, factors = moved_directions(grads, momenta, splits, own[0], scales, form, refused)
             apply_by_group([rows.value for rows in batch], directions, factors, own, refused)
+
+    def _update_cut(self, tensor: TensorParallel, chosen: Sequence[_Rows]) -> None:
+        """Matrices of which other tensor-parallel ranks hold parts."""
+        if not chosen:
+            return
+        updates = self._momentum(chosen)
+        names = [rows.name for rows in chosen]
+        directions = self._directions(names, [updates[name] for name in names])
+        scaled = [self._scaled(name, direction) for name, direction in zip(names, directions, strict=True)]
+        groups = [self._group_of[name] for name in names]
+        values, factors = [rows.value for rows in chosen], [factor for _, factor in scaled]
+        apply_by_group(values, [direction for direction, _ in scaled], factors, groups, self._refused)
 
     def _momentum(self, chosen: Sequence[_Rows]) -> dict[str, torch.Tensor]:
         """What is to be orthogonalized, by name, with the momenta brought up to date."""
@@ -112,17 +134,30 @@ class ShardedMuon(ShardedOptimizer):
             updates.update(zip([rows.name for rows in batch], made, strict=True))
         return updates
 
-    def _orthogonal(self, owned: Sequence[Travel], whole: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The directions of matrices that this rank owns, flat, by name."""
-        directions = {}
-        for members in alike(self._group_of[travel.name] for travel in owned):
-            names = [owned[i].name for i in members]
-            splits = [self._splits[name] for name in names]
-            group = self._group_of[names[0]]
+    def _directions(self, names: Sequence[str], updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The directions of matrices that this rank holds, or of its tensor-parallel parts of them."""
+        tensor = self._tensor
+        cut = [i for i, name in enumerate(names) if tensor is not None and is_cut(tensor.pieces[name])]
+        whole = [i for i in range(len(names)) if i not in cut]
+        found = dict(zip(whole, self._orthogonal([names[i] for i in whole], [updates[i] for i in whole]), strict=True))
+        if tensor is not None and cut:
+            pieces, chosen = [tensor.pieces[names[i]] for i in cut], [updates[i] for i in cut]
+            parts = orthogonal_parts(
+                tensor, pieces, chosen, lambda owned, whole: self._orthogonal([names[cut[i]] for i in owned], whole)
+            )
+            found.update(zip(cut, parts, strict=True))
+        return [found[i] for i in range(len(names))]
+
+    def _orthogonal(self, names: Sequence[str], whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The directions of whole matrices."""
+        directions: dict[int, torch.Tensor] = {}
+        for members in alike(self._group_of[name] for name in names):
+            splits = [self._splits[names[i]] for i in members]
+            group = self._group_of[names[members[0]]]
             done = orthogonal_pieces([whole[i] for i in members], splits, group, self._choice.form)
             for i, split, pieces in zip(members, splits, done, strict=True):
-                directions[owned[i].name] = rule.join_matrices(pieces, split, owned[i].shape).reshape(-1)
-        return directions
+                directions[i] = rule.join_matrices(pieces, split, whole[i].shape)
+        return [directions[i] for i in range(len(names))]
 
     # -- there and back ----------------------------------------------------------------------------------------------
 
@@ -144,7 +179,8 @@ class ShardedMuon(ShardedOptimizer):
         parts = _received(batch, rank, sent.wait())
         owned = [travel for travel in batch.travels if travel.owner == rank]
         whole = [torch.cat(parts[travel.name]).view(travel.shape) for travel in owned]
-        directions = self._orthogonal(owned, whole)
+        found = self._directions([travel.name for travel in owned], whole)
+        directions = {travel.name: direction.reshape(-1) for travel, direction in zip(owned, found, strict=True)}
         back = [
             directions[travel.name][begin : begin + numel]
             for holder in range(batch.ranks)
@@ -164,26 +200,29 @@ class ShardedMuon(ShardedOptimizer):
             rows = self._rows(self._moments[travel.bucket], travel.name)
             if rows.grad is None:
                 continue
-            direction, factor = self._scaled(travel, part.view(rows.value.shape), rank)
+            first_row = _part(travel, rank)[0] // travel.shape[-1]
+            direction, factor = self._scaled(travel.name, part.view(rows.value.shape), first_row)
             values.append(rows.value)
             directions.append(direction)
             factors.append(factor)
             groups.append(self._group_of[travel.name])
         apply_by_group(values, directions, factors, groups, self._refused)
 
-    def _scaled(self, travel: Travel, direction: torch.Tensor, rank: int) -> tuple[torch.Tensor, float]:
+    def _scaled(self, name: str, direction: torch.Tensor, first_row: int = 0) -> tuple[torch.Tensor, float]:
         """Some rows of a direction, and what is left to scale them by: matrices of a split may differ in that."""
-        key = (travel.name, self._group_of[travel.name]["scale"])
+        key = (name, self._group_of[name]["scale"])
         if key not in self._row_factors:
-            by_row = _row_factors(travel, self._splits[travel.name], key[1])
-            begin = _part(travel, rank)[0] // travel.shape[-1]
-            ours = by_row[begin : begin + direction.shape[0]]
+            shape = self._shapes[name]
+            by_row = _row_factors(shape, self._splits[name], key[1])
+            ours = by_row if self._tensor is None else self._tensor.pieces[name].of(by_row.expand(shape))[..., :1]
+            ours = ours.narrow(-2, first_row, direction.shape[-2])
             # Asked of the whole matrix: where its pieces differ, they are scaled and rounded before the update.
-            alike = len(set(by_row)) == 1
-            self._row_factors[key] = by_row[0] if alike else sent(ours, torch.float32, direction.device)
+            different = len(by_row.unique()) > 1
+            one_for_all = float(by_row.view(-1)[0])
+            self._row_factors[key] = sent(ours.tolist(), torch.float32, direction.device) if different else one_for_all
         factor = self._row_factors[key]
         if isinstance(factor, torch.Tensor):
-            return direction.float() * factor.view(-1, 1), 1.0
+            return direction.float() * factor, 1.0
         return direction, factor
 
     def _rank(self, batch: Batch) -> int:
@@ -195,12 +234,12 @@ class ShardedMuon(ShardedOptimizer):
         return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
 
-def _row_factors(travel: Travel, split: Split | None, scale: Scale) -> list[float]:
+def _row_factors(shape: Sequence[int], split: Split | None, scale: Scale) -> torch.Tensor:
     """What each row of a matrix's direction is scaled by."""
-    one_column = rule.split_matrices(torch.empty(travel.shape[0], 1), split)
-    pieces = [(piece, rule.scale_factor((*piece.shape[:-1], travel.shape[-1]), scale)) for piece in one_column]
+    one_column = rule.split_matrices(torch.empty(*shape[:-1], 1), split)
+    pieces = [(piece, rule.scale_factor((*piece.shape[:-1], shape[-1]), scale)) for piece in one_column]
     by_row = [torch.full_like(piece, factor, dtype=torch.float64) for piece, factor in pieces]
-    return rule.join_matrices(by_row, split, (travel.shape[0], 1)).view(-1).tolist()
+    return rule.join_matrices(by_row, split, (*shape[:-1], 1))
 
 
 def _held(batch: Batch, rank: int) -> list[Travel]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.float8 import COLUMNWISE, ROWWISE, scale_shape
 from fxshard.kernels.mxfp8 import BLOCK
@@ -212,7 +213,7 @@ def plan_buckets(
     too.
     """
     own = Domain(ranks, divisor=ranks)
-    parameters = dict(model.named_parameters())
+    parameters = {name: private.local_part(parameter) for name, parameter in model.named_parameters()}
     rules = _Rules(
         ZERO[zero],
         precision.mode(zero) if isinstance(precision, Quantized) else Gather.PLAIN,
@@ -269,7 +270,7 @@ class _Rules:
 
 
 def _kinds(
-    unit: Unit, parameters: Mapping[str, nn.Parameter], quantized: Collection[str], cut_at: int, domain_of: DomainOf
+    unit: Unit, parameters: Mapping[str, torch.Tensor], quantized: Collection[str], cut_at: int, domain_of: DomainOf
 ) -> dict[Kind, list[TensorSpec]]:
     """The parameters of a unit by what keeps them apart."""
     kinds: dict[Kind, list[TensorSpec]] = {}
@@ -286,7 +287,7 @@ def _kinds(
 
 def _members(
     units: Iterable[Unit],
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     quantized: Collection[str],
     cut_at: int,
     domain_of: DomainOf,
@@ -351,7 +352,7 @@ def _bucket(
     )
 
 
-def _specs(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
+def _specs(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     """The parameters of a unit that are trained: those that Muon may own."""
     return [TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad]
 

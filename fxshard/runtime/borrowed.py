@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fxshard._torch import private
 from fxshard._torch.errors import StateError
 from fxshard.runtime.engine import Engine
+from fxshard.runtime.hollow import lend
 
 Place = tuple[int, int]
 """A parameter as (bucket, position in it)."""
@@ -38,14 +39,14 @@ class BorrowedWeights:
             views = self._engine.unsharded(index)
         for position, view in enumerate(views):
             parameter = self._hollow[index, position]
-            before, parameter.data = parameter.data, view
+            before = lend(parameter, view)
             self._before[index, position] = (before, parameter._version)
 
     def give_back(self) -> list[str]:
         """Make the parameters hollow again; returns the names of those that were written to."""
         written = [place for place, (_, version) in self._before.items() if self._hollow[place]._version != version]
         for place, (before, _) in self._before.items():
-            self._hollow[place].data = before
+            lend(self._hollow[place], before)
         self._before = {}
         return [self._engine.buckets[index].plan.params[position] for index, position in written]
 

@@ -13,6 +13,7 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
 from fxshard.plan.layout import Fragment
+from fxshard.plan.pieces import row_offsets
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_optimizers import mark
 from fxshard.runtime.foreign_state import watch_optimizers
@@ -43,6 +44,7 @@ class Bucket:
         self.device = device
         self.channels = channels
         self.mesh = channels.mesh
+        self.tensor = channels.tensor
         layout = plan.layout
         self.rank = channels.shard if layout.ranks > 1 else 0
         begin = self.rank * layout.shard_numel
@@ -80,7 +82,7 @@ class Bucket:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's rows out of full parameters."""
+        """Take this rank's rows out of full parameters; of tensor-parallel ones, out of this rank's parts."""
         if not values.keys() & self.plan.layout.index.keys():
             return
         self.changed()
@@ -98,7 +100,7 @@ class Bucket:
             original = originals[fragment.name]
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
             parameter.__dict__.update(original.__dict__)
-            if self.mesh is not None and self.plan.layout.ranks > 1:
+            if self.mesh is not None and (self.plan.layout.ranks > 1 or self._is_part(fragment.name)):
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
                 mark(parameter)
             hooks = RegisterAfterAccumulation(self, len(self.params))
@@ -130,10 +132,34 @@ class Bucket:
     def _wrapped(self, local: torch.Tensor, name: str) -> torch.Tensor:
         assert self.mesh is not None
         if name not in self._wrappers:
-            shape = torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
-            sharded = self.plan.layout.ranks > 1
-            self._wrappers[name] = private.UnevenDTensor(local, self.mesh, shape, sharded=sharded)
+            tensor = self.tensor if self.tensor is not None and name in self.tensor.placed else None
+            self._wrappers[name] = private.UnevenDTensor(
+                local,
+                self.mesh if tensor is None else tensor.mesh,
+                self.shape(name),
+                sharded=self.plan.layout.ranks > 1,
+                tensor_parallel=tensor is not None,
+                tensor_dim=tensor.pieces[name].dim if tensor is not None else None,
+            )
         return self._wrappers[name](local)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of the whole parameter."""
+        if self.tensor is not None:
+            return torch.Size(self.tensor.pieces[name].shape)
+        return torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
+
+    def offsets(self, name: str, fragment: Fragment | None = None) -> tuple[int, ...]:
+        """Where in the whole parameter this rank's rows begin, or those of ``fragment``."""
+        row = (fragment or self.fragments[self.plan.layout.index[name]]).row_start
+        return row_offsets(self.shape(name), row) if self.tensor is None else self.tensor.pieces[name].offsets(row)
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What a whole tensor, shaped like a parameter, has for this tensor-parallel rank; a view."""
+        return whole if self.tensor is None else self.tensor.pieces[name].of(whole)
+
+    def _is_part(self, name: str) -> bool:
+        return self.tensor is not None and self.tensor.pieces[name].dim is not None
 
     def as_state(
         self,
@@ -158,9 +184,7 @@ class Bucket:
         fragment: Fragment | None = None,
     ) -> torch.Tensor:
         """A tensor of the shape of this rank's rows of a parameter, as rows that know which they are."""
-        index = self.plan.layout.index[name]
-        whole = torch.Size(self.plan.layout.slots[index].spec.shape)
-        return rows_of(local, (fragment or self.fragments[index]).row_start, whole, written)
+        return rows_of(local, self.offsets(name, fragment), self.shape(name), written)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         return next(n for n, own in zip(self.plan.params, self.params, strict=True) if own is parameter)

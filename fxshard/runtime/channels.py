@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard._torch import private
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.domain import Domain
+from fxshard.runtime.tensor_parallel import TensorParallel
 from fxshard.runtime.watchdog import failing
 
 
@@ -35,14 +36,22 @@ class Channels:
     replicas: dist.ProcessGroup | None = None
     all_ranks: dist.ProcessGroup | None = None
     """All ranks, for what is not sharded; the same as ``reduce`` where there is one replica."""
+    tensor: TensorParallel | None = None
+    """The dimension along which ranks hold other parts of the same parameters, if there is one."""
 
     def reducing(self, plan: BucketPlan) -> dist.ProcessGroup | None:
         """The group that reduces a bucket's full gradients."""
         return self.reduce if plan.layout.ranks > 1 else self.all_ranks
 
-    def counts(self, plan: BucketPlan) -> bool:
-        """Whether this rank is the one of several with the same elements that counts them, in a norm."""
-        return self.replica == 0 and (plan.layout.ranks > 1 or self.shard == 0)
+    def counts(self, plan: BucketPlan, name: str) -> bool:
+        """Whether this rank is the one of several with the same elements of a parameter that counts them, in a norm."""
+        own_part = self.tensor is None or self.tensor.pieces[name].counts
+        return own_part and self.replica == 0 and (plan.layout.ranks > 1 or self.shard == 0)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that stands for all where they hold the same."""
+        return self.shard == 0 and self.replica == 0 and (self.tensor is None or self.tensor.rank == 0)
 
     def broadcast(self, value: torch.Tensor) -> None:
         """The value of the first rank goes to all: inside each replica, then from replica to replica."""
@@ -52,16 +61,18 @@ class Channels:
 
     def all_reduce(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, event: str) -> None:
         """Combine a small value over all ranks. ``event``: what to call this where it fails."""
-        for group in (self.gather, self.replicas):
+        for group in (self.gather, self.replicas, self.tensor.group if self.tensor is not None else None):
             if group is not None:
                 with failing(event, dist.get_rank()):
                     dist.all_reduce(value, op=operation, group=group)
 
 
-def connect(domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan]) -> Channels:
+def connect(
+    domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan], tensor: TensorParallel | None = None
+) -> Channels:
     """Make the groups that the buckets of a domain need. Collective among its ranks."""
     if mesh is None or domain.ranks == 1:
-        return Channels(domain, mesh)
+        return Channels(domain, mesh, tensor=tensor)
     inner = mesh.ndim - 1
     outer = 0 if mesh.ndim == 2 else None
     # The mesh's own groups are the user's: the model may communicate in them, in an order that is not ours.
@@ -81,7 +92,15 @@ def connect(domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan]
         reduce,
         replicas,
         all_ranks,
+        tensor,
     )
+
+
+def connect_tensor_parallel(tensor: TensorParallel | None) -> TensorParallel | None:
+    """With a group of its own, where there are several ranks. Collective among them."""
+    if tensor is None or tensor.ranks == 1:
+        return tensor
+    return replace(tensor, group=_again(tensor.mesh.get_group(tensor.mesh.ndim - 1)))
 
 
 def domain_ranks(mesh: DeviceMesh | None) -> list[int]:

@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from fxshard.runtime.bucket import Bucket
 
 
+def whole_parameters(bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    """The parameters of a bucket, whole, in the dtype that is kept. Collective among the ranks that share them."""
+    flat, layout, group = bucket.master, bucket.plan.layout, bucket.channels.gather
+    if layout.ranks > 1:
+        assert group is not None
+        flat = torch.empty(layout.numel, dtype=bucket.master.dtype, device=bucket.device)
+        private.all_gather(flat, bucket.master.contiguous(), group, async_op=False)
+    views = [view.detach() for view in bucket.views(flat)]
+    if bucket.tensor is None:
+        return tuple(views)
+    return tuple(bucket.tensor.whole(name, view) for name, view in zip(bucket.plan.params, views, strict=True))
+
+
 class FullTensor:
     """What a sharded parameter has as ``full_tensor``. Collective among the ranks that share the parameter."""
 
@@ -27,6 +40,8 @@ class FullTensor:
         if bucket is None:
             _model_is_gone()
         layout, group = bucket.plan.layout, bucket.channels.gather
+        if layout.ranks == 1:
+            return self._of_all_parts(bucket, bucket.local(self._name).detach())
         assert group is not None
         counts = [layout.fragment(rank, self._name).numel for rank in range(layout.ranks)]
         local = bucket.local(self._name).detach().view(-1)
@@ -36,7 +51,10 @@ class FullTensor:
         private.all_gather(gathered, padded, group, async_op=False)
         parts = gathered.view(layout.ranks, -1)
         whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-        return whole.view(layout.slots[layout.index[self._name]].spec.shape)
+        return self._of_all_parts(bucket, whole.view(layout.slots[layout.index[self._name]].spec.shape))
+
+    def _of_all_parts(self, bucket: Bucket, part: torch.Tensor) -> torch.Tensor:
+        return part if bucket.tensor is None else bucket.tensor.whole(self._name, part)
 
     def __reduce__(self) -> Any:
         return _stand_in, ()

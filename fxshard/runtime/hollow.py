@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import private
 from fxshard._torch.errors import StateError
@@ -25,6 +27,31 @@ def hollow_like(
     return hollow
 
 
+def make_hollow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Take the memory of a parameter that is sharded: it stays the object that it is."""
+    if not isinstance(parameter, DTensor):
+        parameter.data = hollow_like(parameter, dtype)
+        return
+    local = hollow_like(private.wrapped(parameter), dtype)
+    shape, stride = parameter.shape, parameter.stride()
+    hollow = DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+    replacement = nn.Parameter(hollow, parameter.requires_grad)
+    replacement.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, replacement)  # of a DTensor, ``data`` is only a part
+
+
+def lend(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """Let a hollow parameter have memory, or be hollow again; returns what it had."""
+    if isinstance(parameter, DTensor):
+        before = private.wrapped(parameter)
+        private.rewrap(parameter, values)
+    else:
+        before, parameter.data = parameter.data, values
+    return before
+
+
 def refuse_copies(parameter: torch.Tensor) -> None:
     """A parameter that was made hollow is neither copied nor pickled: there are no values."""
     parameter.__deepcopy__ = parameter.__reduce_ex__ = _refuse  # type: ignore[attr-defined,method-assign,assignment]
@@ -36,6 +63,8 @@ def _refuse(*args: Any) -> NoReturn:
 
 def is_hollow(value: object) -> bool:
     """Whether reading a tensor would read memory that is not there."""
+    if isinstance(value, DTensor):
+        value = private.wrapped(value)
     return (
         isinstance(value, torch.Tensor)
         and value.numel() > 0

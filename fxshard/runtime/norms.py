@@ -32,9 +32,7 @@ def gradient_norm(
 ) -> torch.Tensor:
     """The norm over all ranks, in fp32 and equal on all of them. Collective."""
     largest = norm_type == torch.inf
-    counted = [
-        gradient for bucket in buckets if bucket.channels.counts(bucket.plan) for gradient in _local_gradients(bucket)
-    ]
+    counted = [gradient for bucket in buckets for gradient in _local_gradients(bucket, only_counted=True)]
     total = torch.zeros((), dtype=torch.float32, device=device)
     norms = [norm for same in _by_dtype(counted) for norm in torch._foreach_norm(same, norm_type, dtype=torch.float32)]
     if norms:
@@ -58,7 +56,7 @@ def norms_by_name(
             if value is None:
                 continue
             local = value.to_local() if isinstance(value, DTensor) else value
-            counted = fragment.numel and bucket.channels.counts(bucket.plan)
+            counted = fragment.numel and bucket.channels.counts(bucket.plan, fragment.name)
             norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float32).square() if counted else None
             names.append(fragment.name)
             squares.append(norm if norm is not None else torch.zeros((), dtype=torch.float32, device=device))
@@ -69,12 +67,12 @@ def norms_by_name(
     return dict(zip(names, total.sqrt().unbind(), strict=True))
 
 
-def _local_gradients(bucket: Bucket) -> list[torch.Tensor]:
+def _local_gradients(bucket: Bucket, *, only_counted: bool = False) -> list[torch.Tensor]:
     """This rank's rows of the gradients that are there; none of them empty."""
     found = []
-    for parameter in bucket.params:
+    for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
         gradient = parameter.grad
-        if gradient is not None:
+        if gradient is not None and (not only_counted or bucket.channels.counts(bucket.plan, name)):
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if local.numel():
                 found.append(local.detach())

@@ -25,14 +25,14 @@ class Rows(torch.Tensor):
 
     __torch_function__ = private.PLAIN_RESULTS
 
-    _first: int
+    _at: tuple[int, ...]
     _whole: torch.Size
     _written: Callable[[], None]
 
     @property
-    def first(self) -> int:
-        """The number of the first row."""
-        return self._first
+    def offsets(self) -> tuple[int, ...]:
+        """Where the first element is in the whole tensor."""
+        return self._at
 
     def __create_write_items__(self, name: str, whole: torch.Tensor) -> list[WriteItem]:
         """What this rank has to write: nothing if it holds no rows."""
@@ -56,8 +56,7 @@ class Rows(torch.Tensor):
     def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        offsets = (self._first, *[0] * (len(self._whole) - 1)) if self._whole else ()
-        return [ChunkStorageMetadata(torch.Size(offsets), self.size())]
+        return [ChunkStorageMetadata(torch.Size(self._at), self.size())]
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The copies that ``dcp.async_save`` writes from begin like this; it adds our attributes."""
@@ -68,17 +67,17 @@ class Rows(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied = copy.deepcopy(_plain(self), memo)  # which keeps the argument alive: the memo goes by addresses
-        memo[id(self)] = rows = rows_of(copied, self._first, self._whole, _nothing)
+        memo[id(self)] = rows = rows_of(copied, self._at, self._whole, _nothing)
         return rows
 
 
-def rows_of(local: torch.Tensor, first: int, whole: torch.Size, written: Callable[[], None]) -> Rows:
-    """``local`` as rows of a tensor of shape ``whole``, from row ``first`` on.
+def rows_of(local: torch.Tensor, at: tuple[int, ...], whole: torch.Size, written: Callable[[], None]) -> Rows:
+    """``local`` as rows of a tensor of shape ``whole``, of which the first element is at ``at``.
 
     ``written`` is called before a checkpoint is read into them.
     """
     rows = local.as_subclass(Rows)
-    rows._first, rows._whole, rows._written = first, whole, written
+    rows._at, rows._whole, rows._written = at, whole, written
     return rows
 
 

@@ -93,7 +93,7 @@ def test_what_is_read_in_place_is_seen(ranks: Pool, tmp_path: Path) -> None:
 def test_a_deep_copy_knows_its_rows() -> None:
     """Many at once: a copy must not be taken for that of another, whose address it happens to have."""
     whole = torch.arange(400.0).view(200, 2)
-    pieces = [rows_of(whole[i : i + 1], i, whole.shape, lambda: None) for i in range(200)]
+    pieces = [rows_of(whole[i : i + 1], (i, 0), whole.shape, lambda: None) for i in range(200)]
     copies = copy.deepcopy([*pieces, pieces[0]])
     assert copies[0] is copies[-1]
     for i, (piece, copied) in enumerate(zip(pieces, copies, strict=False)):

@@ -380,6 +380,24 @@ def rewrap(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a parameter: the tensor that a DTensor wraps, differentiated as it is. torch 2.11, 2.13."""
+    return parameter.to_local() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
+
+
+def joined_meshes(data: dist.DeviceMesh, tensor: dist.DeviceMesh) -> dist.DeviceMesh:
+    """The dimensions of two parts of a mesh, side by side, as FSDP2 does; ``RuntimeError`` if they are parts of
+    different meshes, or have ranks in common. torch 2.11, 2.13."""
+    return dist.DeviceMesh._concatenate([data, tensor])
+
+
+def is_plain_shard(placement: Any) -> bool:
+    """Whether a placement cuts a dimension into consecutive parts. torch 2.11, 2.13."""
+    from torch.distributed.tensor import Shard
+
+    return type(placement) is Shard
+
+
 def profiling() -> bool:
     """Whether a profiler runs (``emit_nvtx`` is one): ranges cost something. torch 2.11, 2.13."""
     return torch.autograd._profiler_enabled()

@@ -81,16 +81,35 @@ def reduce_scatter(
 class UnevenDTensor:
     """Makes DTensors of one global shape whose ranks may hold any number of rows. torch 2.11, 2.13.
 
+    Of the dimensions of ``mesh`` the last shards rows, the others replicate. Where a tensor-parallel dimension comes
+    after them, ``tensor_dim`` is what it cuts, None if nothing: the placements are those that FSDP2 has.
+
     ``DTensor.from_local`` does the same through an autograd function, ten times slower: gradients are wrapped every
     step, so the constructor is called with the specification that ``from_local`` made once.
     """
 
-    def __init__(self, local: torch.Tensor, mesh: dist.DeviceMesh, shape: torch.Size, *, sharded: bool) -> None:
+    def __init__(
+        self,
+        local: torch.Tensor,
+        mesh: dist.DeviceMesh,
+        shape: torch.Size,
+        *,
+        sharded: bool,
+        tensor_parallel: bool = False,
+        tensor_dim: int | None = None,
+    ) -> None:
         from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
         stride = torch.empty(shape, device="meta").stride()
-        # Of two mesh dimensions the first replicates, the last shards.
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if sharded else Replicate()]
+        inner: list[Placement] = []
+        rows: Placement = Shard(0) if sharded else Replicate()
+        if tensor_parallel:
+            inner = [Replicate() if tensor_dim is None else Shard(tensor_dim)]
+            parts = mesh.size(mesh.ndim - 1)
+            if sharded and tensor_dim == 0 and parts > 1:
+                rows = _StridedShard(0, split_factor=parts)  # cut by the tensor-parallel dimension first
+        placements = [*[Replicate()] * (mesh.ndim - 1 - len(inner)), rows, *inner]
         example = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         self._make, self._spec = DTensor, example._spec
         self._blank = local.new_empty(0)

@@ -1,0 +1,128 @@
+"""ZeRO over the data-parallel dimension of tensor-parallel models: what FSDP2 computes and shows for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxshard
+from tests.parallel import batch, fsdp2, parallel, two_by_two, whole
+from tests.pool import Pool
+from tests.training import EPS
+
+STEPS = 3
+STAGES = [f"ZeRO-{zero}" for zero in range(4)]
+
+
+def trained(model: Any, step: Callable[[], None], rank: int) -> dict[str, Any]:
+    """Losses and placements of a run that ends with gradients in place."""
+    losses: list[float] = []
+    for number in range(STEPS):
+        if losses:
+            step()
+            model.zero_grad()
+        loss = model(*batch(number, rank))
+        loss.backward()
+        losses.append(float(loss.detach()))
+    placed = {
+        name: (p.placements, tuple(p.shape), p.device_mesh.mesh_dim_names) for name, p in model.named_parameters()
+    }
+    same = all(p.grad.placements == p.placements and p.grad.shape == p.shape for p in model.parameters())
+    return {"losses": losses, "placed": placed, "gradients are placed alike": same}
+
+
+def rows(model: fxshard.ShardedModule) -> dict[str, Any]:
+    """This rank's part of every gradient, and where it lies."""
+    return {
+        name: (bucket.offsets(name), parameter.grad.to_local().clone())
+        for bucket in model._sharding.buckets
+        for name, parameter in zip(bucket.plan.params, bucket.params, strict=True)
+    }
+
+
+def all_stages() -> dict[str, Any]:
+    mesh = two_by_two()
+    rank = mesh["dp"].get_local_rank()
+    reference = fsdp2(mesh)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=EPS, fused=True)
+    theirs = trained(reference, optimizer.step, rank)
+    theirs["grads"] = {name: whole(p.grad) for name, p in reference.named_parameters() if p.grad is not None}
+    optimizer.step()
+    theirs["params"] = {name: whole(p.detach()) for name, p in reference.named_parameters()}
+    found = {"FSDP2": theirs}
+    for zero in range(4):
+        choice = fxshard.AdamW(lr=1e-2, eps=EPS)
+        model = fxshard.compile(parallel(mesh), mesh=mesh["dp"], zero=zero, lowering="eager", optimizer=choice)
+        run = found[f"ZeRO-{zero}"] = trained(model, model.optimizer.step, rank)
+        run["rows"] = rows(model)
+        run["norms"] = {name: float(norm) for name, norm in model.norms().items()}
+        run["clipped"] = [float(model.clip_grad_norm_(1e9, kind)) for kind in (2.0, 1.0, float("inf"))]
+        placed = [p for p in model.parameters() if p.device_mesh.ndim == 2]  # torch takes one mesh at a time
+        run["torch's norm"] = float(nn.utils.clip_grad_norm_(placed, 1e9).full_tensor())
+        model.optimizer.step()
+        run["params"] = model.full_state_dict()
+        run["full_tensor"] = {name: p.full_tensor() for name, p in model.named_parameters()}
+        run["parameter norms"] = {name: float(norm) for name, norm in model.norms("param").items()}
+        model(*batch(0, rank)).backward()
+        model.clip_grad_norm_(0.01)
+        run["norm after clipping"] = float(model.norms()[""])
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Pool) -> list[dict[str, Any]]:
+    return ranks(4, all_stages)
+
+
+@pytest.mark.shows("T1")
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_gradients_and_parameters_are_those_of_fsdp2_bitwise(found: list[dict[str, Any]], stage: str) -> None:
+    theirs = found[0]["FSDP2"]
+    for name, gradient in theirs["grads"].items():
+        mine = torch.full_like(gradient, torch.nan)
+        for rank in found:
+            at, part = rank[stage]["rows"][name]
+            mine[tuple(slice(begin, begin + size) for begin, size in zip(at, part.shape, strict=True))] = part
+        assert torch.equal(mine, gradient), name
+    for rank in found:
+        assert rank[stage]["losses"] == rank["FSDP2"]["losses"]
+        for name, value in theirs["params"].items():
+            assert torch.equal(rank[stage]["params"][name], value), name
+            assert torch.equal(rank[stage]["full_tensor"][name], value), name
+    assert len({tuple(rank[stage]["losses"]) for rank in found}) == 2  # two data-parallel ranks
+
+
+@pytest.mark.shows("T2")
+def test_placements_are_those_of_fsdp2(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for stage in STAGES[1:]:
+            assert rank[stage]["placed"] == rank["FSDP2"]["placed"]
+            assert rank[stage]["gradients are placed alike"]
+        placed = {
+            name: [str(each) for each in placements] for name, (placements, *_) in rank["ZeRO-3"]["placed"].items()
+        }
+        assert placed["layers.0.up.weight"] == ["_S(0, 2)", "S(0)"]
+        assert placed["layers.0.down.weight"] == ["S(0)", "S(1)"]
+        assert placed["layers.0.norm.weight"] == ["S(0)", "R"]
+        assert placed["scale"] == ["S(0)"]
+        assert [str(each) for each in rank["ZeRO-0"]["placed"]["layers.0.up.weight"][0]] == ["R", "S(0)"]
+
+
+@pytest.mark.shows("T2", "O7")
+@pytest.mark.parametrize("stage", STAGES)
+def test_norms_count_every_element_once(found: list[dict[str, Any]], stage: str) -> None:
+    theirs = found[0]["FSDP2"]
+    flat = torch.cat([value.flatten() for value in theirs["grads"].values()])
+    placed = torch.cat([value.flatten() for name, value in theirs["grads"].items() if name != "scale"])
+    for rank in found:
+        assert rank[stage]["clipped"] == pytest.approx([float(flat.norm(kind)) for kind in (2, 1, torch.inf)], rel=1e-5)
+        assert rank[stage]["torch's norm"] == pytest.approx(float(placed.norm()), rel=1e-5)
+        assert rank[stage]["norm after clipping"] == pytest.approx(0.01, rel=1e-3)
+        assert rank[stage]["norms"][""] == pytest.approx(float(flat.norm()), rel=1e-5)
+        for name, value in theirs["grads"].items():
+            assert rank[stage]["norms"][name] == pytest.approx(float(value.norm()), rel=1e-5), name
+            assert rank[stage]["parameter norms"][name] == pytest.approx(float(theirs["params"][name].norm()), rel=1e-5)
