@@ -15,6 +15,7 @@ GRADIENT_OUTPUTS = "gradients as outputs"
 OPENED = "experts opened"
 MXFP8 = "products in MXFP8"
 VIEWS = "views of parameters made again in backward"
+COLLECTIVES = "collectives of the model as events"
 GATHERS = "gathers"
 COPIES = "quantized copies"
 RELEASES = "releases"
@@ -26,6 +27,7 @@ REASONS = {
     OPENED: "experts that run in MXFP8 are recognised after that; precision= turns MXFP8 off",
     MXFP8: "parameters that rest quantized are read by them; precision= turns MXFP8 off",
     VIEWS: "else forward would save views of gathered buckets whose memory is given back",
+    COLLECTIVES: "else their order could differ between ranks",
     GATHERS: "parameters have no memory until they are gathered",
     COPIES: "parameters that rest in MXFP8 are read through them; precision= turns MXFP8 off",
     RELEASES: "keep_resident and plan_memory need to know where a bucket may go",
@@ -52,8 +54,9 @@ CONTRACTS: dict[str, Contract] = {
     "open_experts": _contract(provides=[OPENED]),
     "quantize_linears": _contract([OPENED], [MXFP8]),
     "recompute_param_views": _contract(provides=[VIEWS]),
+    "order_collectives": _contract(provides=[COLLECTIVES]),
     "defer_wgrad": _contract([GRADIENT_OUTPUTS]),
-    "insert_unshard": _contract(provides=[GATHERS]),
+    "insert_unshard": _contract([COLLECTIVES], [GATHERS]),
     "stage_quantized": _contract([MXFP8, GATHERS], [COPIES]),
     "insert_reshard": _contract([GATHERS], [RELEASES]),
     "insert_reduce_scatter": _contract([GRADIENT_OUTPUTS], [REDUCTIONS], [GRADIENT_OUTPUTS]),
@@ -65,7 +68,7 @@ CONTRACTS: dict[str, Contract] = {
 GIVEN = {"backward": frozenset({GRADIENT_OUTPUTS})}
 """What holds before the first pass."""
 
-_STEP = frozenset({GATHERS, COPIES, RELEASES})
+_STEP = frozenset({COLLECTIVES, GATHERS, COPIES, RELEASES})
 NEXT = {
     "joint": ("partition", frozenset({VIEWS})),
     "forward": ("order_prefetch", _STEP),

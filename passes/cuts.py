@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxshard._torch import private
+from fxshard.schedule.events import OF_MODEL, event_of
 
 _LOOKUPS = {"embedding", "embedding_dense_backward", "_unsafe_masked_index_put_accumulate"}
 
@@ -40,6 +41,11 @@ def is_lookup(node: fx.Node) -> bool:
     return target is not None and private.operator_name(target) in _LOOKUPS
 
 
+def _communicates(node: fx.Node) -> bool:
+    event = event_of(node)
+    return event is not None and event.kind in OF_MODEL
+
+
 class CutPoints:
     """Positions in a graph at which runtime nodes may stand, fixed when the object is made.
 
@@ -53,7 +59,8 @@ class CutPoints:
         first = next(i for i, node in enumerate(nodes) if node.op not in ("placeholder", "get_attr"))
         last = len(nodes) - 1
         after_heavy = {self._past_outputs(i) for i, node in enumerate(nodes) if is_heavy(node)}
-        self._cuts = sorted({first, last} | after_heavy)
+        own = [i for i, node in enumerate(nodes) if _communicates(node)]  # where the graph is cut anyway
+        self._cuts = sorted({first, last, *own} | after_heavy | {self._past_outputs(i) for i in own})
 
     @property
     def start(self) -> fx.Node:

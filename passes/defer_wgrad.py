@@ -1,18 +1,15 @@
 """Backward: weight-gradient products move to where they hide communication that would stand bare.
 
 Requires the gradient outputs tied to parameters. Nothing but a gradient waits for such a product, so it may run later.
-Two places gain from that, and both follow from the graph and the sizes of parameters alone, so that ranks whose batches
-differ move the same products and reduce in the same order:
+The end of backward gains from that: the last reduction comes after the last product, and nothing hides it. If the
+bucket that is complete last (often the embedding) is at least as large as the one before it, the products of the latter
+run after it: its reduction then runs during them, and the smaller one is left over. The same if no product stands
+between the two, whatever their sizes: as traced nothing would hide either of them. One rank reduces nothing and moves
+nothing. What moves follows from the graph and the sizes of parameters alone, so that ranks whose batches differ move
+the same products and reduce in the same order. (Collectives of the model's own: ``order_collectives``.)
 
-* the end of backward. The last reduction comes after the last product, and nothing hides it. If the bucket that is
-  complete last (often the embedding) is at least as large as the one before it, the products of the latter run after
-  it: its reduction then runs during them, and the smaller one is left over. The same if no product stands between the
-  two, whatever their sizes: as traced nothing would hide either of them. One rank reduces nothing and moves nothing.
-* a collective of the model's own (tensor or expert parallel). Products that stand before its start run between its
-  start and its wait.
-
-At the end of backward one bucket's products are moved, so the activations of one unit live until there; those of all
-other units are gone by then. At a collective they live until its wait.
+One bucket's products are moved, so the activations of one unit live until there; those of all other units are gone by
+then.
 """
 
 from __future__ import annotations
@@ -45,8 +42,6 @@ def defer_wgrad(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         return module
     graph = module.graph
     products = _products(graph, context)
-    for wait in [node for node in graph.nodes if private.is_wait(node)]:
-        _fill(wait, products)
     _smallest_last(graph, products, context)
     return module
 
@@ -93,20 +88,6 @@ def _made_of(product: fx.Node, output: fx.Node) -> list[fx.Node]:
                 return []
             nodes.append(user)
     return nodes
-
-
-def _fill(wait: fx.Node, products: list[Movable]) -> None:
-    """Products that stand between the previous wait and a collective's start run between its start and its wait."""
-    (start,) = wait.all_input_nodes
-    earlier: set[fx.Node] = set()
-    node = start.prev
-    while node.op == "call_function" and not private.is_wait(node):
-        earlier.add(node)
-        node = node.prev
-    for product in products:
-        if earlier.issuperset(product.nodes):
-            for member in product.nodes:
-                wait.prepend(member)
 
 
 def _smallest_last(graph: fx.Graph, products: list[Movable], context: PassContext) -> None:

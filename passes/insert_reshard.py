@@ -20,9 +20,9 @@ def insert_reshard(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
     order = {node: i for i, node in enumerate(graph.nodes)}
     cuts = CutPoints(graph)
     for wait, event in list(events(graph)):
-        bucket = context.buckets[event.bucket_index]
-        if event.kind is not Kind.WAIT or bucket.resident:
+        if event.kind is not Kind.WAIT or context.buckets[event.bucket_index].resident:
             continue
+        bucket = context.buckets[event.bucket_index]
         uses = readers(wait.users)
         escaping = [node for node in uses if node.op == "output"]
         if escaping:

@@ -23,6 +23,7 @@ from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.open_experts import open_experts
+from fxshard.passes.order_collectives import order_collectives
 from fxshard.passes.pass_list import Pass, PassList, places
 from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.recognize_masks import recognize_masks
@@ -54,9 +55,18 @@ JOINT: tuple[Pass, ...] = (
 """On forward and backward in one graph, before it is partitioned."""
 
 INSERTING: dict[Phase, tuple[Pass, ...]] = {
-    Phase.FORWARD: (insert_unshard, stage_quantized, insert_reshard),
-    Phase.EVAL: (extern_tables, open_experts, quantize_linears, insert_unshard, stage_quantized, insert_reshard),
+    Phase.FORWARD: (order_collectives, insert_unshard, stage_quantized, insert_reshard),
+    Phase.EVAL: (
+        extern_tables,
+        open_experts,
+        quantize_linears,
+        order_collectives,
+        insert_unshard,
+        stage_quantized,
+        insert_reshard,
+    ),
     Phase.BACKWARD: (
+        order_collectives,
         defer_wgrad,
         insert_unshard,
         stage_quantized,

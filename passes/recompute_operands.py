@@ -9,6 +9,8 @@ what backward reads of its making; what the model itself says about a node stand
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -95,4 +97,6 @@ def _is_small(source: fx.Node, node: fx.Node) -> bool:
     few, many = source.meta.get("val"), node.meta.get("val")
     if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
         return True  # a number
-    return few.numel() * SMALL <= many.numel()
+    # As traced: a comparison of open sizes would close them, and of sizes that depend on data fail.
+    few_elements, many_elements = (math.prod(map(private.size_hint, value.shape)) for value in (few, many))
+    return few_elements * SMALL <= many_elements

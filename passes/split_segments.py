@@ -26,9 +26,12 @@ def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
     runs = _runs(module.graph)
     home = {node: i for i, run in enumerate(runs) for node in run}
     inputs = [_inputs(run, i, home) for i, run in enumerate(runs)]
-    for run, given in zip(runs, inputs, strict=True):
-        given += [size for size in _sizes(module.graph, [*run, *given]) if size not in given]
+    bound = [node for node in module.graph.nodes if _binds_a_size(node)]
+    for i, (run, given) in enumerate(zip(runs, inputs, strict=True)):
+        earlier = [node for node in bound if home.get(node, -1) < i]
+        given += [size for size in _sizes(earlier, [*run, *given]) if size not in given]
     needed = {node for of_run in inputs for node in of_run} | set(module.graph.output_node().all_input_nodes)
+    needed.update(arg for node in module.graph.nodes if is_runtime(node) for arg in node.all_input_nodes)
 
     top = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -95,6 +98,8 @@ def _recomputed(node: fx.Node, run: int, home: dict[fx.Node, int]) -> bool:
     """Whether a later segment computes ``node`` again instead of receiving it."""
     if home.get(node, run) == run:
         return False
+    if node.meta.get("unbacked_bindings"):
+        return False  # a number read from data is read once: shapes of later inputs are in terms of it
     if node.op == "get_attr" or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
         return True
     return is_view(node) or is_constant(node)
@@ -114,9 +119,14 @@ def _inputs(nodes: Iterable[fx.Node], run: int, home: dict[fx.Node, int]) -> lis
     return list(found)
 
 
-def _sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
-    """The graph inputs that are symbolic sizes in the shapes of ``nodes``: a compiler cannot solve for them."""
-    bound = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt)]
+def _binds_a_size(node: fx.Node) -> bool:
+    """A symbolic size that is an input of the graph, or a number that is read from data."""
+    given = node.op == "placeholder" or node.meta.get("unbacked_bindings")
+    return bool(given) and isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _sizes(bound: list[fx.Node], nodes: list[fx.Node]) -> list[fx.Node]:
+    """Those that are symbolic sizes in the shapes of ``nodes``: a compiler cannot solve for them."""
     if not bound:
         return []
     used = set().union(*(private.free_symbols(node.meta.get("val")) for node in nodes))

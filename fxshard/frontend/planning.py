@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.capture import FAILURES, capture, cast_floats, explained
 from fxshard.frontend.groups import planned_domains
 from fxshard.frontend.module import ShardedModule
+from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
 from fxshard.optim.config import AdamW, Muon
@@ -27,7 +29,7 @@ from fxshard.passes.scheduling import schedule
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned
 from fxshard.plan.choice import LayoutKind
-from fxshard.plan.domain import Reduction, data_parallel
+from fxshard.plan.domain import Domain, Reduction, data_parallel
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.precision import Precision
@@ -47,7 +49,9 @@ def plan(
     model: nn.Module,
     example_inputs: Sequence[Any] | Mapping[str, Any],
     *,
-    world_size: int,
+    world_size: int | None = None,
+    mesh: MeshShape | None = None,
+    parallelize: Parallelize | None = None,
     shard_size: int | None = None,
     hardware: str | Hardware = "h200",
     zero: int = 3,
@@ -56,7 +60,7 @@ def plan(
     precision: Precision | None = None,
     layout: LayoutKind = "auto",
     reduction: Reduction = "mean",
-    groups: Mapping[str, int] | None = None,
+    groups: Mapping[str, int] | Mapping[str, str] | None = None,
     memory_budget: int | str | None = None,
     experts: str = "auto",
     return_logits: bool = True,
@@ -73,6 +77,11 @@ def plan(
     ``groups``: of parameters that match a pattern, the number of ranks that hold the same. A ``profile`` of a run
     replaces estimated durations. ``progress`` is called with the name of each of ``STAGES`` when it begins.
 
+    In place of ``world_size``, ``mesh``: the ranks along each dimension, ``{"dp": 128, "tp": 8}``. What ``dp`` (or
+    ``dp_replicate`` and ``dp_shard``; without these, the whole mesh) spans is data-parallel. ``parallelize`` is called
+    with a copy of the model and a ``DeviceMesh`` of these dimensions, as a run would have it, and cuts the copy for it
+    or gives another model; ``groups`` then names dimensions. Collectives of the model's own are part of the plan.
+
     >>> with torch.device("meta"):
     ...     model = Transformer(config)
     >>> tokens = torch.empty(1, 4096, dtype=torch.int64, device="meta")
@@ -80,7 +89,6 @@ def plan(
     >>> print(schedule, schedule.simulate("h200").step_seconds)
     """
     _check_capturable(model)
-    shards = _shards(world_size, shard_size)
     options = Options(
         zero=zero,
         units=units,
@@ -98,30 +106,51 @@ def plan(
     if experts != "off":  # the plan is for another machine; which kernel computes experts is no part of it
         options = replace(options, experts="torch")
     machine = known(hardware)
-    domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
-    chosen = matrices(optimizer, model) if isinstance(optimizer, Muon) else ()
-    sharding = ShardingPlan(
-        plan_model(
-            model,
-            [domain, *planned_domains(groups, domain)],
+    device = "cpu" if machine.name == "cpu" else "cuda"
+    with contextlib.ExitStack() as stack:
+        if mesh is None:
+            domains = _domains(world_size, shard_size, groups, reduction, device)
+            if parallelize is not None:
+                raise ConfigError("parallelize= cuts a model for the dimensions of mesh=, which is not given")
+        else:
+            if world_size is not None or shard_size is not None:
+                raise ConfigError("mesh= says how many ranks there are: leave out world_size= and shard_size=")
+            planned = stack.enter_context(planned_mesh(mesh, device))
+            domains = planned.domains(reduction, groups)
+            model = parallelized(model, parallelize, planned.mesh)
+        domain = domains[0]
+        sharding = ShardingPlan(
+            plan_model(
+                model,
+                domains,
+                options,
+                matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
+                share_state=isinstance(optimizer, AdamW) and optimizer.over_replicas,
+            ),
             options,
-            chosen,
-            share_state=isinstance(optimizer, AdamW) and optimizer.over_replicas,
-        ),
-        options,
-        group=domain.group(world_size) if domain.device else "none",
-        ranks=world_size,
-        hardware=machine,
-        profile=profile,
-        own_optimizer=optimizer is not None,
-        one_graph=True,
-        planned_experts=experts,
-    )
-    report = progress or (lambda stage: None)
-    watching = observer()
-    partitioned = partition_model(model, example_inputs, sharding, watching, report)
+            group=domain.group(domain.ranks) if domain.device else "none",
+            ranks=domain.ranks,
+            hardware=machine,
+            profile=profile,
+            own_optimizer=optimizer is not None,
+            one_graph=True,
+            planned_experts=experts,
+        )
+        report = progress or (lambda stage: None)
+        watching = observer()
+        partitioned = partition_model(model, example_inputs, sharding, watching, report)
     report("scheduling")
     return schedule(partitioned, sharding, watching).schedule
+
+
+def _domains(
+    world_size: int | None, shard_size: int | None, groups: Mapping[str, Any] | None, reduction: Reduction, device: str
+) -> list[Domain]:
+    """The model's own ranks, then those of ``groups``."""
+    shards = _shards(world_size, shard_size)
+    assert world_size is not None
+    domain = data_parallel(shards, world_size // shards, reduction, device)
+    return [domain, *planned_domains(groups, domain)]
 
 
 def _check_capturable(model: nn.Module) -> None:
@@ -137,7 +166,7 @@ def _check_capturable(model: nn.Module) -> None:
         )
 
 
-def _shards(world_size: int, shard_size: int | None) -> int:
+def _shards(world_size: int | None, shard_size: int | None) -> int:
     """Over how many ranks parameters are sharded."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")

@@ -12,6 +12,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard._torch.log import LOG
+from fxshard.frontend.model_groups import note_groups
 from fxshard.frontend.used_results import tell_unused_results
 from fxshard.passes.fold_layers import Folded, fold_layers
 from fxshard.passes.partition import partition
@@ -101,6 +102,7 @@ def _captured(
     constants = [None] * private.constants(graph)
     decompositions = private.inductor_decompositions() if plan.options.lowering == "inductor" else None
     with private.traced(graph, inputs, decompositions) as traced:
+        note_groups(traced.graph.graph)
         yield Captured(traced.graph, (*constants, *refs), traced.outputs, traced.static_inputs, folded), traced
 
 

@@ -41,7 +41,7 @@ def all_reduce_seconds(size: float, ranks: int, hardware: Hardware, *, stride: i
     return 2 * all_gather_seconds(size, ranks, hardware, stride=stride)
 
 
-def all_to_all_seconds(size: float, ranks: int, hardware: Hardware) -> float:
+def all_to_all_seconds(size: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:
     """Each rank sends an equal part of its own buffer of ``size`` bytes to every rank.
 
     Nothing is shared on the way: what leaves the node goes over the device's own card,
@@ -49,7 +49,7 @@ def all_to_all_seconds(size: float, ranks: int, hardware: Hardware) -> float:
     """
     if ranks == 1:
         return 0.0
-    nodes, per_node = _split(ranks, hardware, stride=1)
+    nodes, per_node = _split(ranks, hardware, stride)
     inside = size * (per_node - 1) / ranks / hardware.intra_bandwidth
     outside = size * max(0, ranks - per_node) / ranks / hardware.inter_bandwidth
     latency = hardware.intra_latency if nodes == 1 else hardware.inter_latency

@@ -28,6 +28,8 @@ BoxedCallable = Callable[[list[Any]], Any]
 class Instruction:
     """A compiled segment, or an event that the engine carries out: one of ``segment`` and ``event`` is given.
 
+    An event of the model's own communication has both: its operator is the segment.
+
     It is called with the values of ``inputs``; what it returns goes into ``outputs``; ``dead`` is forgotten.
     """
 

@@ -16,6 +16,7 @@ _HIDDEN_VIEWS = {
     torch.ops.aten.unsafe_split.Tensor,
     torch.ops.aten.unsafe_split_with_sizes.default,
     torch.ops.aten.unsafe_chunk.default,
+    torch.ops._c10d_functional.wait_tensor.default,
 }
 
 
@@ -29,7 +30,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Every node that reads the memory of ``nodes``, directly or through any chain of views."""
+    """Every node that reads the memory of ``nodes``, directly or through any chain of views.
+
+    A functional collective reads until it is waited for.
+    """
     found: dict[fx.Node, None] = {}
     stack = list(nodes)
     while stack:
@@ -38,4 +42,6 @@ def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
                 found[user] = None
                 if is_view(user):
                     stack.append(user)
+                elif private.collective_name(user) is not None:
+                    found |= dict.fromkeys(filter(private.is_wait, user.users))
     return list(found)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxshard.plan.buckets import BucketPlan
-from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.events import OF_MODEL, Event, Kind, Phase
 
 MARKS = (Kind.RESHARD, Kind.FINISH)
 """What marks a place in the program. Compute does not stop for it: what takes the memory next waits."""
@@ -47,6 +47,8 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
     travelling: dict[tuple[str, ...], int] = {}  # {matrices: the last event of their exchange}
     returned: dict[int, int] = {}
     computed: int | None = None  # the last event of the compute stream
+    ran: int | None = None  # the last of them that is more than a mark
+    started: dict[tuple[Phase, int], int] = {}  # collectives of the model's own
     scaled: int | None = None  # the scales of weights in float8, which a program begins with
     places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
     ahead = {  # what the step before gathered
@@ -61,6 +63,11 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
             needs |= {latest.get((Kind.WAIT, bucket)) for bucket in event.reads}
             needs |= {latest.get((Kind.GRAD, bucket)) for bucket in event.writes}
             last_write.update(dict.fromkeys(event.writes, i))
+            last_read.update(dict.fromkeys(event.reads, i))
+        elif event.kind in OF_MODEL:
+            needs |= {latest.get((Kind.WAIT, bucket)) for bucket in event.reads}
+            needs.add(ran if event.kind is Kind.COLLECTIVE else started.get((event.phase, event.number)))
+            started.setdefault((event.phase, event.number), i)
             last_read.update(dict.fromkeys(event.reads, i))
         elif event.kind is Kind.RESHARD:
             needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
@@ -102,6 +109,7 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
                 places.append((freed, events[opened]))
         latest[event.kind, index] = i
         computed = i if event.stream == "compute" else computed
+        ran = i if event.stream == "compute" and event.kind not in MARKS else ran
         found.append(tuple(sorted(need for need in needs if need is not None)))
     return found
 

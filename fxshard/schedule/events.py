@@ -26,7 +26,8 @@ class Kind(StrEnum):
     """What an event does. ``COMPUTE``, ``UPDATE``, ``EXCHANGE``, ``ACCUMULATE`` and ``SCALES`` are no runtime nodes.
 
     ``ACCUMULATE`` is what a program does in place of ``REDUCE`` inside ``no_sync``. ``SCALES`` is what a program begins
-    with where weights are float8 and changed: scales from the largest magnitudes on all ranks.
+    with where weights are float8 and changed: scales from the largest magnitudes on all ranks. ``COLLECTIVE`` is one
+    that the model makes itself (tensor, expert or context parallel), ``AWAIT`` where its result is first read.
     """
 
     COMPUTE = "compute"
@@ -41,9 +42,14 @@ class Kind(StrEnum):
     ACCUMULATE = "accumulate"
     FINISH = "finish"
     SCALES = "scales"
+    COLLECTIVE = "collective"
+    AWAIT = "await"
 
 
-OF_MANY = (Kind.COMPUTE, Kind.EXCHANGE, Kind.SCALES)
+OF_MODEL = (Kind.COLLECTIVE, Kind.AWAIT)
+"""The model's own communication."""
+
+OF_MANY = (Kind.COMPUTE, Kind.EXCHANGE, Kind.SCALES, *OF_MODEL)
 """What is about no bucket in particular, but about those that it reads and writes."""
 
 
@@ -65,7 +71,8 @@ class Event:
     costs. An ``UPDATE`` is the optimizer's work on one bucket. An ``EXCHANGE`` is an all-to-all of matrices of the
     buckets in ``reads``, to the ranks that orthogonalize them, or back to update the buckets in ``writes``; or, on the
     stream of replicas, it brings the parts of a shard that other replicas updated. ``SCALES`` are those of all weights
-    of the buckets in ``reads``, in one collective.
+    of the buckets in ``reads``, in one collective. A ``COLLECTIVE`` of the model's own reads the parameters of the
+    buckets in ``reads`` until its ``AWAIT``, which has the same ``number``.
     """
 
     kind: Kind
@@ -94,6 +101,10 @@ class Event:
     """Of ``flops``, those of products in float8."""
     copies: Copies = Copies.NONE
     """Which quantized copies a gather brings or a wait gives, where parameters rest quantized."""
+    op: str = ""
+    """Of a collective of the model's own, and of its await: ``all_reduce``, ``all_to_all_single``, …"""
+    number: int = -1
+    """Which of the model's own collectives of its phase it is, in the order in which the model makes them."""
 
     def with_slot(self, slot: SlotRange) -> Event:
         return replace(self, slot=slot)

@@ -12,7 +12,8 @@ from fxshard.kernels.float8_ops import float8_mm_into
 from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
 from fxshard.kernels.ops import mm_into, scaled_into
 from fxshard.schedule.aliases import is_view
-from fxshard.schedule.events import Kind, Phase, event_of, events
+from fxshard.schedule.collectives import ModelCollective, described
+from fxshard.schedule.events import Event, Kind, Phase, event_of, events
 from fxshard.schedule.params import param_inputs
 
 WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, float8_mm_into, scaled_into)
@@ -47,6 +48,8 @@ class GraphSummary:
     reads: tuple[BucketUse, ...]
     writes: tuple[BucketUse, ...]
     inputs: tuple[ParamInput, ...] = ()
+    collectives: tuple[ModelCollective, ...] = ()
+    """Those of the model's own, in the order in which it makes them."""
 
 
 def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
@@ -54,6 +57,8 @@ def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
     reads: dict[int, set[int]] = {}
     writes: dict[int, set[int]] = {}
     for source, event in events(graph):
+        if event.bucket_index < 0:
+            continue
         for reader in _readers(source):
             if reader in number:
                 written = event.kind is Kind.GRAD and reader.target in WRITES
@@ -63,7 +68,19 @@ def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
         for node, ref in param_inputs(graph).items()
         if isinstance(node.meta.get("val"), torch.Tensor)
     ]
-    return GraphSummary(phase, len(number), _uses(reads), _uses(writes), tuple(inputs))
+    collectives = tuple(described(graph, number, bucket_viewed_by))
+    return GraphSummary(phase, len(number), _uses(reads), _uses(writes), tuple(inputs), collectives)
+
+
+def bucket_viewed_by(node: fx.Node) -> Event | None:
+    """The wait or grad event whose memory a node is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    if unpacks(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return event_of(source)
+    return None
 
 
 def _uses(found: dict[int, set[int]]) -> tuple[BucketUse, ...]:

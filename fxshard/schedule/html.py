@@ -66,7 +66,9 @@ def _figures(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[str, 
     yield "shards and arena", size(schedule.peak_bytes), held + budget
     gathers = sum(1 for _ in schedule.of(Kind.UNSHARD))
     reductions = sum(1 for _ in schedule.of(Kind.REDUCE))
-    yield "communication per step", size(schedule.comm_bytes), f"{gathers} gathers, {reductions} reductions"
+    own = sum(1 for _ in schedule.of(Kind.COLLECTIVE))
+    counted = f"{gathers} gathers, {reductions} reductions" + f", {own} of the model's own" * bool(own)
+    yield "communication per step", size(schedule.comm_bytes), counted
 
 
 def _timeline(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
 
 import torch
@@ -12,10 +13,11 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic, tensor_bytes
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.aliases import is_view, readers
+from fxshard.schedule.collectives import groups_of
 from fxshard.schedule.constants import is_constant
 from fxshard.schedule.dependencies import with_dependencies
-from fxshard.schedule.events import META, Event, Kind, Phase, event_of
-from fxshard.schedule.graph_summary import WRITES, computes, summary, unpacks
+from fxshard.schedule.events import META, OF_MODEL, Event, Kind, Phase, event_of
+from fxshard.schedule.graph_summary import WRITES, bucket_viewed_by, computes, summary, unpacks
 from fxshard.schedule.params import PARAM
 from fxshard.schedule.scales import scales_event
 from fxshard.schedule.schedule import Schedule
@@ -56,7 +58,8 @@ def record(
     resident = resident_bytes(buckets)
     events = tuple(with_dependencies(found, buckets))
     summaries = tuple(summary(module.graph, phase) for phase, module in graphs.items())
-    return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget, summaries)
+    groups = dict.fromkeys(group for module in graphs.values() for group in groups_of(module.graph))
+    return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget, summaries, tuple(groups))
 
 
 def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
@@ -67,7 +70,17 @@ def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
 
 def _events_of(graph: fx.Graph, phase: Phase) -> list[Event]:
     parts = stretches(graph, phase)
-    return [part if isinstance(part, Event) else part.meta[META] for part in parts]
+    return [part if isinstance(part, Event) else _event_at(part) for part in parts]
+
+
+def _event_at(node: fx.Node) -> Event:
+    """The record of a runtime node. What a collective of the model's own sends is known now that parameters are."""
+    event: Event = node.meta[META]
+    if event.kind not in OF_MODEL:
+        return event
+    start = node.all_input_nodes[0] if event.kind is Kind.AWAIT else node
+    sources = [bucket_viewed_by(arg) for arg in start.all_input_nodes]
+    return replace(event, reads=tuple(sorted({source.bucket_index for source in sources if source is not None})))
 
 
 def stretches(graph: fx.Graph, phase: Phase) -> Iterator[fx.Node | Event]:
@@ -91,7 +104,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
     writes: set[int] = set()
     for node in nodes:
         for arg in node.all_input_nodes:
-            source = _bucket_viewed_by(arg)
+            source = bucket_viewed_by(arg)
             if source is not None:
                 written = node.target in WRITES and source.kind is Kind.GRAD
                 (writes if written else reads).add(source.bucket_index)
@@ -125,17 +138,6 @@ def _dtype(nodes: list[fx.Node]) -> torch.dtype:
     return (products or values or [torch.empty(0)])[0].dtype
 
 
-def _bucket_viewed_by(node: fx.Node) -> Event | None:
-    """The wait or grad event whose memory a node is a view of."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    if unpacks(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return event_of(source)
-    return None
-
-
 def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
     """Bytes of values computed and still needed, after each node. Parameters and gradients live in buckets."""
     root: dict[fx.Node, fx.Node] = {}
@@ -159,7 +161,8 @@ def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _owned_bytes(node: fx.Node) -> int:
     """Bytes that a node's value adds to what is held."""
-    in_bucket = unpacks(node) or event_of(node) is not None or node.meta.get(PARAM) is not None
+    event = event_of(node)
+    in_bucket = unpacks(node) or (event is not None and event.kind not in OF_MODEL) or node.meta.get(PARAM) is not None
     value = node.meta.get("val")
     if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
         return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.model_groups import ModelGroup
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from fxshard.schedule.diff import ScheduleDiff
     from fxshard.schedule.simulate import Simulation
 
-COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE, Kind.SCALES)
+COMMUNICATES = (Kind.UNSHARD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.EXCHANGE, Kind.SCALES, Kind.COLLECTIVE)
 
 MOST_NAMES = 3
 """Buckets that a title names one by one."""
@@ -42,6 +43,8 @@ class Schedule:
     budget: int | None = None
     graphs: tuple[GraphSummary, ...] = ()
     """What the graphs that the events were recorded from say of their compute."""
+    model_groups: tuple[ModelGroup, ...] = ()
+    """The process groups that the model communicates in itself."""
 
     def __len__(self) -> int:
         return len(self.events)
@@ -65,7 +68,13 @@ class Schedule:
         """
         return sum(event.bytes for _, event in self.of(*COMMUNICATES) if not self._alone(event))
 
+    def group_of(self, event: Event) -> ModelGroup:
+        """The process group of a collective of the model's own."""
+        return next(group for group in self.model_groups if group.name == event.group)
+
     def _alone(self, event: Event) -> bool:
+        if event.kind is Kind.COLLECTIVE:
+            return self.group_of(event).ranks == 1
         if self.ranks == 1 or event.bucket_index < 0:
             return self.ranks == 1
         bucket = self.buckets[event.bucket_index]
@@ -98,13 +107,10 @@ class Schedule:
     def communication(self) -> list[str]:
         """The collectives, one line each, those of each kind in launch order: what ranks have in common.
 
-        Each kind runs in process groups of its own, so how they interleave may differ from rank to rank.
+        Each kind runs in process groups of its own, so how they interleave may differ from rank to rank. Not so those
+        of the model's own: all of them are in one order, whatever their groups. How much they send is data.
         """
-        return [
-            f"{event.phase} {event.kind} {event.bucket} {event.bytes} {event.dtype} in {event.group}"
-            for kind in COMMUNICATES
-            for _, event in self.of(kind)
-        ]
+        return [_line(event) for kind in COMMUNICATES for _, event in self.of(kind)]
 
     @property
     def digest(self) -> str:
@@ -163,6 +169,11 @@ class Schedule:
         from fxshard.schedule.table import render
 
         return render(self)
+
+
+def _line(event: Event) -> str:
+    what = event.op if event.kind is Kind.COLLECTIVE else f"{event.bucket} {event.bytes}"
+    return f"{event.phase} {event.kind} {what} {event.dtype} in {event.group}"
 
 
 def _written(text: str, path: str | Path | None) -> str:

@@ -1,6 +1,7 @@
 """How long a step takes, and what it holds, before there is a machine to run it on.
 
-Streams, each in program order: ``compute``, ``gather`` (unshard), ``reduce`` and, with HSDP, ``replicas`` (all_reduce).
+Streams, each in program order: ``compute``, ``gather`` (unshard), ``reduce``, with HSDP ``replicas`` (all_reduce), and
+one for each process group that the model communicates in itself.
 The host runs ahead, so an event starts when its stream is free and everything in ``waits_for`` is over; where it stands
 in the program only orders it on its stream. With ``shared_link`` collectives that are bound by the same links (inside
 nodes, or between them) take turns, in the order in which they are ready; without, each has the full bandwidth. See
@@ -124,6 +125,8 @@ def simulate(
 
 
 def _stream(event: Event) -> str:
+    if event.kind is Kind.COLLECTIVE:
+        return event.stream
     shares = event.kind is Kind.EXCHANGE and event.stream == REPLICAS  # parts of shards between replicas
     return REPLICAS if shares else STREAMS.get(event.kind, COMPUTE)
 
@@ -147,6 +150,8 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
         return replicas_seconds(bucket, event.bytes * bucket.layout.ranks, hardware) / 2  # half of an all-reduce
     if event.kind is Kind.EXCHANGE:
         return all_to_all_seconds(event.bytes, schedule.buckets[event.reads[0]].layout.ranks, hardware)
+    if event.kind is Kind.COLLECTIVE:
+        return schedule.group_of(event).seconds(event.op, event.bytes, hardware)
     if event.kind is Kind.SCALES:
         bucket = schedule.buckets[event.reads[0]]
         combined = all_reduce_seconds(event.bytes, bucket.domain.ranks, hardware, stride=bucket.domain.stride)
@@ -181,6 +186,8 @@ def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) ->
     stream = _stream(event)
     if stream == COMPUTE or not shared:
         return stream
+    if event.kind is Kind.COLLECTIVE:
+        return schedule.group_of(event).link(hardware)
     return link(schedule.buckets[event.bucket_index], hardware, replicas=stream == REPLICAS)
 
 
@@ -223,7 +230,7 @@ def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bo
     """Take, again and again, the event that can start first: all others start later, so nothing is overtaken."""
     events = schedule.events
     needs, earliest = needed_before(events), _earliest(events, start)
-    streams: dict[str, list[int]] = {COMPUTE: [], GATHER: [], REDUCE: [], REPLICAS: []}
+    streams: dict[str, list[int]] = {stream: [] for stream in dict.fromkeys(map(_stream, events))}
     for i in range(len(events) - 1, -1, -1):  # the next event of a stream is its last entry
         streams[_stream(events[i])].append(i)
     free = dict.fromkeys([*streams, *links], 0.0)  # streams, and links between ranks
@@ -246,7 +253,7 @@ def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bo
             raise _stuck(schedule, min(queue[-1] for queue in streams.values() if queue))
         begin, i, stream = first
         stop = begin + seconds[i]
-        stands_still = events[i].kind in (Kind.WAIT, Kind.GRAD)
+        stands_still = events[i].kind in (Kind.WAIT, Kind.GRAD, Kind.AWAIT)
         spans.append(Span(i, stream, free[stream] if stands_still else begin, stop))
         stops[i] = free[stream] = free[links[i]] = stop
         if not overlap:

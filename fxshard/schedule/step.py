@@ -14,7 +14,7 @@ from typing import NoReturn
 from fxshard._torch.errors import FxshardError
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.memory import SlotRange
-from fxshard.schedule.events import OF_MANY, Event, Kind, Phase
+from fxshard.schedule.events import OF_MANY, OF_MODEL, Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
 
 READ, WRITE = "read", "write"
@@ -43,7 +43,7 @@ class Step:
         """{bucket: [(position, kind or READ or WRITE)]}"""
         trails: dict[int, list[tuple[int, str]]] = {}
         for i, event in enumerate(self.schedule.events):
-            if event.kind is Kind.COMPUTE:
+            if event.kind is Kind.COMPUTE or event.kind in OF_MODEL:
                 for index in event.reads:
                     trails.setdefault(index, []).append((i, READ))
                 for index in event.writes:

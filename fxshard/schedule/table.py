@@ -32,6 +32,7 @@ STYLES = {
     Kind.UPDATE: "green",
     Kind.EXCHANGE: "yellow",
     Kind.SCALES: "yellow",
+    Kind.COLLECTIVE: "blue",
     Kind.COMPUTE: "dim",
 }
 
@@ -171,7 +172,7 @@ def _rows(schedule: Schedule) -> list[Row]:
             key: tuple[object, ...] = (event.phase, event.kind, amount, _pattern(label))
             dtype = ""
         else:
-            label = event.bucket or schedule.touched(event)
+            label = f"{event.op} in {event.group}" if event.op else event.bucket or schedule.touched(event)
             amount = size(event.bytes) if event.kind in (*COMMUNICATES, Kind.ACCUMULATE, Kind.UPDATE) else ""
             dtype = str(event.dtype).removeprefix("torch.") if amount else ""
             why = re.sub(rf"^({LAST_USE}.*)_\d+$", r"\1", event.why)  # the first node of a name has no number

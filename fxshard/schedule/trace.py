@@ -74,6 +74,8 @@ def stream_order(streams: Iterable[str]) -> list[str]:
 
 def title(schedule: Schedule, event: Event) -> str:
     """What to write on an event: its kind and bucket, or for one without a bucket those it works on."""
+    if event.op:
+        return f"{event.op} in {event.group}" if event.kind is Kind.COLLECTIVE else f"await {event.op}"
     what = event.phase.value if event.kind is Kind.COMPUTE else event.kind.value
     return f"{what} {event.bucket or schedule.touched(event) or event.why}"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from fxshard.plan.tuning import GRADIENT_BUCKETS
 from fxshard.schedule.bucket_rules import buckets_are_possible, header_is_possible, memory_is_what_it_says
+from fxshard.schedule.collective_rules import collectives_are_those_of_the_graphs, collectives_have_one_order
 from fxshard.schedule.event_rules import (
     computes_are_those_of_the_graphs,
     events_match_their_buckets,
@@ -248,6 +249,8 @@ RULES: tuple[Callable[[Step], None], ...] = (
     waits_and_gradients_are_used,
     optimizer_follows_from_the_buckets,
     computes_are_those_of_the_graphs,
+    collectives_have_one_order,
+    collectives_are_those_of_the_graphs,
     memory_is_what_it_says,
     waits_for_follows_from_the_order,
 )

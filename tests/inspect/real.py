@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import fxshard
+from tests.expert_parallel import plans
 from tests.precision.nets import net
 from tests.precision.test_experts import moe
 from tests.stack import Stack, batch, wide, wide_batch
@@ -59,6 +60,11 @@ def _quantized_experts() -> fxshard.Schedule:
     return fxshard.plan(moe(), (x, x), world_size=2, zero=3, precision=fxshard.MXFP8(), lowering="eager")
 
 
+def _expert_parallel() -> fxshard.Schedule:
+    """A model that communicates itself: tokens go to their experts and back."""
+    return plans()[3]
+
+
 SCHEDULES: dict[str, Callable[[], fxshard.Schedule]] = {
     "zero 0": partial(_stack, 0),
     "zero 1": partial(_stack, 1),
@@ -76,4 +82,5 @@ SCHEDULES: dict[str, Callable[[], fxshard.Schedule]] = {
     "mxfp8 direct": partial(_mxfp8, 3),
     "experts on ranks of their own": _experts,
     "mxfp8 experts": _quantized_experts,
+    "expert parallel": _expert_parallel,
 }

@@ -25,6 +25,8 @@ HARMLESS = {
     r"buckets\.domain\.stride": "which links the simulator takes; all buckets of a domain agree on it",
     r"buckets\.layout\.whole": "no parameter crosses a boundary: both words describe the same places",
     r"graphs\.(reads|writes)\.nodes(\[\])?": "another node of the same stretch",
+    r"graphs\.collectives\.(after|before)": "another node of the same stretch",
+    r"model_groups\.stride": "which links the simulator takes",
     r"graphs\.inputs(\.\w+)?(\[\])?": "a witness less, or one of another parameter of this shape",
 }
 """{kind of place: why it does no harm if the verifier lets it pass}. All else must be caught."""

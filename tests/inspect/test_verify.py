@@ -11,17 +11,22 @@ from hypothesis import strategies as st
 
 from fxshard._torch.errors import FxshardError
 from fxshard.schedule.verify import RULES, ScheduleError, verify
-from tests.inspect.mutations import derived, gathers, gradients, memory, updates
+from tests.inspect.mutations import collectives, derived, gathers, gradients, memory, updates
 from tests.inspect.mutations.editing import Broken
 from tests.inspect.mutations.gathers import no_reshard
 from tests.inspect.mutations.updates import exchanging
 from tests.inspect.schedules import evaluation, zero3
 
 MUTATIONS = gathers.MUTATIONS | gradients.MUTATIONS | updates.MUTATIONS | memory.MUTATIONS | derived.MUTATIONS
+MUTATIONS |= collectives.MUTATIONS
 
 
 def test_a_step_with_an_exchange_passes() -> None:
     verify(exchanging())
+
+
+def test_a_model_that_communicates_passes() -> None:
+    verify(collectives.communicating())
 
 
 @pytest.mark.shows("P1")

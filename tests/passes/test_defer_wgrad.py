@@ -1,4 +1,4 @@
-"""defer_wgrad: products that only gradients wait for hide the last reduction and the model's own collectives."""
+"""defer_wgrad: products that only gradients wait for hide the last reduction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.toy import Llama, batch
 from tests.training import Run, sharded_run
 
 SQUARE = (4, 4)
-collectives = torch.ops._c10d_functional
 
 
 def two_layers(*, first_layer_bytes: int, **options: bool) -> list[str]:
@@ -121,23 +120,6 @@ def test_a_product_that_is_several_gradients_moves_with_all_of_them() -> None:
     returned = "output(select, select_1, mm_1)"
     assert stacked(0, 0) == ["mm_1(t, t)", *parts, returned]
     assert stacked(0, 1) == [*parts, "mm_1(t, t)", returned], "it would hold up the other bucket"
-
-
-def test_products_fill_the_wait_for_a_collective() -> None:
-    """As tensor parallelism has it: the input's gradient is summed over ranks; the weight's need not wait for that."""
-    draft = Draft()
-    t, x = draft.input("t", *SQUARE), draft.input("x", *SQUARE)
-    dw = draft.call(aten.mm.default, t, x)
-    dx = draft.call(aten.mm.default, t, x)
-    start = draft.graph.call_function(collectives.all_reduce.default, (dx, "sum", "0"))
-    wait = draft.graph.call_function(collectives.wait_tensor.default, (start,))
-    start.meta["val"] = wait.meta["val"] = torch.empty(SQUARE, device="meta")
-    rest = draft.call(aten.sin.default, wait)
-    module = draft.output(dw, rest, grads=[ParamRef(0, 0), None])
-    module = defer_wgrad(module, context(bucket(0, SQUARE), phase=Phase.BACKWARD))
-    module.graph.lint()
-    order = [node.name for node in module.graph.nodes if node.op == "call_function"]
-    assert order == [dx.name, start.name, dw.name, wait.name, rest.name]
 
 
 # -- a whole model -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,12 @@ from fxshard._torch.private.aot import Traced as Traced
 from fxshard._torch.private.aot import before_backward as before_backward
 from fxshard._torch.private.aot import tangent_of as tangent_of
 from fxshard._torch.private.aot import traced as traced
+from fxshard._torch.private.collectives import collective_group as collective_group
+from fxshard._torch.private.collectives import collective_name as collective_name
+from fxshard._torch.private.collectives import fake_ranks as fake_ranks
+from fxshard._torch.private.collectives import group_ranks as group_ranks
+from fxshard._torch.private.collectives import is_synchronous as is_synchronous
+from fxshard._torch.private.collectives import is_wait as is_wait
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
 from fxshard._torch.private.dynamo import open_inputs as open_inputs
@@ -62,16 +68,18 @@ def saved_outputs(saved: Sequence[fx.Node]) -> list[Any]:
 
 
 def draws_random_numbers(graph: fx.Graph) -> bool:
-    """Whether running a graph moves a random number generator. torch 2.11, 2.13.
+    """Whether running a graph moves a random number generator. torch 2.11, 2.13."""
+    return any(map(draws_a_random_number, graph.nodes))
+
+
+def draws_a_random_number(node: fx.Node) -> bool:
+    """Whether running a node moves a random number generator. torch 2.11, 2.13.
 
     Operators for attention have a dropout of their own, and are marked for it even where it is 0.
     """
-    return any(
-        operator is not None
-        and torch.Tag.nondeterministic_seeded in operator.tags
-        and _argument(node, operator, "dropout_p") != 0.0
-        for node, operator in ((node, operator_of(node)) for node in graph.nodes)
-    )
+    operator = operator_of(node)
+    marked = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
+    return marked and _argument(node, operator, "dropout_p") != 0.0
 
 
 def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:
@@ -138,12 +146,6 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     arguments = [pair for overload in overloads for pair in enumerate(overload._schema.arguments)]
     places = {(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in sorted(places)]
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a functional collective, as tensor-parallel models have them. torch 2.11, 2.13."""
-    target = operator_of(node)
-    return target is not None and target.namespace == "_c10d_functional" and operator_name(target) == "wait_tensor"
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -11,6 +11,7 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, FxshardError
 from fxshard._torch.progress import long_work
+from fxshard.frontend.lowering.collectives import collective
 from fxshard.frontend.lowering.host_values import changes_on_host
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.kernels.compile_ahead import compile_ahead
@@ -19,7 +20,7 @@ from fxshard.passes.split_segments import split_segments
 from fxshard.passes.stages import Scheduled
 from fxshard.runtime.engine import Engine
 from fxshard.runtime.program import Instruction, Lowered, Program
-from fxshard.schedule.events import Event, Kind, Phase, event_of
+from fxshard.schedule.events import OF_MODEL, Event, Kind, Phase, event_of
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.profile import Key
 
@@ -88,15 +89,16 @@ def _lower(
         for call in calls:
             report(len(instructions), len(calls))
             event = event_of(call)
-            args = [node for node in call.args if isinstance(node, fx.Node)]
+            own = event is not None and event.kind in OF_MODEL
+            args = call.all_input_nodes if own else [node for node in call.args if isinstance(node, fx.Node)]
             instructions.append(
                 Instruction(
-                    segment=compiler(_segment(split, call)) if event is None else None,
+                    segment=collective(call) if own else compiler(_segment(split, call)) if event is None else None,
                     event=event,
                     inputs=tuple(register[node] for node in args),
                     outputs=unpacked[call],
                     dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
-                    label=f"fxshard {phase} {call.target if event is None else f'{event.kind} {event.bucket}'}",
+                    label=f"fxshard {phase} {call.target if event is None else f'{event.kind} {event.op or event.bucket}'}",
                     key=_key(event, phase, passed),
                     zeros=call.kwargs.get("zeros", ()),  # type: ignore[arg-type]
                     needs=call.kwargs.get("needs", ()),  # type: ignore[arg-type]
@@ -135,6 +137,10 @@ def _carries(scheduled: Scheduled) -> dict[int, Event]:
 
 def _unpacking(call: fx.Node, register: dict[fx.Node, int]) -> tuple[int | None, ...] | None:
     """A register for each element of the call's result that something uses; None in place of the others."""
+    event = event_of(call)
+    if event is not None and event.kind in OF_MODEL:  # one tensor, as it is
+        register[call] = len(register)
+        return (register[call],)
     taken: dict[int, int] = {}
     for user in call.users:
         position = user.args[1] if user.target is operator.getitem else None

@@ -1,0 +1,71 @@
+"""Collectives that a model makes itself: torch's functional ones, as they stand in a captured graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+GROUP = "group_name"
+"""The argument of a functional collective that names its process group."""
+
+
+def _operator(node: fx.Node) -> torch._ops.OpOverload | None:
+    return node.target if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective. torch 2.11, 2.13."""
+    target = _operator(node)
+    return target is not None and target.namespace == "_c10d_functional" and target._opname == "wait_tensor"
+
+
+def collective_name(node: fx.Node) -> str | None:
+    """``all_reduce``, ``all_to_all_single``, … where a node starts a functional collective. torch 2.11, 2.13."""
+    target = _operator(node)
+    if target is None or target.namespace not in ("_c10d_functional", "_dtensor"):
+        return None
+    named = any(argument.name == GROUP for argument in target._schema.arguments)
+    return target._opname if named else None
+
+
+def is_synchronous(node: fx.Node) -> bool:
+    """Whether a collective is over when its operator returns: DTensor's own all-to-all is. torch 2.11, 2.13."""
+    target = _operator(node)
+    return target is not None and target.namespace == "_dtensor"
+
+
+def collective_group(node: fx.Node) -> Any:
+    """The process group of a functional collective, or its name. torch 2.11, 2.13."""
+    target = _operator(node)
+    assert target is not None
+    places = [argument.name for argument in target._schema.arguments]
+    position = places.index(GROUP)
+    return node.args[position] if position < len(node.args) else node.kwargs[GROUP]
+
+
+def group_ranks(group: Any) -> tuple[str, str, tuple[int, ...]]:
+    """Name, description and ranks of a process group, which may be given by its name. torch 2.11, 2.13."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    found = _resolve_process_group(group) if isinstance(group, str) else group
+    return found.group_name, found.group_desc, tuple(dist.get_process_group_ranks(found))
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is the first and no other exists: nothing is sent.
+
+    It is gone after the block. torch 2.11, 2.13.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""Mutations of a step in which the model itself communicates: in two groups, while a layer computes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fxshard.plan.model_groups import ModelGroup
+from fxshard.schedule.collectives import ModelCollective
+from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.schedule import Schedule
+from tests.inspect.mutations.editing import Broken, added, moved, without
+from tests.inspect.schedules import change, evaluation, relinked
+
+TP, EP = ModelGroup("tp", 8), ModelGroup("ep", 4, 8)
+
+
+def communicating() -> Schedule:
+    """An evaluation of three layers: what the first two compute is summed over ranks, and read by the last."""
+    schedule = evaluation(3)
+    sums = tuple(
+        ModelCollective("all_reduce", group.name, 4096, torch.float32, (), after=layer + 1, needs=(), before=2, waits=1)
+        for layer, group in enumerate((TP, EP))
+    )
+    (graph,) = schedule.graphs
+    schedule = replace(schedule, graphs=(replace(graph, collectives=sums),), model_groups=(TP, EP))
+    for number, source in enumerate(sums):
+        computes = [i for i, _ in schedule.of(Kind.COMPUTE)]
+        schedule = added(schedule, computes[2], _event(Kind.AWAIT, source, number))
+        schedule = added(schedule, computes[number] + 1, _event(Kind.COLLECTIVE, source, number))
+    return schedule
+
+
+def _event(kind: Kind, source: ModelCollective, number: int) -> Event:
+    stream = source.group if kind is Kind.COLLECTIVE else "compute"
+    about = (source.bytes, source.dtype, source.group, stream, "by hand")
+    return Event(kind, Phase.EVAL, "", -1, (), *about, op=source.op, number=number)
+
+
+def _place(schedule: Schedule, kind: Kind, number: int) -> int:
+    return next(i for i, event in schedule.of(kind) if event.number == number)
+
+
+def started_in_another_order() -> Broken:
+    schedule = communicating()
+    first, second = (_place(schedule, Kind.COLLECTIVE, number) for number in (0, 1))
+    return relinked(schedule, moved(schedule, first, second)), second - 1
+
+
+def in_a_branch() -> Broken:
+    schedule = communicating()
+    (graph,) = schedule.graphs
+    some = replace(graph.collectives[1], branch="cond")
+    return replace(schedule, graphs=(replace(graph, collectives=(graph.collectives[0], some)),)), None
+
+
+def not_there() -> Broken:
+    schedule = communicating()
+    return without(schedule, _place(schedule, Kind.COLLECTIVE, 1)), None
+
+
+def in_a_group_that_nobody_knows() -> Broken:
+    schedule = communicating()
+    return replace(schedule, model_groups=(TP,)), None
+
+
+def a_gather_that_calls_itself_one() -> Broken:
+    schedule = communicating()
+    at = next(i for i, _ in schedule.of(Kind.UNSHARD))
+    return change(schedule, at, op="all_reduce"), at
+
+
+def sent_before_it_is_computed() -> Broken:
+    schedule = communicating()
+    at = _place(schedule, Kind.COLLECTIVE, 0)
+    return relinked(schedule, moved(schedule, at, at - 1)), at - 1
+
+
+def read_before_it_is_there() -> Broken:
+    schedule = communicating()
+    at = _place(schedule, Kind.AWAIT, 1)
+    computed = [i for i, _ in schedule.of(Kind.COMPUTE)][-1]
+    return relinked(schedule, moved(schedule, at, computed)), computed
+
+
+def never_waited_for() -> Broken:
+    schedule = communicating()
+    return without(schedule, _place(schedule, Kind.AWAIT, 0)), None
+
+
+def waited_for_before_it_starts() -> Broken:
+    schedule = communicating()
+    at = _place(schedule, Kind.AWAIT, 0)
+    start = _place(schedule, Kind.COLLECTIVE, 0)
+    return relinked(schedule, moved(schedule, at, start)), start
+
+
+def of_other_bytes() -> Broken:
+    schedule = communicating()
+    at = _place(schedule, Kind.COLLECTIVE, 1)
+    return change(schedule, at, bytes=1), at
+
+
+def on_another_stream() -> Broken:
+    schedule = communicating()
+    at = _place(schedule, Kind.COLLECTIVE, 1)
+    return change(schedule, at, stream="gather"), at
+
+
+MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
+    "collectives_have_one_order": (
+        started_in_another_order,
+        in_a_branch,
+        not_there,
+        in_a_group_that_nobody_knows,
+        a_gather_that_calls_itself_one,
+    ),
+    "collectives_are_those_of_the_graphs": (
+        sent_before_it_is_computed,
+        read_before_it_is_there,
+        never_waited_for,
+        waited_for_before_it_starts,
+        of_other_bytes,
+        on_another_stream,
+    ),
+}

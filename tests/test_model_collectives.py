@@ -1,0 +1,47 @@
+"""Ranks whose models communicate in different orders refuse to start, all of them, before anything is sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+
+import fxshard
+from tests.pool import Pool, RankError
+
+
+class TwoSums(nn.Module):
+    """Sums over ranks in two groups; ``swapped``: the second group first."""
+
+    def __init__(self, groups: list[str], swapped: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.groups = groups[::-1] if swapped else groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, group in zip(self.layers, self.groups, strict=True):
+            x = x + functional.all_reduce(layer(x).detach(), "sum", group)
+        return x.square().mean() + self.layers[0](x).mean()
+
+
+def step(swapped_on: int | None) -> str:
+    groups = [dist.new_group([0, 1], group_desc=name).group_name for name in ("tp", "ep")]
+    model = fxshard.compile(TwoSums(groups, swapped=dist.get_rank() == swapped_on), lowering="eager")
+    model(torch.ones(2, 8)).backward()
+    return model.schedule.digest
+
+
+@pytest.mark.shows("T5", "P5")
+def test_another_order_on_one_rank_is_an_error_on_every_rank(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, step, 1, timeout=60)
+    assert caught.value.types == {0: "RankDivergenceError", 1: "RankDivergenceError"}
+    assert "all_reduce torch.float32 in tp×2" in str(caught.value) and "in ep×2" in str(caught.value)
+
+
+@pytest.mark.shows("T5")
+def test_the_same_order_runs(ranks: Pool) -> None:
+    first, second = ranks(2, step, None, timeout=60)
+    assert first == second
