@@ -18,7 +18,7 @@ from fxshard.frontend.groups import planned_domains
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
-from fxshard.optim.config import AdamW, Muon
+from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
@@ -106,7 +106,7 @@ def plan(
             [domain, *planned_domains(groups, domain)],
             options,
             chosen,
-            share_state=isinstance(optimizer, AdamW) and optimizer.over_replicas,
+            state=state_choice(optimizer),
         ),
         options,
         group=domain.group(world_size) if domain.device else "none",
