@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fxshard.checkpoint.held import MODEL, OPTIMIZER, Held
-from fxshard.checkpoint.planners import Target
+from fxshard.checkpoint.planners import Landing, Target
 from fxshard.plan.stored_names import Shape, Source, Sources, find_sources
 
 
@@ -56,7 +56,9 @@ def targets(
         elif wrong := [key for key in keys if stored[key].shape != _stored_shape(one, source, stored[key].shape)]:
             problems.append(f"{wrong[0]} has shape {stored[wrong[0]].shape} there and {one.shape} here")
         elif one.tensor.numel():
-            found += _reads(one, source, keys)
+            landing = Landing(one.deferred) if one.deferred is not None else None
+            rows = one if landing is None else replace(one, tensor=landing.tensor)
+            found += [replace(target, landing=landing) for target in _reads(rows, source, keys)]
     return found
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.frontend.module import ShardedModule
+from fxshard.optim.packed_moments import Deferred, Unpacked
 from fxshard.plan.layout import Fragment
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.rows import Rows
@@ -37,6 +38,12 @@ class Held:
     field: str = ""
     writes: bool = True
     """Whether this rank takes part in saving it; of what is replicated, the checkpoint picks one of the ranks."""
+    deferred: Deferred | None = None
+    """Where memory holds something else than a checkpoint does; ``tensor`` then has no memory, only a shape."""
+
+    def now(self) -> torch.Tensor:
+        """The rows, to be saved."""
+        return self.tensor if self.deferred is None else self.deferred.read()
 
     def path(self, name: str) -> tuple[str, ...]:
         return (*self.part.split("."), name, *([self.field] if self.field else []))
@@ -69,8 +76,23 @@ State = Mapping[torch.Tensor, Mapping[str, Any]]
 def of_optimizer(model: ShardedModule, state: State) -> Iterator[Held]:
     """State tensors: those shaped like their parameter (this rank has the same rows of both), and scalars."""
     for bucket, fragment, parameter in _places(model):
-        for field, value in state.get(parameter, {}).items():
+        of_one = state.get(parameter, {})
+        if isinstance(of_one, Unpacked):
+            yield from _unpacked(bucket, fragment, parameter, of_one)
+            continue
+        for field, value in of_one.items():
             yield _state(bucket, fragment, parameter, field, value)
+
+
+def _unpacked(bucket: Bucket, fragment: Fragment, parameter: torch.nn.Parameter, state: Unpacked) -> Iterator[Held]:
+    """State in fewer bits or on the host, which a checkpoint holds as fp32, one after another."""
+    for field in state:
+        if field == "step":
+            yield _state(bucket, fragment, parameter, field, state[field])
+            continue
+        rows = state.deferred(field)
+        shapes = tuple(parameter.shape), torch.empty(rows.shape, device="meta")
+        yield Held(OPTIMIZER, (fragment.name,), shapes[0], rows.offsets, shapes[1], field, deferred=rows)
 
 
 def empty_like_parameter(model: ShardedModule, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -24,6 +24,7 @@ from fxshard.checkpoint.reader import RowReader
 from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_save
 from fxshard.checkpoint.surroundings import restore_random_states
 from fxshard.frontend.module import ShardedModule
+from fxshard.optim.packed_moments import Unpacked
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import Source
 
@@ -77,6 +78,8 @@ def load(
     objects = [] if weights_only else [f"extra.{ranks.rank if same_ranks else 0}"]
     objects += [f"rng.{ranks.rank}"] if same_ranks and not weights_only else []
     shown = contextlib.nullcontext(progress) if progress is not None else long_work(f"loading {path.name}")
+    if isinstance(plan.optimizer, ShardedOptimizer):
+        plan.optimizer.settle(may_raise=False)  # what is still on its way to the host would land on what is read
     with torch.no_grad(), shown as watch:
         planner = LoadRows(plan.targets, objects, watch)
         _read(plan.reader, planner, ranks, path)
@@ -101,7 +104,7 @@ class _Plan:
             for key, value in self.reader.read_metadata().state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
-        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+        self.state: dict[torch.Tensor, Any] = {}
         self.targets: list[Target] = []
         self.notes: list[str] = []
 
@@ -126,7 +129,10 @@ class _Plan:
             return [f"the {has} has an optimizer and the {lacks} has none: pass optimizer=, or weights_only=True"]
         found = groups.misfits(self.model, self.optimizer, saved, sources)
         if not found:
-            self.state = {parameter: dict(state) for parameter, state in self.optimizer.state.items()}
+            self.state = {
+                parameter: state if isinstance(state, Unpacked) else dict(state)
+                for parameter, state in self.optimizer.state.items()
+            }
             if not isinstance(self.optimizer, ShardedOptimizer):
                 self._add_missing_state(sources)
             self.targets += targets(list(of_optimizer(self.model, self.state)), sources, self.stored, found)
@@ -153,7 +159,8 @@ class _Plan:
         self.model.parameters_changed()
         if self.optimizer is not None:
             for parameter, state in self.state.items():
-                self.optimizer.state[parameter].update(state)
+                if not isinstance(state, Unpacked):
+                    self.optimizer.state[parameter].update(state)
             groups.restore(self.optimizer, self.manifest["optimizer"]["groups"])
             if isinstance(self.optimizer, ShardedOptimizer):
                 self.optimizer.state_was_written()

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, 
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fxshard.checkpoint.held import Held
+from fxshard.optim.packed_moments import Deferred
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and the bytes that this rank has to do."""
@@ -48,7 +49,7 @@ class SaveRows(DefaultSavePlanner):
         self, held: Sequence[Held], objects: Mapping[tuple[str, ...], bytes], progress: Progress | None = None
     ) -> None:
         super().__init__()
-        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+        self._held: dict[MetadataIndex, Held] = {}
         self._objects = {MetadataIndex(".".join(path)): value for path, value in objects.items()}
         self._items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
         # Lets tools that restore a nested dictionary, such as dcp_to_torch_save, find the structure.
@@ -63,7 +64,7 @@ class SaveRows(DefaultSavePlanner):
     def _add(self, one: Held, name: str) -> None:
         offsets, sizes = torch.Size(one.offsets), one.tensor.shape
         index = MetadataIndex(one.key(name), offsets)
-        self._tensors[index] = one.tensor
+        self._held[index] = one
         self.mappings[one.key(name)] = one.path(name)
         properties = TensorProperties(dtype=one.tensor.dtype)
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(one.shape))
@@ -77,16 +78,30 @@ class SaveRows(DefaultSavePlanner):
         return SavePlan(self._items, planner_data=self.mappings)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        indices = [item.index for item in new_plan.items if item.index in self._tensors]
-        self._progress.total = sum(self._tensors[index].nbytes for index in indices)
+        indices = [item.index for item in new_plan.items if item.index in self._held]
+        self._progress.total = sum(self._held[index].tensor.nbytes for index in indices)
         return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._objects[write_item.index])
-        tensor = self._tensors[write_item.index].contiguous()
+        tensor = self._held[write_item.index].now().contiguous()
         self._progress.add(tensor.nbytes)
         return _with_storage_of_its_own(tensor)
+
+
+class Landing:
+    """Memory of the host for what is kept in another form: taken over when all of it is there, and free then."""
+
+    def __init__(self, rows: Deferred) -> None:
+        self.tensor = torch.empty(rows.shape)  # takes no memory before something is read into it
+        self._write, self._left = rows.write, self.tensor.numel()
+
+    def arrived(self, numel: int) -> None:
+        self._left -= numel
+        if not self._left:
+            self._write(self.tensor)
+            self.tensor.untyped_storage().resize_(0)
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,8 @@ class Target:
     key: str
     offsets: tuple[int, ...]
     tensor: torch.Tensor
+    landing: Landing | None = None
+    """Of which the memory is a part."""
 
 
 class LoadRows(LoadPlanner):
@@ -141,6 +158,9 @@ class LoadRows(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self._progress.add(tensor.nbytes)
+        landing = self._targets[int(read_item.dest_index.fqn)].landing
+        if landing is not None:
+            landing.arrived(tensor.numel())
 
 
 def _with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

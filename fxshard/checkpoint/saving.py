@@ -153,7 +153,7 @@ class _Staging:
         self._memory: torch.Tensor | None = None
 
     def copy(self, held: Sequence[Held]) -> list[Held]:
-        device = next((one.tensor.device for one in held if one.tensor.device.type != "cpu"), torch.device("cpu"))
+        device = next((one.tensor.device for one in held if one.tensor.device.type == "cuda"), torch.device("cpu"))
         places, size = [], 0
         for one in held:
             places.append(size)
@@ -165,8 +165,8 @@ class _Staging:
         for one, place in zip(held, places, strict=True):
             flat = self._memory[place : place + one.tensor.nbytes]
             copy = flat.view(one.tensor.dtype).view(one.tensor.shape)
-            copy.copy_(one.tensor, non_blocking=True)
-            staged.append(replace(one, tensor=copy))
+            copy.copy_(one.now(), non_blocking=True)
+            staged.append(replace(one, tensor=copy, deferred=None))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return staged

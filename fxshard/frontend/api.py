@@ -18,7 +18,7 @@ from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import take_apart
 from fxshard.frontend.tensor_parallel import refuse_breaks
 from fxshard.optim.adamw import ShardedAdamW
-from fxshard.optim.config import AdamW, Muon
+from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.groups import check_patterns
 from fxshard.optim.muon_rule import found_fused, matrices
 from fxshard.passes.options import Debug
@@ -167,7 +167,7 @@ def shard(
         groups=groups,
         matrices=splits,
         own_optimizer=optimizer is not None,
-        share_state=isinstance(optimizer, AdamW) and optimizer.over_replicas,
+        state=state_choice(optimizer),
         init=init,
     )
     drop_input_gradient_hooks(model)

@@ -20,7 +20,7 @@ from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
-from fxshard.optim.config import AdamW, Muon
+from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
@@ -125,7 +125,7 @@ def plan(
                 domains,
                 options,
                 matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
-                share_state=isinstance(optimizer, AdamW) and optimizer.over_replicas,
+                state=state_choice(optimizer),
             ),
             options,
             group=domain.group(domain.ranks) if domain.device else "none",

@@ -31,6 +31,7 @@ from fxshard.plan.domain import Domain, Reduction, data_parallel
 from fxshard.plan.float8_policy import check_products
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.precision import Precision
+from fxshard.plan.state import StateChoice
 from fxshard.plan.units import find_units
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
@@ -137,7 +138,7 @@ def take_apart(
     groups: Groups | None = None,
     matrices: Collection[str] = (),
     own_optimizer: bool = False,
-    share_state: bool = False,
+    state: StateChoice = StateChoice(),  # noqa: B008
     init: Init | None = None,
 ) -> Sharding:
     """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets.
@@ -159,7 +160,7 @@ def take_apart(
         others = meshes_of(groups, mesh, domain)
         domain_of = domain_by_name([other for other, _ in others.values()], domain)
         estimated_for = machine(options, device)
-        plans = plan_model(model, [domain, *(other for other, _ in others.values())], options, matrices, share_state)
+        plans = plan_model(model, [domain, *(other for other, _ in others.values())], options, matrices, state)
     except FxshardError as error:
         agreement.fail(error)
     agreement.check(PARAMETERS, [_line(plan) for plan in plans])
@@ -200,14 +201,14 @@ def plan_model(
     domains: Sequence[Domain],
     options: Options,
     matrices: Collection[str] = (),
-    share_state: bool = False,
+    state: StateChoice = StateChoice(),  # noqa: B008
 ) -> tuple[BucketPlan, ...]:
     """The buckets of a model. ``domains``: its own ranks, then those of parameters that live on others.
 
-    ``matrices``: the parameters that Muon updates. ``share_state``: replicas share optimizer state.
+    ``matrices``: the parameters that Muon updates. ``state``: how its state is kept.
     """
     own, *others = domains
-    if share_state and (own.replicas == 1 or own.shards == 1 or not options.zero):
+    if state.over_replicas and (own.replicas == 1 or own.shards == 1 or not options.zero):
         raise ConfigError(
             "AdamW(over_replicas=True) is for HSDP: give a mesh of two dimensions (replicas, shards) and zero=1, 2 or "
             "3, or leave it out"
@@ -223,7 +224,7 @@ def plan_model(
         layout=options.layout,
         domain_of=domain_of,
         matrices=matrices,
-        share_state=share_state,
+        state=state,
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch.errors import ConfigError
+from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.regroup import in_our_layout
 from fxshard.runtime.bucket import Bucket, total_bytes
 from fxshard.runtime.full_tensor import whole_parameters
@@ -68,8 +69,13 @@ def load(
 
 
 def bytes_at_rest(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state."""
+    """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state, and on its host,
+    where optimizer state is there."""
     sizes = total_bytes(buckets)
+    if isinstance(optimizer, ShardedOptimizer):
+        moments = optimizer.state_bytes()
+        sizes["state"] += moments["device"]
+        return {**sizes, "host": moments["host"]} if moments["host"] else sizes
     storages: dict[int, int] = {}
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():

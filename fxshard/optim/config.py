@@ -12,6 +12,7 @@ from torch import nn
 
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import coefficients as coefficient_sets
+from fxshard.plan.state import FORMATS, OFFLOADS, StateChoice
 
 if TYPE_CHECKING:
     from fxshard.optim.plain_muon import PlainMuon
@@ -27,7 +28,9 @@ class AdamW:
     do when a gradient is not finite, as in :class:`fxshard.Muon`: "raise" or "skip"; by default nobody looks, as in
     torch. ``groups`` maps patterns of parameter names to what is different for them (lr, betas, eps, weight_decay); the
     first that matches counts, and each is a group of ``param_groups``. ``over_replicas``: with HSDP, replicas share the
-    state of a shard instead of all keeping it.
+    state of a shard instead of all keeping it. ``state``: how the moments are kept: "fp32" as the masters are, "bf16"
+    and "8bit" rounded at random, in a half and in a quarter of the memory. ``offload="host"`` keeps them in the host's
+    memory and brings them to the GPU for the update.
 
     >>> fxshard.AdamW(lr=3e-4, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
     >>> fxshard.AdamW(lr=3e-4, groups={"embed*": {"lr": 1e-3, "weight_decay": 0.0}})
@@ -41,9 +44,12 @@ class AdamW:
     nan: str | None = None
     groups: Mapping[str, Mapping[str, Any]] | None = None
     over_replicas: bool = False
+    state: str = "fp32"
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         _check_groups(self, ("lr", "betas", "eps", "weight_decay"))
+        _check_state(self)
         if self.nan not in (None, *NAN):
             raise ConfigError(f"AdamW(nan={self.nan!r}): expected one of {', '.join(map(repr, (None, *NAN)))}")
         checks: dict[str, bool] = {
@@ -100,6 +106,22 @@ def check_scale(scale: Any) -> None:
         )
 
 
+def _check_state(choice: AdamW | Muon) -> None:
+    for field, known in (("state", FORMATS), ("offload", OFFLOADS)):
+        if getattr(choice, field) not in known:
+            raise ConfigError(
+                f"{type(choice).__name__}({field}={getattr(choice, field)!r}): expected one of "
+                f"{', '.join(map(repr, known))}"
+            )
+
+
+def state_choice(choice: AdamW | Muon | None) -> StateChoice:
+    """How the state of an optimizer is kept; that of one that is not fxshard's own is taken for torch's."""
+    if choice is None:
+        return StateChoice()
+    return StateChoice(choice.state, choice.offload, isinstance(choice, AdamW) and choice.over_replicas)
+
+
 def _check_groups(choice: AdamW | Muon, known: tuple[str, ...]) -> None:
     """What ``groups`` says of a pattern must be as valid as if it were said of all parameters."""
     kind = type(choice).__name__
@@ -130,7 +152,8 @@ class Muon:
     "off". ``form`` chooses how
     Newton–Schulz is computed. ``nan``: what to do when a gradient is not finite: "raise" a ``StateError``, or "skip"
     the step with a warning. Nothing is changed either way. On a GPU the host does not wait to know: it raises or warns
-    when the next step begins, or when the optimizer's state is read.
+    when the next step begins, or when the optimizer's state is read. ``state`` and ``offload`` are those of
+    :class:`fxshard.AdamW`, for the momentum and for AdamW's part alike.
 
     >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
     """
@@ -148,9 +171,12 @@ class Muon:
     form: str = "auto"
     nan: str = "raise"
     groups: Mapping[str, Mapping[str, Any]] | None = None
+    state: str = "fp32"
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
+        _check_state(self)
         _check_groups(self, ("lr", "momentum", "nesterov", "weight_decay", "scale"))
         coefficient_sets.check(self.coefficients, self.steps)
         checks: dict[str, bool] = {
@@ -173,6 +199,12 @@ class Muon:
                 f"Muon(nan={self.nan!r}, adamw=AdamW(nan={self.adamw.nan!r})): one check covers all gradients; say it "
                 "to Muon alone"
             )
+        for field in ("state", "offload"):
+            if getattr(self.adamw, field) not in (getattr(AdamW, field), getattr(self, field)):
+                raise ConfigError(
+                    f"Muon(adamw=AdamW({field}={getattr(self.adamw, field)!r})): momentum and moments are kept alike; "
+                    "say it to Muon alone"
+                )
         if self.adamw.over_replicas:
             raise ConfigError("Muon(adamw=AdamW(over_replicas=True)): replicas can share the state of AdamW alone")
         if self.use is not None and not callable(self.use):
@@ -192,4 +224,10 @@ class Muon:
         """
         from fxshard.optim.plain_muon import PlainMuon
 
+        if not state_choice(self).plain:
+            raise ConfigError(
+                f"Muon(state={self.state!r}, offload={self.offload!r}).build(): over plain tensors state is kept as "
+                "the parameters are; fxshard.shard(model, optimizer=...) keeps it in fewer bits or on the host, on one "
+                "rank too"
+            )
         return PlainMuon(model, self)

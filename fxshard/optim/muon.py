@@ -13,6 +13,7 @@ from fxshard.optim.directions import alike, apply_by_group, moved_directions, or
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
+from fxshard.optim.packed_moments import PackedMoments
 from fxshard.optim.parts import is_cut, orthogonal_parts
 from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
@@ -22,15 +23,27 @@ from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
 from fxshard.runtime.engine import Engine, Sent
 from fxshard.runtime.tensor_parallel import TensorParallel
 
+ROUNDED = "rounded"
+"""How often the momentum of a group was rounded at random: Muon counts no steps, and no two roundings may be alike."""
+
 
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's rows of one of Muon's parameters: the parameter itself, its gradient and its momentum."""
+    """This rank's rows of one of Muon's parameters: the parameter itself, its gradient and where its momentum is."""
 
     name: str
     value: torch.Tensor
     grad: torch.Tensor | None
-    momentum: torch.Tensor
+    kept: torch.Tensor | PackedMoments
+
+    def momentum(self) -> torch.Tensor:
+        """Of what is kept as it is computed with, the memory itself; of the rest, a copy in fp32."""
+        return self.kept if isinstance(self.kept, torch.Tensor) else self.kept.momentum(self.name)
+
+    def keep(self, momentum: torch.Tensor, step: int, refused: torch.Tensor | None) -> None:
+        """Where ``momentum`` gave a copy, take it back."""
+        if isinstance(self.kept, PackedMoments):
+            self.kept.keep_momentum(self.name, momentum, step, refused)
 
 
 class ShardedMuon(ShardedOptimizer):
@@ -60,11 +73,19 @@ class ShardedMuon(ShardedOptimizer):
             for travel in instruction.batch.travels
         }
         self._on_the_way: dict[int, Sent] = {}
-        self._views: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._views: dict[str, tuple[torch.Tensor, torch.Tensor | PackedMoments]] = {}
         self._row_factors: dict[tuple[str, Scale], torch.Tensor | float] = {}
         self._tensor = engine.buckets[0].tensor
         self._shapes = {name: bucket.shape(name) for bucket in engine.buckets for name in bucket.plan.params}
         """Of whole parameters."""
+
+    def _may_step(self) -> bool:
+        may = super()._may_step()
+        if may and self._choice.state != "fp32":
+            for group in self.param_groups:
+                if group["kind"] == "muon":
+                    group[ROUNDED] = group.get(ROUNDED, 0) + 1
+        return may
 
     def _run(self, instruction: Instruction) -> None:
         match instruction:
@@ -82,16 +103,17 @@ class ShardedMuon(ShardedOptimizer):
 
     # -- on this rank ------------------------------------------------------------------------------------------------
 
-    def _local_rows(self, moments: Moments) -> Iterable[_Rows]:
+    def _local_rows(self, moments: Moments | PackedMoments) -> Iterable[_Rows]:
         for name in moments.bucket.plan.matrices:
             rows = self._rows(moments, name)
             if name not in self._travelling and rows.grad is not None and rows.value.numel():
                 yield rows
 
-    def _rows(self, moments: Moments, name: str) -> _Rows:
+    def _rows(self, moments: Moments | PackedMoments, name: str) -> _Rows:
         bucket = moments.bucket
         if name not in self._views:  # parameters and momentum stay where they are, gradients do not
-            self._views[name] = (bucket.local(name), bucket.as_rows(moments.first, name))
+            kept = moments if isinstance(moments, PackedMoments) else bucket.as_rows(moments.first, name)
+            self._views[name] = (bucket.local(name), kept)
         has_grad = bucket.params[bucket.plan.layout.index[name]].grad is not None
         grad = bucket.as_rows(bucket.grad, name) if has_grad and bucket.grad is not None else None
         return _Rows(name, self._views[name][0], grad, self._views[name][1])
@@ -105,11 +127,19 @@ class ShardedMuon(ShardedOptimizer):
         groups, refused = [self._group_of[rows.name] for rows in chosen], self._refused
         for members in alike(groups):
             batch, own = [chosen[i] for i in members], [groups[i] for i in members]
-            grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum for rows in batch]
+            grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum() for rows in batch]
             splits, scales = [self._splits[rows.name] for rows in batch], [group["scale"] for group in own]
             form = self._choice.form
             directions, factors = moved_directions(grads, momenta, splits, own[0], scales, form, refused)
             apply_by_group([rows.value for rows in batch], directions, factors, own, refused)
+            self._keep(batch, momenta)
+
+    def _keep(self, batch: Sequence[_Rows], momenta: Sequence[torch.Tensor]) -> None:
+        """Take back momenta that are kept in another form than they were brought up to date in."""
+        for rows, momentum in zip(batch, momenta, strict=True):
+            rows.keep(momentum, self._group_of[rows.name].get(ROUNDED, 0), self._refused)
+        if self._transfers is not None:
+            self._transfers.end_batch()
 
     def _update_cut(self, tensor: TensorParallel, chosen: Sequence[_Rows]) -> None:
         """Matrices of which other tensor-parallel ranks hold parts."""
@@ -128,10 +158,11 @@ class ShardedMuon(ShardedOptimizer):
         updates: dict[str, torch.Tensor] = {}
         for members in alike(self._group_of[rows.name] for rows in chosen):
             batch = [chosen[i] for i in members]
-            grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum for rows in batch]
+            grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum() for rows in batch]
             group = self._group_of[batch[0].name]
             made = rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], self._refused)
             updates.update(zip([rows.name for rows in batch], made, strict=True))
+            self._keep(batch, momenta)
         return updates
 
     def _directions(self, names: Sequence[str], updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -169,7 +200,7 @@ class ShardedMuon(ShardedOptimizer):
         ready = [rows[travel.name] for travel in held if rows[travel.name].grad is not None]
         updates = self._momentum(ready)
         # A gradient that is missing here counts as zero: the exchange has the same shape whatever happens.
-        parts = [updates.get(travel.name, torch.zeros_like(rows[travel.name].momentum)) for travel in held]
+        parts = [updates.get(travel.name, torch.zeros_like(rows[travel.name].value)) for travel in held]
         flat = self._flat(parts, torch.float32)
         return self._engine.exchange(batch.buckets[0], flat, batch.to_owners(rank), batch.from_holders(rank))
 

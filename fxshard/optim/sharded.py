@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,11 @@ import torch
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.groups import check_group, check_states, in_our_order, saved
+from fxshard.optim.host import Transfers
 from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
+from fxshard.optim.packed_moments import PackedMoments
+from fxshard.optim.packed_step import adamw_packed
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
 from fxshard.runtime.engine import Engine
@@ -21,7 +24,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` over the sharded parameters: LR schedulers, groups and ``state_dict`` work as usual.
 
     State lives in flat tensors, ``state[p]`` holds views of them. Parameters of a bucket that share a group and lie
-    side by side are updated by AdamW as one tensor, which for most models is the whole shard.
+    side by side are updated by AdamW as one tensor, which for most models is the whole shard. State in fewer bits, or
+    on the host, is updated one parameter after another, and ``state[p]`` makes fp32 copies of it when asked.
     """
 
     gathers_ahead = True
@@ -40,7 +44,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._group_of: dict[str, dict[str, Any]] = {}
         """By name of the parameter, as ``param_groups`` were when the step began."""
         self._verdicts = verdicts
-        self._moments = {b.plan.index: Moments(b) for b in engine.buckets if b.plan.trainable}
+        trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
+        offloaded = any(bucket.plan.offload == "host" for bucket in trained)
+        self._transfers = Transfers(engine.device) if offloaded else None
+        self._moments: dict[int, Moments | PackedMoments] = {
+            bucket.plan.index: PackedMoments(bucket, self._transfers) if bucket.plan.packs_state else Moments(bucket)
+            for bucket in trained
+        }
         self._program = plan_step([bucket.plan for bucket in engine.buckets])
         self._bind_state()
 
@@ -81,7 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         self.settle()
         self._name_groups()
-        return saved(super().state_dict())
+        found = saved(super().state_dict())
+        return {**found, "state": {key: dict(state) for key, state in found["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's state or a sharded one, by name where it has names, else in the order of the
@@ -91,20 +102,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dict = in_our_order(self.param_groups, state_dict)
         check_states(self.param_groups, state_dict, lambda parameter: self.state[parameter])
         self.settle(may_raise=False)  # what the last step would have spoilt is about to be replaced
-        super().load_state_dict(state_dict)
+        if any(isinstance(moments, PackedMoments) for moments in self._moments.values()):
+            loaded: Mapping[torch.Tensor, Any] = self._states_of(state_dict)
+            # torch would bring all state to the device in fp32, at once, where there may be no room for it.
+            super().load_state_dict({**state_dict, "state": {}})
+        else:
+            super().load_state_dict(state_dict)
+            loaded = self.state
         with torch.no_grad():
             for moments in self._moments.values():
                 for i, parameter in enumerate(moments.bucket.params):
-                    if self.state.get(parameter):
-                        moments.load(i, self.state[parameter])
+                    if loaded.get(parameter):
+                        moments.load(i, loaded[parameter])
                     else:
                         moments.clear(i)
         self._bind_state()
+
+    def _states_of(self, given: dict[str, Any]) -> Mapping[torch.Tensor, Any]:
+        """The states of a state dict by our parameters, which its groups list in our order."""
+        pairs = zip(self.param_groups, given["param_groups"], strict=True)
+        keys = ((own, key) for ours, theirs in pairs for own, key in zip(ours["params"], theirs["params"], strict=True))
+        return {own: given["state"].get(key) for own, key in keys}
 
     def settle(self, *, may_raise: bool = True) -> None:
         """Say what is still to be said about the last step, before its state is read. An optimizer that looks at no
         gradients has nothing to say.
         """
+        if self._transfers is not None:
+            self._transfers.finish()
+        self._judge(may_raise=may_raise)
+
+    def _judge(self, *, may_raise: bool = True) -> None:
         if self._verdicts is not None:
             self._verdicts.settle(self._take_back, may_raise=may_raise)
 
@@ -144,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _may_step(self) -> bool:
         """Whether the gradients are such that a step may be made; asked on every rank, before anything is changed."""
-        self.settle()
+        self._judge()
         if self._verdicts is None:
             return True
         grads = {
@@ -175,12 +203,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for index in buckets:
                     self._engine.carry(index)
 
-    def _adamw(self, chosen: Sequence[Moments]) -> None:
+    def _adamw(self, given: Sequence[Moments | PackedMoments]) -> None:
+        allowed = self._verdicts.allowed if self._verdicts is not None else None
+        for moments in given:
+            moments.count_step(allowed)
+        packed = [moments for moments in given if isinstance(moments, PackedMoments)]
+        if packed:
+            adamw_packed(packed, self._group_of, self._transfers, self._refused)
+        chosen = [moments for moments in given if isinstance(moments, Moments)]
         number = {id(group): i for i, group in enumerate(self.param_groups)}
         pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
-        allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in chosen:
-            moments.count_step(allowed)
             group_of = {name: number[id(self._group_of[name])] for name in moments.bucket.plan.params}
             for of_group, positions in moments.stretches(group_of):
                 pieces[of_group].append(moments.tensors(positions))
@@ -205,6 +238,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for moments in self._moments.values():
             for i, parameter in enumerate(moments.bucket.params):
                 self.state[parameter] = moments.state_of(i)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's moments: on the device, and on the host."""
+        sizes = {"device": 0, "host": 0}
+        for moments in self._moments.values():
+            tensors = [moments.memory] if isinstance(moments, PackedMoments) else [moments.first, moments.second]
+            on_host = isinstance(moments, PackedMoments) and moments.transfers is not None
+            sizes["host" if on_host else "device"] += sum(tensor.nbytes for tensor in tensors)
+        return sizes
 
 
 def in_order(engine: Engine, order: Sequence[str]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized, choose_linears
 from fxshard.plan.shares import shares
+from fxshard.plan.state import StateChoice, most_bytes
 from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
 from fxshard.plan.whole import check_padding
@@ -52,6 +55,10 @@ class BucketPlan:
     """Whether replicas of a shard keep optimizer state of a part of it each (HSDP)."""
     float8: Float8Recipe | None = None
     """How products with these parameters run in float8; what is quantized otherwise is so in MXFP8."""
+    state: str = "fp32"
+    """The format of the optimizer's moments: "fp32" (as the masters are), "bf16" or "8bit"."""
+    offload: str = "none"
+    """Where they are between steps: "none", on the device, or on the "host"."""
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -142,12 +149,38 @@ class BucketPlan:
     def grad_bytes(self) -> int:
         return self.layout.numel * self.reduce_dtype.itemsize if self.trainable else 0
 
+    @property
+    def packs_state(self) -> bool:
+        """Whether moments are kept otherwise than in flat tensors like the masters, beside them."""
+        return self.trainable and not StateChoice(self.state, self.offload).plain
+
+    @cached_property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's moments on the rank that has most of them, wherever they are kept."""
+        layout, size = self.layout, self.master_dtype.itemsize
+        if not self.trainable:
+            return 0
+        starts = [rank * layout.shard_numel for rank in range(layout.ranks)]
+        if self.shares_state:
+            parts = [shares(layout, rank, self.domain.replicas) for rank in range(layout.ranks)]
+            starts = [start + begin for start, of_rank in zip(starts, parts, strict=True) for begin, _ in of_rank]
+        if self.packs_state:
+            return most_bytes(layout, self.state, self.matrices, [*starts, layout.numel])
+        if self.shares_state:
+            return 2 * size * max(end - begin for begin, end in pairwise([*starts, layout.numel]))
+        return size * (layout.shard_numel + max(self.second_moment_numel(rank) for rank in range(layout.ranks)))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that one rank's host holds for this bucket."""
+        return self.moment_bytes if self.offload == "host" else 0
+
     def at_rest(self, state_tensors: int = 2) -> BytesPerRank:
         """Bytes one rank holds for this bucket between two steps, gradients not yet dropped: the table of its stage.
 
-        ``state`` counts the optimizer's tensors (AdamW has two, Muon one: the second covers AdamW's parameters only)
-        and, where parameters compute in another dtype, the masters. A master that has the compute dtype is the
-        parameter itself, so it costs nothing where that is replicated.
+        ``state`` counts the optimizer's tensors (AdamW has two, Muon one: the second covers AdamW's parameters only),
+        unless they are on the host, and, where parameters compute in another dtype, the masters. A master that has the
+        compute dtype is the parameter itself, so it costs nothing where that is replicated.
         """
         layout, size = self.layout, self.master_dtype.itemsize
         masters = layout.shard_numel * size
@@ -162,15 +195,8 @@ class BucketPlan:
         if not self.trainable:
             return BytesPerRank(param, 0, state)
         keeps_full_grad = not self.placement.grad and layout.ranks > 1
-        if self.shares_state and state_tensors:
-            longest = max(
-                end - begin for rank in range(layout.ranks) for begin, end in shares(layout, rank, self.domain.replicas)
-            )
-            state += longest * size * state_tensors
-        elif state_tensors == 2:
-            state += masters + size * max(self.second_moment_numel(rank) for rank in range(layout.ranks))
-        else:
-            state += masters * state_tensors
+        if self.offload == "none":
+            state += self.moment_bytes if state_tensors == 2 else masters * state_tensors
         return BytesPerRank(param, masters + (self.grad_bytes if keeps_full_grad else 0), state)
 
     def second_moment_numel(self, rank: int) -> int:
@@ -202,15 +228,14 @@ def plan_buckets(
     layout: LayoutKind = "auto",
     domain_of: DomainOf | None = None,
     matrices: Collection[str] = (),
-    share_state: bool = False,
+    state: StateChoice = StateChoice(),  # noqa: B008
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
     Kinds differ in dtype, in whether they are trained and quantized, and in the ranks they are data-parallel over (by
     default ``ranks`` shards). A scalar has no rows to shard and is replicated. ``matrices`` are the parameters that
     Muon updates: they decide about layouts, and under ZeRO-1 and 2 about how many units share a bucket. They share it
-    with the parameters that AdamW updates, so Muon adds no collective. ``share_state``: state is sharded over replicas,
-    too.
+    with the parameters that AdamW updates, so Muon adds no collective. ``state``: how optimizer state is kept.
     """
     own = Domain(ranks, divisor=ranks)
     parameters = {name: private.local_part(parameter) for name, parameter in model.named_parameters()}
@@ -220,7 +245,7 @@ def plan_buckets(
         precision,
         layout,
         frozenset(matrices),
-        share_state,
+        state,
     )
     quantized = choose_linears(model, precision).weights
     units = list(units)
@@ -258,7 +283,7 @@ class _Rules:
     precision: Precision | None
     layout: LayoutKind
     matrices: frozenset[str]
-    share_state: bool
+    state: StateChoice
 
     @property
     def cut(self) -> int:
@@ -319,6 +344,12 @@ def _bucket(
     stage, trainable = rules.stage, kind.trainable
     placement = ZERO[0] if kind.scalar else stage if trainable else Placement(stage.param, False, stage.param)
     param_dtype, master_dtype, reduce_dtype = _dtypes(kind.dtype, rules.precision)
+    if trainable and not rules.state.plain and master_dtype != torch.float32:
+        raise ConfigError(
+            f"state={rules.state.format!r}, offload={rules.state.offload!r}: {specs[0].name} is updated in "
+            f"{str(master_dtype).removeprefix('torch.')}, and state in fewer bits or on the host is for fp32: pass "
+            "precision=fxshard.Precision(master=torch.float32, ...), or leave the state as it is"
+        )
     gathers = 2 if placement.param else 1
     owned = tuple(spec.name for spec in specs if trainable and spec.name in rules.matrices)
     chosen = choose_layout(
@@ -347,8 +378,10 @@ def _bucket(
         domain=kind.domain,
         matrices=owned,
         why=chosen.why,
-        shares_state=rules.share_state and trainable and chosen.layout.ranks > 1 and kind.domain.replicas > 1,
+        shares_state=rules.state.over_replicas and trainable and chosen.layout.ranks > 1 and kind.domain.replicas > 1,
         float8=rules.float8 if kind.quantized else None,
+        state=rules.state.format if trainable else "fp32",
+        offload=rules.state.offload if trainable else "none",
     )
 
 

@@ -118,7 +118,7 @@ class Bucket:
 
     def as_rows(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's rows of a parameter in a flat shard."""
-        return self._shaped(self._part(flat, name), name)
+        return self.shaped(self._part(flat, name), name)
 
     def as_param(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """A parameter-shaped tensor (a DTensor where there is a mesh) over this rank's rows in a flat shard."""
@@ -126,7 +126,7 @@ class Bucket:
 
     def wrap(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's elements of a parameter, wherever they lie, as a parameter-shaped tensor."""
-        local = self._shaped(part, name)
+        local = self.shaped(part, name)
         return local if self.mesh is None else self._wrapped(local, name)
 
     def _wrapped(self, local: torch.Tensor, name: str) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Bucket:
         """
         if self.mesh is None:
             return self.wrap(part, name)
-        return self._wrapped(self.rows(self._shaped(part, name, fragment), name, written, fragment), name)
+        return self._wrapped(self.rows(self.shaped(part, name, fragment), name, written, fragment), name)
 
     def rows(
         self,
@@ -358,7 +358,8 @@ class Bucket:
         fragment = self.fragments[self.plan.layout.index[name]]
         return flat[fragment.offset : fragment.offset + fragment.numel]
 
-    def _shaped(self, part: torch.Tensor, name: str, fragment: Fragment | None = None) -> torch.Tensor:
+    def shaped(self, part: torch.Tensor, name: str, fragment: Fragment | None = None) -> torch.Tensor:
+        """Flat elements in the shape of this rank's rows of a parameter, or of the rows of a ``fragment``."""
         index = self.plan.layout.index[name]
         fragment, spec = fragment or self.fragments[index], self.plan.layout.slots[index].spec
         return part.view((fragment.rows, *spec.shape[1:])) if spec.shape else part.view(())

@@ -62,6 +62,7 @@ def _figures(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[str, 
     yield "communication", duration(simulation.communication_seconds), hidden
     yield "peak memory, simulated", size(simulation.peak_bytes), "with activations"
     held = f"{size(schedule.resident_bytes)} at rest + {size(schedule.arena_bytes)} arena"
+    held += f", {size(schedule.host_bytes)} on the host" if schedule.host_bytes else ""
     budget = f"; budget {size(schedule.budget)}" if schedule.budget is not None else ""
     yield "shards and arena", size(schedule.peak_bytes), held + budget
     gathers = sum(1 for _ in schedule.of(Kind.UNSHARD))

@@ -86,6 +86,11 @@ class Schedule:
         return self.resident_bytes + self.arena_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """What one rank's host holds: optimizer state that is not on the device."""
+        return sum(bucket.host_bytes for bucket in self.buckets)
+
+    @property
     def replicated(self) -> str:
         """How a title says that shards have replicas (HSDP); empty where they have none."""
         domain = next((bucket.domain for bucket in self.buckets if not bucket.domain.name), None)

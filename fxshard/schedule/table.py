@@ -94,6 +94,7 @@ def _title(schedule: Schedule) -> Text:
     ranks = f"{schedule.ranks} rank" + "s" * (schedule.ranks != 1) + schedule.replicated
     budget = f" of {size(schedule.budget)} budget" if schedule.budget is not None else ""
     held = f"{size(schedule.resident_bytes)} resident + {size(schedule.arena_bytes)} arena"
+    held += f", {size(schedule.host_bytes)} on the host" if schedule.host_bytes else ""
     moved = f"communication {size(schedule.comm_bytes)} per step" if schedule.comm_bytes else "no communication"
     return Text.assemble(
         (f"ZeRO-{schedule.zero} on {ranks}", "bold"),

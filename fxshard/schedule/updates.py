@@ -15,7 +15,7 @@ from fxshard.schedule.events import Event, Kind, Phase
 
 TRAFFIC = 7
 """Passes over a shard. AdamW reads master, gradient and two moments, and writes three of them; Muon has one moment, but
-writes and reads what it orthogonalizes."""
+writes and reads what it orthogonalizes. Moments in fewer bits are fewer bytes, twice."""
 
 
 def updates(
@@ -50,6 +50,7 @@ def updates(
 def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
     """The optimizer's work on one bucket."""
     shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
+    fewer = 2 * (2 * shard - bucket.moment_bytes) if bucket.packs_state and not bucket.matrices else 0
     how = f"Muon, {'whole' if bucket.layout.whole else 'row'} layout: {bucket.why}" if bucket.matrices else "AdamW"
     return replace(
         reduction,
@@ -60,7 +61,7 @@ def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
         stream="compute",
         why=how,
         flops=flops,
-        traffic=TRAFFIC * shard,
+        traffic=TRAFFIC * shard - fewer,
         slot=None,
     )
 

@@ -1,0 +1,178 @@
+"""Optimizer state in the host's memory, brought to the GPU piece by piece, updated there and brought back.
+
+Copies in both directions run on streams of their own, beside the updates: while a piece is updated the next comes in
+and the one before goes out. Pieces have few places on the device, which they take in turn, so a host that is ahead of
+the device does not fill its memory. On a CPU there is nothing to overlap: the same copies, one after another.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxshard._torch.errors import StateError
+from fxshard.optim.packed import Stored
+from fxshard.plan.layout import aligned
+
+PLACES = 3
+"""One piece comes in, one is updated, one goes out."""
+IN_FLIGHT = 2
+"""Batches of whole matrices that may be on their way back before the host waits for the oldest."""
+Piece = Sequence[Stored]
+"""What is on its way together: the moments of some rows."""
+
+
+def host_memory(size: int, device: torch.device) -> torch.Tensor:
+    """Zeros in the host's memory; where the device is a GPU, in pages that stay where they are.
+
+    Registered and not allocated by torch, which rounds such allocations up to powers of two.
+    """
+    memory = torch.zeros(size, dtype=torch.uint8)
+    if device.type == "cuda" and size:
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)):
+            raise StateError(
+                f'offload="host": {size / 2**30:.1f} GiB of host memory could not be pinned; leave more of it free, or '
+                'keep the state on the device in fewer bits (state="8bit")'
+            )
+        weakref.finalize(memory, _unpin, runtime, memory.data_ptr(), device).atexit = False
+    return memory
+
+
+def _unpin(runtime: Any, address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    runtime.cudaHostUnregister(address)
+
+
+@dataclass
+class _Place:
+    """Memory on the device that pieces take in turn."""
+
+    memory: torch.Tensor
+    free: torch.cuda.Event | None = None
+    """Until when the piece before is on its way out."""
+
+
+class Transfers:
+    """Copies of state between the host and one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._in = torch.cuda.Stream(device) if on_gpu else None
+        self._out = torch.cuda.Stream(device) if on_gpu else None
+        self._written: dict[int, torch.cuda.Event] = {}
+        """When what the host holds at an address is up to date."""
+        self._batches: deque[torch.cuda.Event] = deque()
+
+    def streamed(self, pieces: Sequence[Piece]) -> Iterator[list[Stored]]:
+        """Each piece on the device, in turn, ready for the current stream. What is done to one before the next is
+        asked for is what the host gets back.
+        """
+        size = max((_bytes(piece) for piece in pieces), default=0)
+        number = min(PLACES, len(pieces))
+        places = [_Place(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(number)]
+        if self._in is not None:  # the memory may be in use by what this stream was given before
+            self._in.wait_stream(torch.cuda.current_stream(self._device))
+        coming: deque[tuple[Piece, _Place, list[Stored], torch.cuda.Event | None]] = deque()
+        waiting = deque(pieces)
+        turn = 0
+        while waiting or coming:
+            while waiting and len(coming) < max(number - 1, 1):
+                piece, place = waiting.popleft(), places[turn % number]
+                turn += 1
+                here = _laid_out(piece, place.memory)
+                coming.append((piece, place, here, self._bring(piece, here, place.free)))
+            piece, place, here, ready = coming.popleft()
+            if ready is not None:
+                torch.cuda.current_stream(self._device).wait_event(ready)
+            yield here
+            place.free = self._take_back(piece, here)
+        for place in places:
+            self._still_used(place.memory)
+
+    def bring(self, piece: Piece) -> list[Stored]:
+        """A piece on the device, in memory of its own, ready for the current stream."""
+        here = self.room(piece)
+        if self._in is not None:
+            self._in.wait_stream(torch.cuda.current_stream(self._device))
+        ready = self._bring(piece, here, None)
+        if ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(ready)
+        return here
+
+    def room(self, piece: Piece) -> list[Stored]:
+        """Memory on the device for a piece, with nothing in it yet."""
+        return [
+            one.holding(*(torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in one.tensors))
+            for one in piece
+        ]
+
+    def take_back(self, piece: Piece, here: Sequence[Stored]) -> None:
+        """Copy what ``bring`` gave, and was changed since, to the host."""
+        self._take_back(piece, here)
+        for one in here:
+            for tensor in one.tensors:
+                self._still_used(tensor)
+
+    def end_batch(self) -> None:
+        """Let no more batches of ``take_back`` wait for the device than may take its memory meanwhile."""
+        if self._out is not None:
+            self._batches.append(self._out.record_event())
+            if len(self._batches) > IN_FLIGHT:
+                self._batches.popleft().synchronize()
+
+    def finish(self) -> None:
+        """Wait until the host has everything."""
+        if self._out is not None:
+            self._out.synchronize()
+
+    def _bring(self, piece: Piece, here: Sequence[Stored], free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        if self._in is not None:
+            known = [self._written.get(one.values.data_ptr()) for one in piece]
+            for event in (free, *known):
+                if event is not None:
+                    self._in.wait_event(event)
+        return self._copy(self._in, here, piece)
+
+    def _take_back(self, piece: Piece, here: Sequence[Stored]) -> torch.cuda.Event | None:
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self._device))
+        done = self._copy(self._out, piece, here)
+        if done is not None:
+            self._written.update({one.values.data_ptr(): done for one in piece})
+        return done
+
+    def _copy(self, stream: torch.cuda.Stream | None, to: Piece, source: Piece) -> torch.cuda.Event | None:
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for one, other in zip(to, source, strict=True):
+                for target, tensor in zip(one.tensors, other.tensors, strict=True):
+                    target.copy_(tensor, non_blocking=True)
+        return stream.record_event() if stream is not None else None
+
+    def _still_used(self, tensor: torch.Tensor) -> None:
+        for stream in (self._in, self._out):
+            if stream is not None:
+                tensor.record_stream(stream)
+
+
+def _bytes(piece: Piece) -> int:
+    return sum(aligned(tensor.nbytes) for one in piece for tensor in one.tensors)
+
+
+def _laid_out(piece: Piece, memory: torch.Tensor) -> list[Stored]:
+    """The same in some memory of the device, one after another."""
+    here, at = [], 0
+    for one in piece:
+        tensors = []
+        for tensor in one.tensors:
+            tensors.append(memory[at : at + tensor.nbytes].view(tensor.dtype))
+            at += aligned(tensor.nbytes)
+        here.append(one.holding(*tensors))
+    return here

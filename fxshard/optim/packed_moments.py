@@ -1,0 +1,173 @@
+"""The optimizer state of one bucket in fewer bits, on the host, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxshard.optim.counts import StepCounts, own_rows
+from fxshard.optim.formats import Noise
+from fxshard.optim.host import Transfers, host_memory
+from fxshard.optim.packed import Stored
+from fxshard.plan.state import moment_bytes
+from fxshard.runtime.bucket import Bucket
+
+PIECE_NUMEL = 2**24
+"""Elements that are updated together, where they come from the host; a row at least."""
+MOST_NUMEL = 2**30
+"""Where they do not: kernels count elements in 32 bits."""
+
+
+class PackedMoments(StepCounts):
+    """State of a bucket, one parameter after another in one piece of memory, and a step count per parameter.
+
+    ``first`` and ``second`` by position of the parameter; what Muon updates has no second moment.
+    """
+
+    def __init__(self, bucket: Bucket, transfers: Transfers | None) -> None:
+        super().__init__(bucket)
+        plan = bucket.plan
+        self.transfers = transfers
+        shapes = [slot.spec.shape for slot in plan.layout.slots]
+        sizes = [moment_bytes(f.numel, shape, plan.state) for f, shape in zip(self.fragments, shapes, strict=True)]
+        moments = [1 if fragment.name in self.muon else 2 for fragment in self.fragments]
+        length = sum(size * number for size, number in zip(sizes, moments, strict=True))
+        if transfers is None:
+            self.memory = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
+        else:
+            self.memory = host_memory(length, bucket.device)
+        self.first: list[Stored] = []
+        self.second: list[Stored | None] = []
+        at = 0
+        for fragment, shape, size, number in zip(self.fragments, shapes, sizes, moments, strict=True):
+            cut = [
+                Stored.cut(self.memory[at + i * size :], fragment.numel, shape, plan.state, signed=i == 0)
+                for i in range(number)
+            ]
+            self.first.append(cut[0])
+            self.second.append(cut[1] if number == 2 else None)
+            at += number * size
+
+    # -- updating ----------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(position, begin, end) of what AdamW has to update: parameters with gradients, cut between rows."""
+        most = PIECE_NUMEL if self.transfers is not None else MOST_NUMEL
+        for i, (fragment, parameter) in enumerate(zip(self.fragments, self.bucket.params, strict=True)):
+            if fragment.numel and parameter.grad is not None and fragment.name not in self.muon:
+                row = fragment.numel // max(fragment.rows, 1)
+                step = max(most // row, 1) * row
+                for begin in range(0, fragment.numel, step):
+                    yield i, begin, min(begin + step, fragment.numel)
+
+    def moments(self, i: int, begin: int, end: int) -> list[Stored]:
+        """Both moments of some elements of a parameter of AdamW's, where they are kept."""
+        second = self.second[i]
+        assert second is not None
+        return [self.first[i].part(begin, end), second.part(begin, end)]
+
+    def noise(self, i: int, step: int, begin: int = 0) -> Noise:
+        """For the rounding of a parameter's elements from ``begin`` on."""
+        fragment = self.fragments[i]
+        spec = self.bucket.plan.layout.slots[i].spec
+        return Noise.of(fragment.name, step, fragment.row_start * spec.row_numel + begin)
+
+    def momentum(self, name: str) -> torch.Tensor:
+        """The momentum of one of Muon's parameters in fp32, in memory of its own, to be changed and given back."""
+        stored = self.first[self.bucket.plan.layout.index[name]]
+        if self.transfers is not None:
+            (stored,) = self.transfers.bring([stored])
+        return self.bucket.shaped(stored.values if self.transfers and stored.exact else stored.read(), name)
+
+    def keep_momentum(self, name: str, momentum: torch.Tensor, step: int, refused: torch.Tensor | None) -> None:
+        """Take a momentum back, rounded for the ``step``-th time."""
+        i = self.bucket.plan.layout.index[name]
+        stored, noise = self.first[i], self.noise(i, step)
+        if self.transfers is None:
+            stored.write_(momentum.view(-1), noise, refused)
+            return
+        if stored.exact:
+            here = stored.holding(momentum.view(-1))
+        else:
+            # A step that is refused leaves what was there.
+            (here,) = self.transfers.room([stored]) if refused is None else self.transfers.bring([stored])
+            here.write_(momentum.view(-1), noise, refused)
+        self.transfers.take_back([stored], [here])
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def fields(self, i: int) -> dict[str, Stored]:
+        """The moments of a parameter by the names they have in ``optimizer.state``."""
+        second = self.second[i]
+        if second is None:
+            return {"momentum_buffer": self.first[i]}
+        return {"exp_avg": self.first[i], "exp_avg_sq": second}
+
+    def state_of(self, i: int) -> Mapping[str, torch.Tensor]:
+        """What ``optimizer.state`` holds for a parameter: fp32, whatever the format, made when it is asked for."""
+        return Unpacked(self, i)
+
+    def clear(self, i: int) -> None:
+        """As if a parameter had never been stepped."""
+        for stored in self.fields(i).values():
+            for tensor in stored.tensors:
+                tensor.zero_()
+        self.set_count(i, 0)
+
+    def load(self, i: int, state: Mapping[str, Any]) -> None:
+        """Take over loaded state of a parameter, rounded to the nearest."""
+        for field, stored in self.fields(i).items():
+            given = own_rows(self.bucket, state[field], self.fragments[i])
+            stored.write_(given.to(stored.values.device, torch.float32).contiguous())
+        if "step" in state:
+            self.set_count(i, int(state["step"]))
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """This rank's rows of a moment in fp32, made when they are read."""
+
+    shape: torch.Size
+    """Of the rows that this rank holds."""
+    offsets: tuple[int, ...]
+    """Where they begin in the whole parameter."""
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], None]
+
+
+class Unpacked(Mapping[str, torch.Tensor]):
+    """State of a parameter that is kept in fewer bits, as fp32. Each access makes a copy: to write to it changes
+    nothing, ``load_state_dict`` does.
+    """
+
+    def __init__(self, moments: PackedMoments, i: int) -> None:
+        self._moments, self._i = moments, i
+        self._fields = moments.fields(i)
+
+    def __getitem__(self, field: str) -> torch.Tensor:
+        if field == "step" and "exp_avg" in self._fields:
+            return self._moments.steps[self._i]
+        bucket, fragment = self._moments.bucket, self._moments.fragments[self._i]
+        return bucket.as_state(self._fields[field].read(), fragment.name, fragment=fragment)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*(["step"] if "exp_avg" in self._fields else []), *self._fields))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def deferred(self, field: str) -> Deferred:
+        """A moment for a checkpoint, which reads and writes one after another."""
+        stored, fragment = self._fields[field], self._moments.fragments[self._i]
+        shape = self._moments.bucket.shaped(torch.empty(fragment.numel, device="meta"), fragment.name, fragment).shape
+
+        def read() -> torch.Tensor:
+            return stored.read().view(shape)
+
+        def write(given: torch.Tensor) -> None:
+            stored.write_(given.to(stored.values.device).reshape(-1))
+
+        return Deferred(shape, self._moments.bucket.offsets(fragment.name, fragment), read, write)

@@ -1,0 +1,65 @@
+"""AdamW's step over the buckets of a group whose state is in fewer bits, on the host, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxshard._torch import private
+from fxshard.optim.host import Transfers
+from fxshard.optim.packed import Numbers, Stored, adamw_
+from fxshard.optim.packed_moments import PackedMoments
+
+Group = Mapping[str, Any]
+Exact = tuple[torch.Tensor, ...]
+"""(parameter, gradient, both moments, step) of what torch's kernel updates."""
+
+
+def adamw_packed(
+    chosen: Sequence[PackedMoments],
+    group_of: Mapping[str, Group],
+    transfers: Transfers | None,
+    refused: torch.Tensor | None,
+) -> None:
+    """Update every parameter of AdamW's that has a gradient. Its steps have been counted."""
+    pieces = [(moments, *piece) for moments in chosen for piece in moments.pieces()]
+    kept = [moments.moments(i, begin, end) for moments, i, begin, end in pieces]
+    exact: dict[int, list[Exact]] = {}
+    on_device: Iterable[list[Stored]] = kept if transfers is None else transfers.streamed(kept)
+    for (moments, i, begin, end), (first, second) in zip(pieces, on_device, strict=True):
+        bucket, fragment = moments.bucket, moments.fragments[i]
+        assert bucket.grad is not None
+        group = group_of[fragment.name]
+        where = slice(fragment.offset + begin, fragment.offset + end)
+        if not first.exact:
+            numbers = Numbers.of(group, moments.counts[i], bucket.device)
+            noise = moments.noise(i, moments.counts[i], begin)
+            adamw_(bucket.master[where], bucket.grad[where], first, second, noise, numbers, refused)
+            continue
+        tensors = (bucket.master[where], bucket.grad[where], first.values, second.values, moments.steps[i])
+        if transfers is None:
+            exact.setdefault(id(group), []).append(tensors)
+        else:  # before the next piece comes
+            _fused(group, [tensors], refused)
+    groups = {id(group): group for group in group_of.values()}
+    for key, together in exact.items():
+        _fused(groups[key], together, refused)
+
+
+def _fused(group: Group, together: Sequence[Exact], refused: torch.Tensor | None) -> None:
+    masters, grads, firsts, seconds, steps = (list(column) for column in zip(*together, strict=True))
+    private.fused_adamw(
+        masters,
+        grads,
+        firsts,
+        seconds,
+        steps,
+        lr=group["lr"],
+        betas=group["betas"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group.get("maximize", False),
+        refused=refused,
+    )
