@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,12 @@ from fxshard.plan.layout import Fragment
 from fxshard.plan.pieces import row_offsets
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_optimizers import mark
-from fxshard.runtime.foreign_state import watch_optimizers
 from fxshard.runtime.freshness import watch
 from fxshard.runtime.full_tensor import FullTensor
 from fxshard.runtime.home import Home
 from fxshard.runtime.parameter_hooks import Hook, RefusedHook, RegisterAfterAccumulation
 from fxshard.runtime.rows import rows_of
+from fxshard.runtime.uneven_rows import Cut, uneven
 from fxshard.runtime.unreduced import guard
 
 
@@ -73,7 +75,8 @@ class Bucket:
         self.grads: list[torch.Tensor] = []
         self.hooks: dict[int, dict[int, Hook]] = {}
         """What to call once parameters, by position, have their gradients."""
-        self._wrappers: dict[str, private.UnevenDTensor] = {}
+        self._wrappers: dict[str, tuple[private.UnevenDTensor, Cut | None]] = {}
+        """What makes a DTensor of a parameter's rows, and how they are cut, if that is not as torch cuts them."""
         self._handed_out: dict[str, torch.Tensor] = {}
         """What state dicts hold of the shard, kept to see what is written through them."""
         self.gathered_version = -1
@@ -95,7 +98,6 @@ class Bucket:
 
     def make_params(self, originals: Mapping[str, nn.Parameter]) -> None:
         """The parameters users see: sharded over the mesh, plain tensors where there is none."""
-        watch_optimizers()
         for fragment in self.fragments:
             original = originals[fragment.name]
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
@@ -129,19 +131,34 @@ class Bucket:
         local = self.shaped(part, name)
         return local if self.mesh is None else self._wrapped(local, name)
 
-    def _wrapped(self, local: torch.Tensor, name: str) -> torch.Tensor:
+    def _wrapped(self, local: torch.Tensor, name: str, all_rows: bool = True) -> torch.Tensor:
         assert self.mesh is not None
+        tensor = self.tensor if self.tensor is not None and name in self.tensor.placed else None
+        mesh = self.mesh if tensor is None else tensor.mesh
         if name not in self._wrappers:
-            tensor = self.tensor if self.tensor is not None and name in self.tensor.placed else None
-            self._wrappers[name] = private.UnevenDTensor(
+            make = private.UnevenDTensor(
                 local,
-                self.mesh if tensor is None else tensor.mesh,
+                mesh,
                 self.shape(name),
                 sharded=self.plan.layout.ranks > 1,
                 tensor_parallel=tensor is not None,
                 tensor_dim=tensor.pieces[name].dim if tensor is not None else None,
             )
-        return self._wrappers[name](local)
+            self._wrappers[name] = make, self._cut(name, mesh.ndim - (1 if tensor is None else 2))
+        make, cut = self._wrappers[name]
+        if cut is None:
+            return make(local)
+        return uneven(make(local), cut if all_rows else replace(cut, counts=None))
+
+    def _cut(self, name: str, along: int) -> Cut | None:
+        """How the rows of a parameter are cut along a dimension of the mesh; None: as ``torch.chunk`` would do it."""
+        layout = self.plan.layout
+        if not layout.slots[layout.index[name]].spec.shape:
+            return None
+        counts = tuple(layout.fragment(rank, name).rows for rank in range(layout.ranks))
+        even = math.ceil(sum(counts) / layout.ranks)
+        chunks = tuple(min(even, max(sum(counts) - rank * even, 0)) for rank in range(layout.ranks))
+        return None if counts == chunks else Cut(counts, along, self.offsets(name))
 
     def shape(self, name: str) -> torch.Size:
         """Of the whole parameter."""
@@ -174,7 +191,8 @@ class Bucket:
         """
         if self.mesh is None:
             return self.wrap(part, name)
-        return self._wrapped(self.rows(self.shaped(part, name, fragment), name, written, fragment), name)
+        rows = self.rows(self.shaped(part, name, fragment), name, written, fragment)
+        return self._wrapped(rows, name, all_rows=not (fragment is not None and self.plan.shares_state))
 
     def rows(
         self,

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
+from fxshard.runtime.uneven_rows import UnevenRows
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -48,7 +50,7 @@ class ShardedParameter(DTensor):
             check(asked_by, asked_by.defaults)
         return super().is_leaf
 
-    # Copies, and what is saved, are DTensors as torch makes them.
+    # Copies are parameters of nobody's; what is saved is a DTensor as torch makes it.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
@@ -56,15 +58,19 @@ class ShardedParameter(DTensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = torch.nn.Parameter(self.detach(), self.requires_grad)
-        plain.__dict__.update(self.__dict__)
+        plain = torch.nn.Parameter(private.as_dtensor(self), self.requires_grad)
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_cut"})
         return plain.__reduce_ex__(protocol)
+
+
+class UnevenParameter(ShardedParameter, UnevenRows):
+    """One of which ranks hold other numbers of rows than torch would give them."""
 
 
 def mark(parameter: torch.Tensor) -> None:
     """From now on an optimizer that is made with ``parameter``, or steps over it, is checked."""
     global _hook
-    parameter.__class__ = ShardedParameter
+    parameter.__class__ = UnevenParameter if isinstance(parameter, UnevenRows) else ShardedParameter
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_before_step)
 

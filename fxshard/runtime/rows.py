@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # not to be imported before a checkpoint is written
     from torch.distributed.checkpoint.planner import WriteItem
 
 
+def _nothing() -> None:
+    """A copy is the shard of no parameter."""
+
+
 class Rows(torch.Tensor):
     """This rank's rows of a parameter or of its state, in place; made by :func:`rows_of`."""
 
@@ -71,7 +75,9 @@ class Rows(torch.Tensor):
         return rows
 
 
-def rows_of(local: torch.Tensor, at: tuple[int, ...], whole: torch.Size, written: Callable[[], None]) -> Rows:
+def rows_of(
+    local: torch.Tensor, at: tuple[int, ...], whole: torch.Size, written: Callable[[], None] = _nothing
+) -> Rows:
     """``local`` as rows of a tensor of shape ``whole``, of which the first element is at ``at``.
 
     ``written`` is called before a checkpoint is read into them.
@@ -79,10 +85,6 @@ def rows_of(local: torch.Tensor, at: tuple[int, ...], whole: torch.Size, written
     rows = local.as_subclass(Rows)
     rows._at, rows._whole, rows._written = at, whole, written
     return rows
-
-
-def _nothing() -> None:
-    """A copy is the shard of no parameter."""
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:

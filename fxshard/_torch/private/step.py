@@ -120,3 +120,13 @@ class UnevenDTensor:
         wrapped = self._make(self._blank, self._spec, requires_grad=False)
         wrapped._local_tensor = local
         return wrapped
+
+
+def as_dtensor(tensor: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """A DTensor of the class itself around the rows of one of a subclass, or around others. torch 2.11, 2.13."""
+    from torch.distributed.tensor import DTensor
+
+    rows = tensor._local_tensor if rows is None else rows  # type: ignore[attr-defined]
+    made = DTensor(rows.new_empty(0), tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+    made._local_tensor = rows
+    return made

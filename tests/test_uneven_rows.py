@@ -1,0 +1,158 @@
+"""What users do with sharded parameters outside of a model, where ranks hold uneven numbers of rows."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fxshard
+from tests.pool import Pool
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mean": lambda p: p.mean(),
+    "mean of magnitudes": lambda p: p.abs().mean(),
+    "maximum": lambda p: p.max(),
+    "largest magnitude": lambda p: p.abs().amax(),
+    "spread": lambda p: p.std(),
+    "median": lambda p: p.median(),
+    "sum": lambda p: p.sum(),
+    "sums of columns": lambda p: p.sum(0),
+    "means of rows": lambda p: p.mean(1),
+    "norm": lambda p: p.norm(),
+    "largest norm": lambda p: torch.linalg.vector_norm(p, math.inf),
+    "norms of rows": lambda p: torch.linalg.vector_norm(p, dim=1),
+    "rank": lambda p: torch.linalg.matrix_rank(p),
+    "product": lambda p: p @ torch.ones_like(p).pow(2).sum(0).mul(2),
+    "zeros": lambda p: (p == 0).sum(),
+    "finite": lambda p: p.isfinite().all(),
+    "clamped": lambda p: p.clamp(-0.1, 0.1).mean(),
+    "cosine": lambda p: (p * p.sign()).mean(),
+}
+ROWS = 7
+
+
+class Narrow(nn.Module):
+    """Two ranks cut the middle of its buckets, not of its matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, ROWS, bias=False), nn.Linear(ROWS, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).square().mean()
+
+
+def trained(**options: Any) -> tuple[nn.Module, nn.Module]:
+    """The model after a backward, sharded and plain."""
+    torch.manual_seed(0)
+    plain = Narrow()
+    torch.manual_seed(0)
+    sharded = fxshard.compile(Narrow(), lowering="eager", layout="rows", **options)
+    x = torch.arange(12.0).view(4, 3) / 12
+    sharded(x).backward()
+    plain(x).backward()
+    return sharded, plain
+
+
+def read() -> dict[str, tuple[Any, Any]]:
+    sharded, plain = trained(optimizer=fxshard.AdamW())
+    found = {}
+    with torch.no_grad():
+        for (name, own), other in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+            found[f"rows of {name}"] = len(own.to_local()), -(-len(own) // 2)
+            for what, reads in READS.items():
+                for kind, a, b in (("value", own, other), ("gradient", own.grad, other.grad)):
+                    if a.ndim < 2 and ("row" in what or "col" in what or what in ("rank", "product")):
+                        continue
+                    got = reads(a)
+                    got = got.full_tensor() if isinstance(got, DTensor) else got
+                    found[f"{kind} of {name}: {what}"] = got, reads(b)
+    return found
+
+
+def test_reading_gives_what_the_whole_parameter_has(ranks: Pool) -> None:
+    found = ranks(2, read)
+    assert any(own != even for name, (own, even) in found[0].items() if name.startswith("rows")), "rows are uneven"
+    for rank in found:
+        for name, (got, expected) in rank.items():
+            if isinstance(got, torch.Tensor):
+                torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def use(folder: Path) -> dict[str, Any]:
+    sharded, plain = trained(optimizer=fxshard.AdamW())
+    own, other = sharded.first.weight, plain.first.weight
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        found["full"] = own.grad.full_tensor(), other.grad
+        found["first row"] = own.grad.redistribute(placements=[torch.distributed.tensor.Replicate()]).to_local()[0]
+        found["first row"] = found["first row"], other.grad[0]
+        total = nn.utils.get_total_norm([p.grad for p in sharded.parameters()])
+        found["norm"] = total.full_tensor(), nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        own.mul_(2).add_(own, alpha=0.5)
+        own.clamp_(-0.5, 0.5)
+        found["written"] = own.full_tensor(), (other * 3).clamp(-0.5, 0.5)
+        file = io.BytesIO()
+        torch.save(own.grad, file)
+        file.seek(0)
+        made = torch.optim.SGD([own], momentum=0.9), own.new_zeros(own.shape).add_(own), own.grad.clone()
+        found["new"] = made[1].full_tensor(), own.full_tensor()
+        made[0].step()
+        state = made[0].state[own]["momentum_buffer"]
+        found["state"] = state.full_tensor(), other.grad
+        found["state's mean"] = state.mean().full_tensor(), other.grad.mean()
+        dcp.save({"state": state, "copy": made[2]}, checkpoint_id=folder)
+        there = {"state": torch.empty(ROWS, 3), "copy": torch.empty(ROWS, 3)}
+        dcp.load(there, checkpoint_id=folder, no_dist=True)
+        found["state in a checkpoint"] = there["state"], other.grad
+        found["a copy in a checkpoint"] = there["copy"], other.grad
+        dcp.async_save({"copy": made[2]}, checkpoint_id=folder / "async").result()
+        dcp.load({"copy": there["copy"].zero_()}, checkpoint_id=folder / "async", no_dist=True)
+        found["a copy, staged"] = there["copy"], other.grad
+        found["saved"] = torch.load(file, weights_only=False).to_local(), own.grad.to_local()
+    return found
+
+
+def test_using_them_otherwise(ranks: Pool, tmp_path: Path) -> None:
+    for rank in ranks(2, use, tmp_path):
+        for name, (got, expected) in rank.items():
+            torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a view": lambda p: p.view(-1),
+    "the transpose": lambda p: p.t(),
+    "a row": lambda p: p[0].zero_(),
+    "an update by columns": lambda p: p.mul_(p.sum(0)),
+    "sorting in place": lambda p: p.copy_(p.full_tensor().sort().values),
+}
+
+
+def refused() -> dict[str, str]:
+    sharded, _ = trained(optimizer=fxshard.AdamW())
+    said = {}
+    with torch.no_grad():
+        for name, use in REFUSED.items():
+            try:
+                use(sharded.first.weight)
+                said[name] = ""
+            except (fxshard.FxshardError, RuntimeError) as error:
+                said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def test_what_would_be_lost_is_refused_on_every_rank(ranks: Pool) -> None:
+    first, second = ranks(2, refused)
+    assert first == second
+    for name, text in first.items():
+        assert text, name
+        if name != "sorting in place":  # torch's own error: a plain tensor meets a DTensor
+            assert "uneven numbers of its rows" in text and "full_tensor()" in text, name
