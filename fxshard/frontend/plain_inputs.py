@@ -42,10 +42,12 @@ def as_dtensor(local: torch.Tensor, placing: Placing) -> torch.Tensor:
 Unwrap = Callable[[Sequence[Any]], list[Any]]
 
 
-def with_plain_inputs(captured: fx.GraphModule) -> tuple[fx.GraphModule, Unwrap] | None:
+def with_plain_inputs(
+    captured: fx.GraphModule, leaf: Callable[[DTensor], torch.Tensor] = plain_leaf
+) -> tuple[fx.GraphModule, Unwrap] | None:
     """A captured graph that takes plain tensors only, and what makes its inputs from those of ``captured``.
 
-    Meshes, which torch 2.13 makes inputs, become constants of the graph. None where there is nothing to change.
+    ``leaf``: the plain tensor of a DTensor. Meshes, which torch 2.13 makes inputs, become constants of the graph. None where there is nothing to change.
     """
     examples = graph_inputs(captured)
     if not any(isinstance(example, DTensor | DeviceMesh) for example in examples):
@@ -62,7 +64,7 @@ def with_plain_inputs(captured: fx.GraphModule) -> tuple[fx.GraphModule, Unwrap]
         kept.append(i)
         if isinstance(example, DTensor):
             _wrap_inside(graph, node, example, constants)
-    return graph, lambda args: [plain_leaf(args[i]) if isinstance(args[i], DTensor) else args[i] for i in kept]
+    return graph, lambda args: [leaf(args[i]) if isinstance(args[i], DTensor) else args[i] for i in kept]
 
 
 def _wrap_inside(graph: fx.GraphModule, node: fx.Node, example: DTensor, constants: _Constants) -> None:
