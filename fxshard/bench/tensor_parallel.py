@@ -1,0 +1,55 @@
+"""How the Llamas of the presets are cut for tensor parallelism: torch's own styles, with sequence parallelism."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fxshard.bench.models import MLP, Attention, LanguageModel
+
+
+def is_dense(model: nn.Module) -> bool:
+    """Whether a model is one that :func:`parallelize` knows."""
+    return isinstance(model, LanguageModel) and all(
+        isinstance(layer.attention, Attention) and isinstance(layer.mlp, MLP) for layer in model.layers
+    )
+
+
+def most_ranks(model: LanguageModel) -> int:
+    """Over how many ranks it can be cut: each has whole heads."""
+    return min(layer.attention.kv_heads for layer in model.layers)
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Heads, hidden units and the vocabulary over ``mesh["tp"]``; what lies between blocks is cut along the sequence."""
+    assert isinstance(model, LanguageModel)
+    ranks = mesh["tp"].size()
+    for layer in model.layers:
+        layer.attention.heads //= ranks
+        layer.attention.kv_heads //= ranks
+    whole_sequence = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    styles = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(**whole_sequence),
+        "layers.*.attention.q": ColwiseParallel(),
+        "layers.*.attention.k": ColwiseParallel(),
+        "layers.*.attention.v": ColwiseParallel(),
+        "layers.*.attention.o": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.mlp_norm": SequenceParallel(),
+        "layers.*.mlp": PrepareModuleInput(**whole_sequence),
+        "layers.*.mlp.gate": ColwiseParallel(),
+        "layers.*.mlp.up": ColwiseParallel(),
+        "layers.*.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh["tp"], styles)
