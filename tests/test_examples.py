@@ -75,6 +75,14 @@ def test_compare_fsdp2_on_two_processes(ranks: Pool) -> None:
     assert silent == ""
 
 
+def test_tensor_parallel_on_four_processes(ranks: Pool) -> None:
+    shown, *silent = ranks(4, as_under_torchrun, "examples/tensor_parallel.py", "eager")
+    assert "'up.weight': (_StridedShard(dim=0, sf=2), Shard(dim=0))" in shown
+    assert "'down.weight': (Shard(dim=0), Shard(dim=1))" in shown and "ZeRO-3 on 2 ranks" in shown
+    assert silent == ["", "", ""]
+    assert len((ROOT / "examples" / "tensor_parallel.py").read_text().splitlines()) <= 40
+
+
 def as_under_torchrun(script: str, *options: str) -> str:
     """Run an example on this rank of the pool; it finds what torchrun would have told it."""
     about = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1"}

@@ -13,7 +13,7 @@ from fxshard._torch.errors import CaptureError, ConfigError
 from fxshard.frontend.compiled import CompiledGraphs
 from fxshard.frontend.input_shapes import taken_shapes
 from fxshard.frontend.lowering.programs import bind, lower
-from fxshard.frontend.plain_inputs import with_plain_inputs
+from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
 from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
 from fxshard.frontend.variants import Variants
@@ -92,12 +92,12 @@ class Backend:
         watching = observer()
         if watching is not None:
             watching.say("Dynamo gave %d nodes", len(graph.graph.nodes))
-        plain = with_plain_inputs(graph)
+        plain = plain_graph(graph)
         if plain is None:
             return self._compile_plain(graph, example_inputs, broken is not None, watching)
-        graph, unwrap = plain
-        run = self._compile_plain(graph, unwrap(example_inputs), broken is not None, watching)
-        return lambda *args: run(*unwrap(args))
+        return plain.called(
+            self._compile_plain(plain.graph, plain.inputs(example_inputs), broken is not None, watching)
+        )
 
     def _compile_plain(
         self, graph: fx.GraphModule, example_inputs: Sequence[Any], broken: bool, watching: Observer | None

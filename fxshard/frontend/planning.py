@@ -18,7 +18,7 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.capture import FAILURES, capture, cast_floats, explained
 from fxshard.frontend.groups import planned_domains
 from fxshard.frontend.module import ShardedModule
-from fxshard.frontend.plain_inputs import with_plain_inputs
+from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
@@ -198,17 +198,18 @@ def partition_model(
     found: list[Partitioned] = []
 
     def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        plain = with_plain_inputs(graph, _local_leaf)
+        plain = plain_graph(graph)
         if plain is not None:
-            graph, unwrap = plain
-            example_inputs = unwrap(example_inputs)
+            graph = plain.graph
+            given = [example_inputs[i] for i in plain.kept]
+            example_inputs = [_local_leaf(value) if isinstance(value, DTensor) else value for value in given]
         own = [refs.get(id(value)) for value in graph_inputs(graph)]
         tie_parameters(graph, own)
         graph = before_autograd(graph, plan.context(Phase.FORWARD, watching))
         results = outputs_without_values(graph)
         with partitioned_step(graph, own, example_inputs, plan, watching, report) as step:
             found.append(step.partitioned)
-        return lambda *args: results
+        return (lambda *args: results) if plain is None else plain.called(lambda *args: results)
 
     values = tree_map_only(torch.Tensor, _real, inputs)
     if precision is not None and precision.param is not None and precision.cast_inputs:

@@ -391,6 +391,12 @@ def joined_meshes(data: dist.DeviceMesh, tensor: dist.DeviceMesh) -> dist.Device
     return dist.DeviceMesh._concatenate([data, tensor])
 
 
+def real_mesh(value: Any) -> dist.DeviceMesh:
+    """The mesh of a DTensor; that of a fake one may be fake, too. torch 2.11, 2.13."""
+    mesh = value.device_mesh
+    return getattr(mesh, "real_obj", mesh)
+
+
 def is_plain_shard(placement: Any) -> bool:
     """Whether a placement cuts a dimension into consecutive parts. torch 2.11, 2.13."""
     from torch.distributed.tensor import Shard
