@@ -1,32 +1,36 @@
 """Which mesh and which ZeRO stage is fastest for a model on so many ranks, by simulation, of those that fit.
 
-Each way to cut a model for tensor parallelism is captured once, and scheduled for each way to use the ranks that are
-left for data parallelism: stages, and shards over all of them or with replicas (HSDP). The global batch is the same
-everywhere: with ``tp`` ranks to a model, each of its data-parallel ranks has ``tp`` times the example inputs.
+Each way to cut a model for tensor parallelism is captured once, in a process of its own, and scheduled for each way to
+use the ranks that are left for data parallelism: stages, and shards over all of them or with replicas (HSDP). The
+global batch is the same everywhere: with ``tp`` ranks to a model, each of its data-parallel ranks has ``tp`` times the
+example inputs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import fxshard
 from fxshard._torch.errors import BudgetError
 from fxshard.bench.captured import Captured, capture
-from fxshard.frontend.planned_mesh import Parallelize, parallelized, planned_mesh
+from fxshard.bench.target import load, parallelizing
+from fxshard.frontend.planned_mesh import parallelized, planned_mesh
 from fxshard.plan.hardware import Hardware
 from fxshard.schedule.record import resident_bytes
 
+PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 ROOM = 0.9
 """Share of a device's memory that shards, arena and activations may take: the rest is the allocator's and NCCL's."""
-STEP = 4
-"""Shards of a replica are tried in powers of this."""
+REPLICAS = (1, 8)
+"""Of a shard, as far as a replica still fills a node."""
 
 
 @dataclass(frozen=True)
@@ -53,50 +57,53 @@ class Found:
     """Shards, arena and activations; of what does not fit, the least that it would take."""
     seconds: float | None = None
     exposed: float = 0.0
-    gathered: int = 0
-    """Bytes that one rank's collectives move."""
 
 
-def choices(world_size: int, tensor: int, machine: Hardware, stages: Sequence[int]) -> Iterator[Choice]:
-    """The ways to use the ranks that ``tensor`` ranks to a model leave; the widest shards first."""
-    ranks = world_size // tensor
-    least = max(1, machine.ranks_per_node // tensor)  # a replica within a node
-    for zero in stages:
-        shards = ranks
-        while shards >= 1:
-            if zero > 0 or shards == ranks:  # what is not sharded has no replicas
-                yield Choice(tensor, shards, ranks // shards, zero)
-            if shards <= least or shards % STEP:
-                break
-            shards //= STEP
+@dataclass(frozen=True)
+class Search:
+    """What is searched."""
+
+    target: str
+    """As :func:`fxshard.bench.target.load` takes it."""
+    world_size: int
+    machine: Hardware
+    layers: int | None = None
+    stages: tuple[int, ...] = (1, 2, 3)
+
+    def choices(self, tensor: int) -> Iterator[Choice]:
+        """The ways to use the ranks that ``tensor`` ranks to a model leave."""
+        ranks = self.world_size // tensor
+        for zero in self.stages:
+            for replicas in REPLICAS:
+                fills = ranks // replicas * tensor >= self.machine.ranks_per_node
+                if replicas == 1 or (ranks % replicas == 0 and fills and zero > 0):
+                    yield Choice(tensor, ranks // replicas, replicas, zero)
+
+    def run(
+        self, tensor: Sequence[int], processes: int, report: Callable[[str], None] = lambda what: None
+    ) -> list[Found]:
+        """What was found for each choice, the fastest first; what does not fit comes last."""
+        found: list[Found] = []
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            jobs = {pool.submit(_of_tensor_size, self, ranks): ranks for ranks in tensor}
+            for job in as_completed(jobs):
+                report(f"tp {jobs[job]} is done")
+                found += job.result()
+        return sorted(found, key=lambda each: (each.seconds is None, each.seconds or each.bytes))
 
 
-def search(
-    build: Callable[[], tuple[nn.Module, tuple[Any, ...]]],
-    world_size: int,
-    machine: Hardware,
-    *,
-    tensor: Sequence[int] = (1,),
-    parallelize: Parallelize | None = None,
-    stages: Sequence[int] = (1, 2, 3),
-    precision: fxshard.Precision | None = None,
-    report: Callable[[str], None] = lambda what: None,
-) -> list[Found]:
-    """What was found for each choice, the fastest first; what does not fit comes last."""
-    found: list[Found] = []
-    for ranks in tensor:
-        report(f"capturing, tp {ranks}")
-        model, inputs = build()
-        inputs = tree_map_only(torch.Tensor, lambda value, ranks=ranks: _more(value, ranks), inputs)
-        with contextlib.ExitStack() as stack:
-            if ranks > 1:
-                mesh = stack.enter_context(planned_mesh({"dp": world_size // ranks, "tp": ranks}, "cuda")).mesh
-                model = parallelized(model, parallelize, mesh)
-            captured = capture(model, inputs, precision=precision, hardware=machine)
-            for choice in choices(world_size, ranks, machine, stages):
-                report(f"{choice.mesh}, {choice.shards} shards, ZeRO-{choice.zero}")
-                found.append(_simulated(captured, choice, machine))
-    return sorted(found, key=lambda each: (each.seconds is None, each.seconds or each.bytes))
+def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
+    """All choices with so many ranks to a model."""
+    model, inputs = load(search.target, search.layers)
+    inputs = tree_map_only(torch.Tensor, lambda value: _more(value, ranks), inputs)
+    with contextlib.ExitStack() as stack:
+        if ranks > 1:
+            parallelize = parallelizing(search.target, model)
+            shape = {"dp": search.world_size // ranks, "tp": ranks}
+            model = parallelized(model, parallelize, stack.enter_context(planned_mesh(shape, "cuda")).mesh)
+        captured = capture(model, inputs, precision=PRECISION, hardware=search.machine)
+        return [_simulated(captured, choice, search.machine) for choice in search.choices(ranks)]
 
 
 def _more(value: torch.Tensor, times: int) -> torch.Tensor:
@@ -113,19 +120,18 @@ def _simulated(captured: Captured, choice: Choice, machine: Hardware) -> Found:
         "hardware": machine,
         "optimizer": fxshard.AdamW(),
     }
-    held = captured.activation_bytes
     at_rest = resident_bytes(captured.buckets(**options))
-    if at_rest + held > room:  # whatever the order of events
-        return Found(choice, at_rest + held)
-    try:
-        schedule = captured.schedule(**options, memory_budget=room - held)
-    except BudgetError as error:
-        return Found(choice, error.smallest + captured.activation_bytes)
-    held = captured.activation_bytes  # known by now
+    if at_rest + captured.activation_bytes > room:  # whatever the order of events
+        return Found(choice, at_rest + captured.activation_bytes)
+    schedule = captured.schedule(**options)
+    held = captured.activation_bytes  # known now
     if schedule.peak_bytes + held > room:
         return Found(choice, schedule.peak_bytes + held)
+    # What is left may be used for buckets that stay, and for gathers that start earlier.
+    with contextlib.suppress(BudgetError):
+        schedule = captured.schedule(**options, memory_budget=room - held)
     run = schedule.simulate(machine)
-    return Found(choice, schedule.peak_bytes + held, run.step_seconds, run.exposed_seconds, schedule.comm_bytes)
+    return Found(choice, schedule.peak_bytes + held, run.step_seconds, run.exposed_seconds)
 
 
 def rows(found: Sequence[Found], tokens: int) -> Iterator[tuple[str, ...]]:
