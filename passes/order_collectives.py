@@ -1,13 +1,13 @@
 """Forward, backward, evaluation: the model's own collectives become events, with independent compute between start and
 wait.
 
-Requires the process groups noted on them. A collective starts as soon as what it sends is computed: of the nodes before
-it, those that it does not need run after its start. Its wait stands at the first use: of the nodes after it, those that
-do not need its result run before. So products of weight gradients, and whatever else is independent (a shared expert,
-the router), hide it. Collectives keep the order in which the model makes them, across all groups: what moves follows
-from the graph alone, never from durations, so it is the same on every rank.
+Requires the process groups noted on them. A collective starts as soon as what it sends is computed, and of the nodes
+before it, those that it does not need run after its start. Its wait stands at the first use: of the nodes after it,
+those that do not need its result run before. So products of weight gradients, and whatever else is independent (a
+shared expert, the router), hide it. The order of collectives, across all groups, is the order in which what they send
+is computed: it follows from the graph alone, never from durations, so it is the same on every rank.
 
-Nothing moves past another collective, past something that writes to memory, or past a random number, so activations
+No compute moves past another collective, past something that writes to memory, or past a random number, so activations
 live at most from one collective to the next.
 """
 
@@ -30,7 +30,7 @@ PYTHON = ("_operator", "math")
 
 def order_collectives(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     graph = module.graph
-    starts = [node for node in graph.nodes if private.collective_name(node) is not None]
+    starts = [node for node in graph.nodes if _is_start(node)]
     for start in starts:
         if GROUP not in start.meta or not isinstance(start.meta.get("val"), torch.Tensor):
             raise PassError(
@@ -39,13 +39,35 @@ def order_collectives(module: fx.GraphModule, context: PassContext) -> fx.GraphM
                 "exists before the model is called"
             )
     if starts and context.options.debug.overlap:
+        _start_when_ready(graph, starts)
         _wait_at_first_use(graph)
-        for start in starts:
+        for start in [node for node in graph.nodes if _is_start(node)]:
             _start_early(start)
         for wait in reversed([node for node in graph.nodes if private.is_wait(node)]):
             _wait_late(wait)
     stamp(graph, context.phase)
     return module
+
+
+def _start_when_ready(graph: fx.Graph, starts: list[fx.Node]) -> None:
+    """Collectives move up to right after the last node that they need.
+
+    DTensor makes some much later than that: sums of gradients of replicated parameters stand at the end of backward,
+    and the buckets of all layers would be complete only there.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    first = next(node for node in graph.nodes if node.op == "call_function")
+    for start in reversed(starts):  # of several after one node, the first of the model comes first
+        last = max(start.all_input_nodes, key=order.__getitem__)
+        if last.op == "call_function":
+            last.append(start)
+        elif start is not first:
+            first.prepend(start)
+            first = start
+
+
+def _is_start(node: fx.Node) -> bool:
+    return private.collective_name(node) is not None
 
 
 def _wait_at_first_use(graph: fx.Graph) -> None:
@@ -54,12 +76,45 @@ def _wait_at_first_use(graph: fx.Graph) -> None:
     Views cost nothing where they stand, but one of a parameter, left before a wait, would have it gathered earlier.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
+    output = graph.output_node()
     anchors: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(graph.nodes)):
         if is_view(node) and node.users:  # what a wait gives is a view of what the collective gave
             anchors[node] = min((anchors.get(user, user) for user in node.users), key=order.__getitem__)
+    returned = _waits_that_are_returned(anchors, output)
     for node in reversed(anchors):  # in the order of the graph
-        anchors[node].prepend(node)
+        wait = _root(node)
+        if anchors[node] is not output:
+            anchors[node].prepend(node)
+        elif wait in returned:
+            returned[wait].prepend(node)
+
+
+def _waits_that_are_returned(anchors: dict[fx.Node, fx.Node], output: fx.Node) -> dict[fx.Node, fx.Node]:
+    """{a wait whose result nothing computes with: before what it is to stand}
+
+    A gradient is to be reduced soon, and not at the end. Collectives of a group run one after another, so where a later
+    one is waited for, the earlier one is over anyway.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    next_of_group: dict[str, fx.Node] = {}
+    starts = [node for node in output.graph.nodes if _is_start(node)]
+    for start in reversed(starts):
+        group = start.meta[GROUP].name
+        for wait in filter(private.is_wait, start.users):
+            anchor = anchors.get(wait, output)
+            if anchor is output:
+                found[wait] = next_of_group.get(group, output)
+            else:
+                next_of_group[group] = anchor
+    return found
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The wait that a node is, or is a view of; any other node where there is none."""
+    while is_view(node) and not private.is_wait(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _start_early(start: fx.Node) -> None:
@@ -104,7 +159,7 @@ def _is_barrier(node: fx.Node) -> bool:
     """What nothing is moved past: collectives and their waits, the ends of a graph, writes, random numbers."""
     if node.op == "get_attr":
         return False
-    if node.op != "call_function" or private.is_wait(node) or private.collective_name(node) is not None:
+    if node.op != "call_function" or private.is_wait(node) or _is_start(node):
         return True
     target = private.operator_of(node)
     if target is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,16 +28,19 @@ from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.timeline import Timeline
 from fxshard.plan import cost
 from fxshard.plan.buckets import BucketPlan, plan_buckets
-from fxshard.plan.domain import data_parallel
+from fxshard.plan.domain import Domain, data_parallel
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.units import find_units
-from fxshard.schedule.events import META, Kind, Phase, event_of
+from fxshard.schedule.collectives import GROUP
+from fxshard.schedule.events import META, OF_MODEL, Kind, Phase, event_of
 from fxshard.schedule.params import GRADS, PARAM, ParamRef
 from fxshard.schedule.record import record, resident_bytes, stretches
 from fxshard.schedule.schedule import Schedule
 
 Graphs = dict[Phase, fx.GraphModule]
+HELD = "held"
+"""Key of ``node.meta``: activations alive after a stretch of compute."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,53 @@ class Captured:
     inserted: dict[Any, tuple[tuple[BucketPlan, ...], Graphs]] = field(default_factory=dict)
     """{what events depend on: buckets, and graphs of events with one node for each stretch of compute}"""
 
+    @property
+    def activation_bytes(self) -> int:
+        """The most that activations take at the end of a stretch of compute, in any schedule so far."""
+        graphs = [module.graph for _, modules in self.inserted.values() for module in modules.values()]
+        return max((node.meta[HELD] for graph in graphs for node in graph.nodes if HELD in node.meta), default=0)
+
+    def buckets(
+        self, *, ranks: int, zero: int, replicas: int = 1, stride: int = 1, optimizer: Any = None, **_: Any
+    ) -> tuple[BucketPlan, ...]:
+        """Those of a schedule with these options."""
+        domain = data_parallel(ranks // replicas, replicas, "mean", "cuda", stride)
+        return self._buckets(zero, domain, matrices(optimizer, self.model) if isinstance(optimizer, Muon) else ())
+
+    def _buckets(self, zero: int, domain: Domain, owned: Sequence[str]) -> tuple[BucketPlan, ...]:
+        return plan_buckets(
+            self.model,
+            find_units(self.model),
+            zero=zero,
+            ranks=domain.shards,
+            precision=self.precision,
+            matrices=owned,
+            domain_of=lambda name: domain,
+        )
+
     def schedule(
         self,
         *,
         ranks: int,
         hardware: str | Hardware,
         zero: int | None = None,
+        replicas: int = 1,
+        stride: int = 1,
         optimizer: AdamW | Muon | None = None,
         fsdp2: bool = False,
         **options: Any,
     ) -> Schedule:
-        """As ``fxshard.plan`` gives it. With ``fsdp2``, ordered by its rule: one ahead, and the last bucket kept."""
+        """As ``fxshard.plan`` gives it. With ``fsdp2``, ordered by its rule: one ahead, and the last bucket kept.
+
+        ``replicas``: of each shard, among the ``ranks``; ``stride``: how many ranks apart neighbouring shards are.
+        """
         stage = self.zero if zero is None else zero
         machine = known(hardware)
         debug = fxshard.Debug(prefetch=1, keep_resident=False, defer_wgrad=False) if fsdp2 else fxshard.Debug()
         given = replace(self.context.options, hardware=machine, **{"debug": debug, **options})
         context = replace(self.context, options=given, group=f"cuda×{ranks}", ranks=ranks, hardware=machine)
-        context.buckets, graphs = self._insert(context, stage, optimizer)
+        domain = data_parallel(ranks // replicas, replicas, "mean", "cuda", stride)
+        context.buckets, graphs = self._insert(context, stage, optimizer, domain)
         run = _fsdp2 if fsdp2 else pipeline.order
         scheduled, memory = run(graphs, context, resident_bytes(context.buckets))
         return record(
@@ -82,20 +116,13 @@ class Captured:
         )
 
     def _insert(
-        self, context: PassContext, zero: int, optimizer: AdamW | Muon | None
+        self, context: PassContext, zero: int, optimizer: AdamW | Muon | None, domain: Domain
     ) -> tuple[tuple[BucketPlan, ...], Graphs]:
         """The part of scheduling that looks at every node, once; copies of its result are small."""
         owned = matrices(optimizer, self.model) if isinstance(optimizer, Muon) else ()
-        key = (context.ranks, zero, context.options.debug.defer_wgrad, tuple(owned))
+        key = (domain, zero, context.options.debug.defer_wgrad, tuple(owned))
         if key not in self.inserted:
-            buckets = plan_buckets(
-                self.model,
-                find_units(self.model),
-                zero=zero,
-                ranks=context.ranks,
-                precision=self.precision,
-                matrices=owned,
-            )
+            buckets = self._buckets(zero, domain, owned)
             graphs = _copies(self.graphs)
             self._tie(graphs, buckets)
             graphs = pipeline.insert_events(graphs, replace(context, buckets=buckets))
@@ -137,19 +164,36 @@ def condense(graph: fx.Graph, phase: Phase) -> fx.GraphModule:
         if isinstance(part, fx.Node):
             event = event_of(part)
             assert event is not None
-            node = short.call_function(part.target, part.args, part.kwargs)  # type: ignore[arg-type]
+            node = _own(short, part, sources) if event.kind in OF_MODEL else None
+            if node is None:
+                node = short.call_function(part.target, part.args, part.kwargs)  # type: ignore[arg-type]
             node.meta[META] = event
-            sources[event.kind, event.bucket_index] = node
+            sources[event.kind, event.bucket_index if event.bucket_index >= 0 else event.number] = node
             continue
         reads = [short.call_function(operator.getitem, (sources[Kind.WAIT, index], 0)) for index in part.reads]
         node = short.call_function(compute, tuple(reads))
-        node.meta = {cost.FLOPS: part.flops, "val": torch.empty(part.traffic, dtype=torch.uint8, device="meta")}
+        node.meta = {HELD: part.held, cost.FLOPS: part.flops, "val": torch.empty(part.traffic, dtype=torch.uint8, device="meta")}
         for index in part.writes:
             view = short.call_function(operator.getitem, (sources[Kind.GRAD, index], 0))
             write = short.call_function(torch.ops.aten.copy_.default, (view, view))
             write.meta[cost.FLOPS] = 0
     short.output(())
     return fx.GraphModule(nn.Module(), short)
+
+
+def _own(short: fx.Graph, part: fx.Node, sources: Mapping[tuple[Kind, int], fx.Node]) -> fx.Node:
+    """A collective of the model's own, of an input of the graph in place of what is computed, or the wait for it."""
+    event = part.meta[META]
+    if event.kind is Kind.AWAIT:
+        return short.call_function(part.target, (sources[Kind.COLLECTIVE, event.number],))  # type: ignore[arg-type]
+    first = next(iter(short.nodes), None)
+    with short.inserting_before(first) if first is not None else contextlib.nullcontext():
+        given = short.placeholder(f"sent_{event.number}")
+    given.meta["val"] = part.all_input_nodes[0].meta["val"]
+    args = fx.map_arg(part.args, lambda node: given)
+    node = short.call_function(part.target, args)  # type: ignore[arg-type]
+    node.meta |= {"val": part.meta["val"], GROUP: part.meta[GROUP]}
+    return node
 
 
 def capture(

@@ -43,6 +43,26 @@ def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, 
     return _model_and_inputs(factory(**options), target)
 
 
+def parallelizing(target: str, model: nn.Module) -> Callable[..., Any]:
+    """What cuts the model for the dimension ``tp`` of a mesh: a preset's plan, or ``parallelize(model, mesh)`` from the
+    module of the factory."""
+    from fxshard.bench.presets import PRESETS
+    from fxshard.bench.tensor_parallel import is_dense, parallelize
+
+    if target in PRESETS:
+        if not is_dense(model):
+            raise UsageError(f"--tp: {target} has no tensor-parallel plan; llama-8b and llama-70b have one")
+        return parallelize
+    where = target.rpartition(":")[0]
+    given = getattr(_module(where), "parallelize", None)
+    if not callable(given):
+        raise UsageError(
+            f"--tp: {where} has no function 'parallelize(model, mesh)'; it is to cut the model for mesh[\"tp\"], "
+            "in place or as another one, such as with torch's parallelize_module"
+        )
+    return given
+
+
 def _factory(target: str) -> Callable[..., Any]:
     where, _, name = target.rpartition(":")
     module = _module(where)

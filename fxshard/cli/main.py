@@ -1,4 +1,4 @@
-"""The ``fxshard`` command: ``demo``, ``inspect``, ``doctor`` and ``bench``.
+"""The ``fxshard`` command: ``demo``, ``inspect``, ``search``, ``doctor`` and ``bench``.
 
 Nothing here imports torch before it is needed: ``fxshard --help`` answers at once.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fxshard._torch.progress import Report, progress
 from fxshard.bench import command as bench
-from fxshard.bench.target import UsageError, load, shortened
-from fxshard.cli import doctor
+from fxshard.bench.target import UsageError, load, parallelizing, shortened
+from fxshard.cli import doctor, search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +36,7 @@ INSPECT_EXAMPLES = """examples:
   fxshard inspect llama-70b --world-size 1024 --html schedule.html
   fxshard inspect my_model.py:build --world-size 8 --zero 2 --hardware h100 --budget 60GiB
   fxshard inspect llama-70b --world-size 1024 --shard-size 8
+  fxshard inspect llama-70b --world-size 1024 --tp 8
   fxshard inspect llama-8b --world-size 64 --optimizer muon
   fxshard inspect moe-16b --world-size 64 --json > schedule.json
 """
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_inspect(commands)
+    search.add_to(commands)
     doctor.add_to(commands)
     bench.add_to(commands)
     return parser
@@ -91,7 +93,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="plan a small model for 8 ranks and print the schedule",
         description="Plan a Llama of six layers for eight ranks and print the schedule: a first look, in seconds.",
     )
-    planned = {"world_size": 8, "shard_size": None, "zero": 3, "hardware": "h200", "budget": None}
+    planned = {"world_size": 8, "shard_size": None, "tp": 1, "zero": 3, "hardware": "h200", "budget": None}
     demo.set_defaults(command=_demo, precision="bf16", optimizer=None, **planned)
 
 
@@ -115,6 +117,14 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_positive,
         metavar="N",
         help="ranks that hold different shards; the others hold replicas of them (HSDP; default: all ranks)",
+    )
+    look.add_argument(
+        "--tp",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks, neighbours: llama-8b and llama-70b are cut by torch's styles with sequence "
+        "parallelism, a model of your own by parallelize(model, mesh) of its module (default: 1)",
     )
     look.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default: 3)")
     look.add_argument(
@@ -227,8 +237,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
         lambda: plan(
             model,
             inputs,
-            world_size=arguments.world_size,
-            shard_size=arguments.shard_size,
+            **_ranks(model, arguments),
             hardware=arguments.hardware,
             zero=arguments.zero,
             memory_budget=arguments.budget,
@@ -237,6 +246,19 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
             progress=lambda stage: report(f"planning: {stage}"),
         )
     )
+
+
+def _ranks(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
+    """How many, and along which dimensions."""
+    ranks, tensor, shards = arguments.world_size, arguments.tp, arguments.shard_size
+    if tensor == 1:
+        return {"world_size": ranks, "shard_size": shards}
+    if ranks % tensor or (shards is not None and ranks // tensor % shards):
+        raise UsageError(f"--tp {tensor}: --world-size {ranks} is no multiple of it (times --shard-size, if given)")
+    data = {"dp": ranks // tensor}
+    if shards is not None:
+        data = {"dp_replicate": ranks // tensor // shards, "dp_shard": shards}
+    return {"mesh": {**data, "tp": tensor}, "parallelize": parallelizing(arguments.target, model)}
 
 
 def _show(schedule: Schedule, simulation: Simulation, arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fxshard._torch import private
@@ -17,6 +18,7 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.capture import FAILURES, capture, cast_floats, explained
 from fxshard.frontend.groups import planned_domains
 from fxshard.frontend.module import ShardedModule
+from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
@@ -41,6 +43,7 @@ from fxshard.schedule.params import ParamRef
 from fxshard.schedule.profile import Profile
 from fxshard.schedule.schedule import Schedule
 
+CPU = torch.device("cpu")
 STAGES = ("capturing", "differentiating", "partitioning", "scheduling")
 """What planning does, in order. Each takes a good part of the time."""
 
@@ -195,13 +198,18 @@ def partition_model(
     found: list[Partitioned] = []
 
     def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        plain = plain_graph(graph)
+        if plain is not None:
+            graph = plain.graph
+            given = [example_inputs[i] for i in plain.kept]
+            example_inputs = [_local_leaf(value) if isinstance(value, DTensor) else value for value in given]
         own = [refs.get(id(value)) for value in graph_inputs(graph)]
         tie_parameters(graph, own)
         graph = before_autograd(graph, plan.context(Phase.FORWARD, watching))
         results = outputs_without_values(graph)
         with partitioned_step(graph, own, example_inputs, plan, watching, report) as step:
             found.append(step.partitioned)
-        return lambda *args: results
+        return (lambda *args: results) if plain is None else plain.called(lambda *args: results)
 
     values = tree_map_only(torch.Tensor, _real, inputs)
     if precision is not None and precision.param is not None and precision.cast_inputs:
@@ -223,11 +231,24 @@ def _hollow_copy(model: nn.Module, precision: Precision | None) -> nn.Module:
         dtype = parameter.dtype
         if precision is not None and precision.param is not None and dtype.is_floating_point:
             dtype = precision.param
-        hollow = nn.Parameter(hollow_like(parameter, dtype, torch.device("cpu")), parameter.requires_grad)
-        memo[id(parameter)] = hollow
+        memo[id(parameter)] = nn.Parameter(_hollow(parameter, dtype), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _real(buffer)
     return copy.deepcopy(model, memo)
+
+
+def _hollow(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Without memory, on the CPU; of a DTensor the part that it wraps."""
+    if not isinstance(parameter, DTensor):
+        return hollow_like(parameter, dtype, CPU)
+    local = hollow_like(private.wrapped(parameter), dtype, CPU)
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _local_leaf(value: DTensor) -> torch.Tensor:
+    """What a graph takes in the place of a DTensor."""
+    return nn.Parameter(private.wrapped(value), value.requires_grad)
 
 
 def _real(value: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxshard._torch import private
 from fxshard.kernels.float8_ops import float8_mm_into
 from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
 from fxshard.kernels.ops import mm_into, scaled_into
@@ -64,7 +65,7 @@ def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
                 written = event.kind is Kind.GRAD and reader.target in WRITES
                 (writes if written else reads).setdefault(event.bucket_index, set()).add(number[reader])
     inputs = [
-        ParamInput(ref.bucket, ref.position, tuple(node.meta["val"].shape))
+        ParamInput(ref.bucket, ref.position, tuple(map(private.size_hint, node.meta["val"].shape)))
         for node, ref in param_inputs(graph).items()
         if isinstance(node.meta.get("val"), torch.Tensor)
     ]

@@ -95,6 +95,23 @@ def test_starts_keep_their_order_and_waits_stand_at_the_first_use() -> None:
     assert numbers == [0, 1, 2]
 
 
+@pytest.mark.shows("T5")
+def test_a_gradient_that_is_summed_at_the_end_is_summed_when_it_is_there() -> None:
+    """As for norms under sequence parallelism: DTensor leaves the sums of all layers to the end of backward."""
+    draft = Communicating()
+    x = draft.input("x", *SQUARE)
+    norm = draft.call(aten.sin.default, x)
+    first, arrived = draft.reduced(draft.call(aten.mm.default, x, x))
+    rest = draft.call(aten.mm.default, arrived, x)
+    second, arrived_too = draft.reduced(rest)
+    last = draft.call(aten.mm.default, arrived_too, x)
+    late, gradient = draft.reduced(norm)
+    order = ordered(draft.output(gradient, last))
+    assert order.index(late.name) == order.index(norm.name) + 1
+    assert order.index(late.name) < order.index(first.name) < order.index(second.name), "as their operands"
+    assert order.index(gradient.name) < order.index(second.name), "over when the next one of its group is"
+
+
 @pytest.mark.parametrize("barrier", ["random", "write"])
 def test_nothing_moves_past(barrier: str) -> None:
     draft = Communicating()

@@ -1,0 +1,152 @@
+"""Which mesh and which ZeRO stage is fastest for a model on so many ranks, by simulation, of those that fit.
+
+Each way to cut a model for tensor parallelism is captured once, in a process of its own, and scheduled for each way to
+use the ranks that are left for data parallelism: stages, and shards over all of them or with replicas (HSDP). The
+global batch is the same everywhere: with ``tp`` ranks to a model, each of its data-parallel ranks has ``tp`` times the
+example inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+import fxshard
+from fxshard._torch.errors import BudgetError
+from fxshard.bench.captured import Captured, capture
+from fxshard.bench.target import load, parallelizing
+from fxshard.frontend.planned_mesh import parallelized, planned_mesh
+from fxshard.plan.hardware import Hardware
+from fxshard.schedule.record import resident_bytes
+
+PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+ROOM = 0.9
+"""Share of a device's memory that shards, arena and activations may take: the rest is the allocator's and NCCL's."""
+REPLICAS = (1, 8)
+"""Of a shard, as far as a replica still fills a node."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to use the ranks."""
+
+    tensor: int
+    shards: int
+    replicas: int
+    zero: int
+
+    @property
+    def mesh(self) -> str:
+        parts = [f"dp {self.shards * self.replicas}"] + [f"tp {self.tensor}"] * (self.tensor > 1)
+        return " × ".join(parts)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a simulated step of it takes; without ``seconds``, it does not fit."""
+
+    choice: Choice
+    bytes: int
+    """Shards, arena and activations; of what does not fit, the least that it would take."""
+    seconds: float | None = None
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched."""
+
+    target: str
+    """As :func:`fxshard.bench.target.load` takes it."""
+    world_size: int
+    machine: Hardware
+    layers: int | None = None
+    stages: tuple[int, ...] = (1, 2, 3)
+
+    def choices(self, tensor: int) -> Iterator[Choice]:
+        """The ways to use the ranks that ``tensor`` ranks to a model leave."""
+        ranks = self.world_size // tensor
+        for zero in self.stages:
+            for replicas in REPLICAS:
+                fills = ranks // replicas * tensor >= self.machine.ranks_per_node
+                if replicas == 1 or (ranks % replicas == 0 and fills and zero > 0):
+                    yield Choice(tensor, ranks // replicas, replicas, zero)
+
+    def run(
+        self, tensor: Sequence[int], processes: int, report: Callable[[str], None] = lambda what: None
+    ) -> list[Found]:
+        """What was found for each choice, the fastest first; what does not fit comes last."""
+        found: list[Found] = []
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            jobs = {pool.submit(_of_tensor_size, self, ranks): ranks for ranks in tensor}
+            for job in as_completed(jobs):
+                report(f"tp {jobs[job]} is done")
+                found += job.result()
+        return sorted(found, key=lambda each: (each.seconds is None, each.seconds or each.bytes))
+
+
+def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
+    """All choices with so many ranks to a model."""
+    model, inputs = load(search.target, search.layers)
+    inputs = tree_map_only(torch.Tensor, lambda value: _more(value, ranks), inputs)
+    with contextlib.ExitStack() as stack:
+        if ranks > 1:
+            parallelize = parallelizing(search.target, model)
+            shape = {"dp": search.world_size // ranks, "tp": ranks}
+            model = parallelized(model, parallelize, stack.enter_context(planned_mesh(shape, "cuda")).mesh)
+        captured = capture(model, inputs, precision=PRECISION, hardware=search.machine)
+        return [_simulated(captured, choice, search.machine) for choice in search.choices(ranks)]
+
+
+def _more(value: torch.Tensor, times: int) -> torch.Tensor:
+    return value if times == 1 else value.repeat(times, *[1] * (value.dim() - 1))
+
+
+def _simulated(captured: Captured, choice: Choice, machine: Hardware) -> Found:
+    room = int(machine.memory_bytes * ROOM)
+    options: dict[str, Any] = {
+        "ranks": choice.shards * choice.replicas,
+        "replicas": choice.replicas,
+        "stride": choice.tensor,
+        "zero": choice.zero,
+        "hardware": machine,
+        "optimizer": fxshard.AdamW(),
+    }
+    at_rest = resident_bytes(captured.buckets(**options))
+    if at_rest + captured.activation_bytes > room:  # whatever the order of events
+        return Found(choice, at_rest + captured.activation_bytes)
+    schedule = captured.schedule(**options)
+    held = captured.activation_bytes  # known now
+    if schedule.peak_bytes + held > room:
+        return Found(choice, schedule.peak_bytes + held)
+    # What is left may be used for buckets that stay, and for gathers that start earlier.
+    with contextlib.suppress(BudgetError):
+        schedule = captured.schedule(**options, memory_budget=room - held)
+    run = schedule.simulate(machine)
+    return Found(choice, schedule.peak_bytes + held, run.step_seconds, run.exposed_seconds)
+
+
+def rows(found: Sequence[Found], tokens: int) -> Iterator[tuple[str, ...]]:
+    """As text, for a table; ``tokens``: of the global batch."""
+    for each in found:
+        choice = each.choice
+        shards = f"{choice.shards}" + f" × {choice.replicas} replicas" * (choice.replicas > 1)
+        about = (choice.mesh, shards, str(choice.zero))
+        memory = f"{each.bytes / 2**30:.1f}"
+        if each.seconds is None:
+            yield *about, "–", "–", "–", f"{memory}: too much"
+            continue
+        share = f"{each.exposed / each.seconds:.1%}"
+        ranks = choice.tensor * choice.shards * choice.replicas
+        yield *about, f"{each.seconds * 1e3:.0f}", f"{tokens / each.seconds / ranks:.0f}", share, memory
+
+
+HEAD = ("mesh", "shards", "ZeRO", "step ms", "tokens/s per GPU", "exposed", "GiB")

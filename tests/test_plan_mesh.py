@@ -1,0 +1,114 @@
+"""Plans for a mesh of several dimensions: without processes, and equal to the run on it, event by event."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fxshard
+from fxshard.schedule.events import Kind
+from tests.parallel import Model, batch, parallel, two_by_two
+from tests.pool import Pool
+
+STAGES = (0, 1, 2, 3)
+
+
+def options(zero: int) -> dict[str, Any]:
+    return {"zero": zero, "lowering": "eager", "optimizer": fxshard.AdamW(lr=1e-2)}
+
+
+def run() -> dict[int, str]:
+    """The schedule of a step on this rank, for each stage."""
+    mesh = two_by_two()
+    found = {}
+    for zero in STAGES:
+        model = fxshard.compile(parallel(mesh), mesh=mesh["dp"], **options(zero))
+        model(*batch(0, mesh["dp"].get_local_rank())).backward()
+        found[zero] = model.schedule.to_json()
+    return found
+
+
+def cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return parallel(mesh, model)
+
+
+def print_plans() -> None:
+    """In a process of its own: it makes torch's fake process group."""
+    with torch.device("meta"):
+        model = Model()
+    made = {}
+    for zero in STAGES:
+        plan = fxshard.plan(
+            model, batch(0, 0), mesh={"dp": 2, "tp": 2}, parallelize=cut, hardware="cpu", **options(zero)
+        )
+        made[zero] = plan.to_json()
+    assert not dist.is_initialized() and all(parameter.is_meta for parameter in model.parameters())
+    h200 = fxshard.plan(
+        model, batch(0, 0), mesh={"dp_replicate": 4, "dp_shard": 8, "tp": 8}, parallelize=cut, **options(3)
+    )
+    print(json.dumps({"stages": made, "h200": h200.to_json(), "errors": refused(model)}))
+
+
+def refused(model: nn.Module) -> list[str]:
+    said = []
+    wrong: list[dict[str, Any]] = [
+        {"mesh": {}},
+        {"mesh": {"dp": 0}},
+        {"mesh": {"dp": 2}, "world_size": 2},
+        {"world_size": 2, "parallelize": cut},
+        {"mesh": {"dp": 2}, "groups": {"*": "ep"}},
+    ]
+    for given in wrong:
+        try:
+            fxshard.plan(model, batch(0, 0), **given)
+        except fxshard.ConfigError as error:
+            said.append(str(error))
+        assert not dist.is_initialized()
+    return said
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    code = "from tests.test_plan_mesh import print_plans; print_plans()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.shows("T7", "P2")
+def test_a_plan_for_data_and_tensor_parallel_is_the_run(ranks: Pool, planned: dict[str, Any]) -> None:
+    for by_stage in ranks(4, run, timeout=120):
+        for zero in STAGES:
+            found = fxshard.Schedule.from_json(by_stage[zero])
+            plan = fxshard.Schedule.from_json(planned["stages"][str(zero)])
+            for i, (mine, theirs) in enumerate(zip(found.events, plan.events, strict=True)):
+                assert mine == theirs, f"ZeRO-{zero}, event {i}"
+            assert found == plan
+
+
+@pytest.mark.shows("T7")
+def test_a_mesh_of_three_dimensions(planned: dict[str, Any]) -> None:
+    """256 ranks: tensor-parallel ones share a node, shards are eight ranks apart, replicas 64."""
+    schedule = fxshard.Schedule.from_json(planned["h200"])
+    schedule.verify()
+    assert [(group.name, group.stride) for group in schedule.model_groups] == [("tp×8", 1)]
+    domain = schedule.buckets[0].domain
+    assert (domain.shards, domain.replicas, domain.stride, schedule.ranks) == (8, 4, 8, 32)
+    assert any(True for _ in schedule.of(Kind.ALL_REDUCE)) and schedule.simulate("h200").step_seconds > 0
+
+
+def test_what_is_refused_leaves_no_process_group(planned: dict[str, Any]) -> None:
+    empty, zero, both, without, unknown = planned["errors"]
+    assert "expected the ranks along each dimension" in empty and "expected the ranks along each dimension" in zero
+    assert "leave out world_size=" in both
+    assert "mesh=, which is not given" in without
+    assert "expected one of its dimensions, 'dp'" in unknown
