@@ -4,8 +4,8 @@ of Python's standard library.
 python examples/optimizer_state.py --json losses.json      # 100 M parameters, 1,000 steps: for a GPU
 python examples/optimizer_state.py --quick                 # a smaller model, fewer steps: to see that it runs
 
-What to look at: how far bf16 and 8 bits end from fp32 of the same seed, next to how far two seeds of fp32 are apart. The
-loss is that of text kept back, the mean of the last measurements of a run.
+What to look at: how far bf16 and 8 bits end from fp32 of the same seed, next to how far two seeds of fp32 are apart.
+The loss is that of text kept back, the mean of the last measurements of a run.
 """
 
 from __future__ import annotations
