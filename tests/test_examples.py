@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -215,3 +216,12 @@ def _leads_somewhere(page: Path, target: str) -> bool:
         return file.exists()
     headings = re.findall(r"^#+ (.+)$", file.read_text(), flags=re.MULTILINE) if file.is_file() else []
     return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_optimizer_state(run: Here, tmp_path: Path) -> None:
+    small = ("--quick", "--device", "cpu", "--steps", "4", "--batch", "2", "--json", str(tmp_path / "losses.json"))
+    shown = run("examples/optimizer_state.py", *small)
+    assert "two seeds of fp32" in shown and "8bit on the host: " in shown
+    runs = json.loads((tmp_path / "losses.json").read_text())["runs"]
+    assert runs["8bit"]["losses"] == runs["8bit on the host"]["losses"] != runs["fp32"]["losses"]
+    assert {len(of_one["losses"]) for of_one in runs.values()} == {4}

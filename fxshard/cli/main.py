@@ -94,7 +94,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Plan a Llama of six layers for eight ranks and print the schedule: a first look, in seconds.",
     )
     planned = {"world_size": 8, "shard_size": None, "tp": 1, "zero": 3, "hardware": "h200", "budget": None}
-    demo.set_defaults(command=_demo, precision="bf16", optimizer=None, **planned)
+    optimizer = {"optimizer": None, "state": "fp32", "offload": "none"}
+    demo.set_defaults(command=_demo, precision="bf16", **optimizer, **planned)
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -145,6 +146,12 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=("adamw", "muon"),
         help="one of fxshard's own: the schedule then has its step and the gathers that start in it "
         "(default, as in fxshard.compile: none of them, and an optimizer of torch.optim is taken for AdamW)",
+    )
+    look.add_argument(
+        "--state", choices=("fp32", "bf16", "8bit"), default="fp32", help="how its moments are kept (default: fp32)"
+    )
+    look.add_argument(
+        "--offload", choices=("none", "host"), default="none", help="where: on the device (none) or the host"
     )
     look.add_argument("--layers", type=_positive, metavar="N", help="another number of layers than the model's own")
     look.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
@@ -227,7 +234,10 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
     from fxshard.plan.mxfp8_policy import MXFP8
     from fxshard.plan.precision import Precision
 
-    optimizers: dict[str, AdamW | Muon] = {"adamw": AdamW(), "muon": Muon()}
+    kept = {"state": arguments.state, "offload": arguments.offload}
+    if arguments.optimizer is None and kept != {"state": "fp32", "offload": "none"}:
+        raise UsageError("--state and --offload are for fxshard's own optimizers: add --optimizer adamw or muon")
+    optimizers: dict[str, AdamW | Muon] = {"adamw": AdamW(**kept), "muon": Muon(**kept)}
     precisions: dict[str, Precision] = {
         "bf16": Precision(param=torch.bfloat16, reduce=torch.float32),
         "float8": Float8(),

@@ -45,10 +45,6 @@ class Noise:
     def of(cls, name: str, step: int, first: int) -> Noise:
         return cls(_mixed_number(zlib.crc32(name.encode()) + 0x9E3779B9 * step), first & _MASK)
 
-    def after(self, numel: int) -> Noise:
-        """The same from a later element on."""
-        return Noise(self.seed, (self.first + numel) & _MASK)
-
     def draw(self, numel: int, device: torch.device, *, second: bool) -> torch.Tensor:
         """Whole numbers from 0 to 2¹⁶ − 1, one for each element."""
         x = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device) & _MASK

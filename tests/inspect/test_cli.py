@@ -75,6 +75,10 @@ def test_inspect_prints_table_and_figures(planned: Planned, capsys: pytest.Captu
 def test_inspect_with_an_optimizer(name: str, kind: type, planned: Planned) -> None:
     assert cli.main(["inspect", "llama-8b", "--layers", "1", "--optimizer", name]) == 0
     assert isinstance(planned[0]["optimizer"], kind)
+    kept = ["--state", "8bit", "--offload", "host"]
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", "--optimizer", name, *kept]) == 0
+    assert (planned[1]["optimizer"].state, planned[1]["optimizer"].offload) == ("8bit", "host")
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", *kept]) == 2
 
 
 def test_inspect_writes_files(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
