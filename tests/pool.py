@@ -178,7 +178,8 @@ def forget() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
-        debug._clear_sharding_prop_cache()
+        for clear in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+            getattr(debug, clear, lambda: None)()  # of which older versions have one, or none
     if "torch._dynamo" in sys.modules:  # importing it costs seconds: not for the sake of resetting it
         torch._dynamo.reset()
 
