@@ -113,9 +113,7 @@ def described(
         )
     yield from (found[i] for i in sorted(found))
     for name, start in _in_branches(graph):
-        yield ModelCollective(
-            str(private.collective_name(start)), "", 0, torch.float32, (), 0, (), 0, 0, branch=name
-        )
+        yield ModelCollective(str(private.collective_name(start)), "", 0, torch.float32, (), 0, (), 0, 0, branch=name)
 
 
 def _in_branches(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
