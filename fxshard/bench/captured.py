@@ -172,7 +172,11 @@ def condense(graph: fx.Graph, phase: Phase) -> fx.GraphModule:
             continue
         reads = [short.call_function(operator.getitem, (sources[Kind.WAIT, index], 0)) for index in part.reads]
         node = short.call_function(compute, tuple(reads))
-        node.meta = {HELD: part.held, cost.FLOPS: part.flops, "val": torch.empty(part.traffic, dtype=torch.uint8, device="meta")}
+        node.meta = {
+            HELD: part.held,
+            cost.FLOPS: part.flops,
+            "val": torch.empty(part.traffic, dtype=torch.uint8, device="meta"),
+        }
         for index in part.writes:
             view = short.call_function(operator.getitem, (sources[Kind.GRAD, index], 0))
             write = short.call_function(torch.ops.aten.copy_.default, (view, view))

@@ -34,7 +34,7 @@ def most_ranks(model: LanguageModel) -> int:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Heads, hidden units and the vocabulary over ``mesh["tp"]``; what lies between blocks is cut along the sequence."""
+    """Heads, hidden units and the vocabulary over ``mesh["tp"]``; what lies between is cut along the sequence."""
     assert isinstance(model, LanguageModel)
     ranks = mesh["tp"].size()
     for layer in model.layers:

@@ -50,7 +50,8 @@ class PlannedMesh:
         names = self.mesh.mesh_dim_names or ()
         if name not in names:
             raise ConfigError(
-                f"groups[{pattern!r}]={name!r}: with mesh=, expected one of its dimensions, {', '.join(map(repr, names))}"
+                f"groups[{pattern!r}]={name!r}: with mesh=, expected one of its dimensions, "
+                f"{', '.join(map(repr, names))}"
             )
         return self.mesh[name]
 
