@@ -43,7 +43,7 @@ def equal(mine: list[Stored], theirs: list[Stored]) -> bool:
 @pytest.mark.shows("M5")
 @pytest.mark.parametrize(("format", "shape"), list(product(("bf16", "8bit"), SHAPES)))
 @pytest.mark.parametrize("on_device", [False, True])
-def test_the_kernel_keeps_the_state_of_the_definition_bit_by_bit(format: str, shape: tuple[int, ...], on_device: bool) -> None:
+def test_state_of_the_kernel_is_that_of_the_definition(format: str, shape: tuple[int, ...], on_device: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     numel = math.prod(shape)
     here, there = stored(shape, format, "cpu"), stored(shape, format, "cuda")
