@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
+from fxshard.bench.tensor_parallel import parallelize
 
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 ADAMW = fxshard.AdamW(lr=1e-4)
@@ -23,7 +25,7 @@ def blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def fsdp2(
-    model: nn.Module, precision: fxshard.Precision | None, compiled: bool
+    model: nn.Module, precision: fxshard.Precision | None, compiled: bool, mesh: DeviceMesh | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -33,9 +35,16 @@ def fsdp2(
     for layer in blocks(model):
         if compiled:
             layer.compile()
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, mesh=mesh)
+    fully_shard(model, mp_policy=policy, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def fsdp2_tensor_parallel(
+    model: nn.Module, precision: fxshard.Precision | None, compiled: bool = True
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    parallel, mesh = parallelize(model)
+    return fsdp2(parallel, precision, compiled, mesh["dp"])
 
 
 def torchao(
@@ -75,6 +84,13 @@ def ours(
     return sharded, sharded.optimizer
 
 
+def ours_tensor_parallel(
+    model: nn.Module, precision: fxshard.Precision | None, zero: int = 3, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    parallel, mesh = parallelize(model)
+    return ours(parallel, precision, zero, mesh=mesh["dp"], **options)
+
+
 def ddp(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """DistributedDataParallel around the compiled model; in mixed precision autocast over fp32 parameters."""
     from torch.nn.parallel import DistributedDataParallel
@@ -108,10 +124,15 @@ CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = 
     "fxshard-float8": lambda model, _: ours(model, fxshard.Float8(), 3),
     "fxshard-float8-graphs": lambda model, _: ours(model, fxshard.Float8(), 3, cuda_graphs=True),
     "fxshard-float8-row": lambda model, _: ours(model, fxshard.Float8(scaling="row", weight_gradient="bf16"), 3),
+    "fxshard-tp": ours_tensor_parallel,
     "fsdp2": lambda model, precision: fsdp2(model, precision, compiled=False),
     "fsdp2-compile": lambda model, precision: fsdp2(model, precision, compiled=True),
+    "fsdp2-tp-compile": fsdp2_tensor_parallel,
     "torchao": lambda model, precision: torchao(model, precision, "tensorwise"),
     "torchao-row": lambda model, precision: torchao(model, precision, "rowwise"),
     "ddp": ddp,
     "compile": unsharded,
 }
+
+TENSOR_PARALLEL = ("fxshard-tp", "fsdp2-tp-compile")
+"""Those for which two neighbouring ranks share a batch."""

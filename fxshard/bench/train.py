@@ -2,6 +2,7 @@
 
 fxshard bench train --ranks 2 --peer fsdp2,fsdp2-compile,ddp
 fxshard bench train --device cuda --model 1b,hf:llama,hf:qwen3-moe --peer fsdp2-compile
+fxshard bench train --ranks 4 --contenders fsdp2-tp-compile,fxshard-tp
 fxshard bench train --device cuda --model my_models.py:build --peer fsdp2-compile --trace traces
 torchrun --standalone --nproc-per-node 2 -m fxshard.bench.train --device cpu --model toy
 """
@@ -16,7 +17,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import fxshard
 from fxshard._torch.progress import progress
 from fxshard.bench.arguments import DEVICES, listed
-from fxshard.bench.contenders import BF16, CONTENDERS
+from fxshard.bench.contenders import BF16, CONTENDERS, TENSOR_PARALLEL
+from fxshard.bench.tensor_parallel import PARTS
 from fxshard.bench.trace import STEP, Traced, analyse, read, table
 from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of
 
@@ -58,10 +60,10 @@ class Contender:
 
     def __init__(self, name: str, workload: Workload, device: torch.device, bf16: bool) -> None:
         self.name = name
-        self.workload = workload
+        self.workload = replace(workload, sharing=PARTS) if name in TENSOR_PARALLEL else workload
         self.device = device
         before = allocated()
-        plain, self.inputs = workload.build(device)
+        plain, self.inputs = self.workload.build(device)
         self.model, self.optimizer = CONTENDERS[name](plain, BF16 if bf16 else None)
         del plain
         self.first_step_s = self._timed(1)
@@ -242,7 +244,7 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
 
 def report(results: list[Result], arguments: argparse.Namespace) -> None:
     """One model. Host times with their share of a step."""
-    base = next((r for r in results if r.name == "fsdp2-compile"), results[0])
+    base = next((r for r in results if r.name in ("fsdp2-compile", "fsdp2-tp-compile")), results[0])
     print(
         f"\n{base.model}\n{'contender':<20}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'launch ms':>17}"
         f"{'CPU ms':>17}   base: {base.name}"

@@ -57,6 +57,8 @@ class Workload:
     """Whether a model of ``transformers`` fills its key/value cache, as it does unless told otherwise."""
     size: Size | None = None
     """Of our Llama, where it is none of ``SIZES``."""
+    sharing: int = 1
+    """Neighbouring ranks that train on one batch, because they are tensor-parallel."""
 
     def build(self, device: torch.device) -> tuple[nn.Module, Inputs]:
         """The same model on every rank. Batches differ, but for that of a factory, which is what it returns."""
@@ -74,7 +76,7 @@ class Workload:
         named = self.name.startswith("hf:")
         kind = self.name.removeprefix("hf:").removesuffix("-toy")
         model = hugging_face.build(kind, config, size.length) if named else Llama(config)
-        torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+        torch.manual_seed(1 + (dist.get_rank() // self.sharing if dist.is_initialized() else 0))
         shape = (self.batch or size.batch, size.length)
         tokens, targets = (torch.randint(0, config.vocab, shape) for _ in range(2))
         return model, {"input_ids": tokens, "labels": tokens} if named else (tokens, targets)
