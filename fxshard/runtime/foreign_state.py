@@ -38,7 +38,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         bucket = bucket_of(parameter)
-        if bucket is None:
+        if bucket is None or not isinstance(state, dict):  # what makes its tensors when asked makes them right
             continue
         for value in state.values():
             if isinstance(value, DTensor) and value.shape == parameter.shape:
