@@ -63,7 +63,8 @@ def _figures(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[str, 
     yield "peak memory, simulated", size(simulation.peak_bytes), "with activations"
     held = f"{size(schedule.resident_bytes)} at rest + {size(schedule.arena_bytes)} arena"
     budget = f"; budget {size(schedule.budget)}" if schedule.budget is not None else ""
-    yield "shards and arena", size(schedule.peak_bytes), held + budget
+    activations = f" + {size(schedule.activation_bytes + schedule.workspace_bytes)} activations"
+    yield "allocated at most", size(schedule.peak_bytes), held + activations + budget
     gathers = sum(1 for _ in schedule.of(Kind.UNSHARD))
     reductions = sum(1 for _ in schedule.of(Kind.REDUCE))
     yield "communication per step", size(schedule.comm_bytes), f"{gathers} gathers, {reductions} reductions"
@@ -81,7 +82,7 @@ def _timeline(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
 
 
 def _with_and_without_activations(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[float, int, int]]:
-    """(seconds, bytes held, bytes held in shards and arena): a budget bounds the latter."""
+    """(seconds, bytes held, bytes held in shards and arena)."""
     ends = sorted((span.stop, span.index) for span in simulation.spans)
     computed = [(stop, schedule.events[i]) for stop, i in ends if schedule.events[i].kind in COMPUTES]
     activations, k = 0, 0

@@ -20,6 +20,7 @@ from fxshard._torch.private.aot import tangent_of as tangent_of
 from fxshard._torch.private.aot import traced as traced
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
+from fxshard._torch.private.dynamo import module_path as module_path
 from fxshard._torch.private.dynamo import open_inputs as open_inputs
 from fxshard._torch.private.dynamo import without_logging as without_logging
 from fxshard._torch.private.inductor import compile_clocks as compile_clocks
@@ -66,11 +67,15 @@ def draws_random_numbers(graph: fx.Graph) -> bool:
     Operators for attention have a dropout of their own, and are marked for it even where it is 0.
     """
     return any(
-        operator is not None
-        and torch.Tag.nondeterministic_seeded in operator.tags
-        and _argument(node, operator, "dropout_p") != 0.0
+        operator is not None and is_random(operator) and _argument(node, operator, "dropout_p") != 0.0
         for node, operator in ((node, operator_of(node)) for node in graph.nodes)
     )
+
+
+def is_random(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator may draw random numbers. The partitioner saves a generator's state for one that is computed
+    twice, even where its dropout is 0. torch 2.11, 2.13."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:
