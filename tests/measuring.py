@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 
@@ -26,3 +27,26 @@ def _tensors() -> list[torch.Tensor]:
     gc.collect()
     plain = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]  # none fake
     return [tensor for tensor in plain if not tensor.is_meta and tensor.untyped_storage().nbytes()]
+
+
+class AllocatedPeak:
+    """The most bytes that the CPU allocator handed out inside a block, beyond what it had handed out before.
+
+    >>> with AllocatedPeak() as peak:
+    ...     model(*batch).backward()
+    >>> peak.bytes
+    """
+
+    def __enter__(self) -> AllocatedPeak:
+        self.bytes = 0
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        changes = [event for event in self._profile.events() if event.name == "[memory]"]  # type: ignore[union-attr]
+        held = 0
+        for event in sorted(changes, key=lambda event: event.time_range.start):
+            held += event.cpu_memory_usage
+            self.bytes = max(self.bytes, held)

@@ -30,27 +30,34 @@ def is_dense(model: nn.Module) -> bool:
 
 def most_ranks(model: LanguageModel) -> int:
     """Over how many ranks it can be cut: each has whole heads."""
-    return min(layer.attention.kv_heads for layer in model.layers)
+    return min(attention.kv_heads for attention in _attentions(model))
+
+
+def _attentions(model: LanguageModel) -> list[Attention]:
+    return [module for module in model.layers.modules() if isinstance(module, Attention)]
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Heads, hidden units and the vocabulary over ``mesh["tp"]``; what lies between blocks is cut along the sequence."""
+    """Heads, hidden units and the vocabulary over ``mesh["tp"]``; between blocks, the sequence is cut."""
     assert isinstance(model, LanguageModel)
     ranks = mesh["tp"].size()
-    for layer in model.layers:
-        layer.attention.heads //= ranks
-        layer.attention.kv_heads //= ranks
-    whole_sequence = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    for attention in _attentions(model):
+        attention.heads //= ranks
+        attention.kv_heads //= ranks
+
+    def whole_sequence() -> PrepareModuleInput:
+        return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
     styles = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
-        "layers.*.attention": PrepareModuleInput(**whole_sequence),
+        "layers.*.attention": whole_sequence(),
         "layers.*.attention.q": ColwiseParallel(),
         "layers.*.attention.k": ColwiseParallel(),
         "layers.*.attention.v": ColwiseParallel(),
         "layers.*.attention.o": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.mlp_norm": SequenceParallel(),
-        "layers.*.mlp": PrepareModuleInput(**whole_sequence),
+        "layers.*.mlp": whole_sequence(),
         "layers.*.mlp.gate": ColwiseParallel(),
         "layers.*.mlp.up": ColwiseParallel(),
         "layers.*.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
@@ -61,7 +68,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def over_parts(model: nn.Module) -> tuple[nn.Module, DeviceMesh]:
-    """The model cut over ``PARTS`` tensor-parallel ranks, and the mesh of all ranks, data-parallel × tensor-parallel."""
+    """The model cut over ``PARTS`` tensor-parallel ranks, and the mesh of all ranks, data × tensor parallel."""
     if not is_dense(model):
         raise ConfigError(f"no tensor-parallel plan for {type(model).__name__}: use --model toy or 1b")
     ranks = dist.get_world_size()

@@ -134,7 +134,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME",
         help="device and network to plan for: a100, h100, h200, b200, gb200 or cpu (default: h200)",
     )
-    look.add_argument("--budget", metavar="SIZE", help='what a rank may hold in shards and arena, as "60GiB"')
+    look.add_argument("--budget", metavar="SIZE", help='what a rank may hold in all, as "60GiB"')
     look.add_argument(
         "--precision",
         choices=("bf16", "float8", "mxfp8", "model"),

@@ -49,9 +49,8 @@ class PlannedMesh:
     def _dimension(self, pattern: str, name: Any) -> DeviceMesh:
         names = self.mesh.mesh_dim_names or ()
         if name not in names:
-            raise ConfigError(
-                f"groups[{pattern!r}]={name!r}: with mesh=, expected one of its dimensions, {', '.join(map(repr, names))}"
-            )
+            known = ", ".join(map(repr, names))
+            raise ConfigError(f"groups[{pattern!r}]={name!r}: with mesh=, expected one of its dimensions, {known}")
         return self.mesh[name]
 
 

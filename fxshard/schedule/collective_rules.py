@@ -32,8 +32,8 @@ def collectives_have_one_order(step: Step) -> None:
             if collective.branch:
                 step.fails(
                     rule,
-                    f"{collective.op} stands in a branch of {collective.branch} in the {graph.phase} graph. Ranks whose "
-                    "data differ take different branches, and wait for each other for ever: take it out of the branch",
+                    f"{collective.op} stands in a branch of {collective.branch} in the {graph.phase} graph. Ranks "
+                    "whose data differ take different branches, and wait for each other for ever: take it out of it",
                 )
         events = [(i, event) for i, event in schedule.of(Kind.COLLECTIVE, phase=graph.phase)]
         for number, (i, event) in enumerate(events):
@@ -48,7 +48,7 @@ def collectives_have_one_order(step: Step) -> None:
 
 
 def collectives_are_those_of_the_graphs(step: Step) -> None:
-    """A collective of the model's own is the one in its graph; its operands are there, its result is waited for in time.
+    """A collective of the model's own is the one in its graph; operands are there, its result is awaited in time.
 
     Both follow from how many nodes of the graph are computed by then.
     """
@@ -111,6 +111,7 @@ def _wanted(event: Event, source: ModelCollective) -> dict[str, Any]:
         "bucket_index": -1,
         **dict.fromkeys(("params", "writes"), ()),
         **dict.fromkeys(("flops", "traffic", "held", "nodes"), 0),
+        **({"peak": 0} if event.kind is Kind.AWAIT else {}),
         "slot": None,
         "copies": Copies.NONE,
     }

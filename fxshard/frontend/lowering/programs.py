@@ -98,7 +98,7 @@ def _lower(
                     inputs=tuple(register[node] for node in args),
                     outputs=unpacked[call],
                     dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
-                    label=f"fxshard {phase} {call.target if event is None else f'{event.kind} {event.op or event.bucket}'}",
+                    label=f"fxshard {phase} {_name(call, event)}",
                     key=_key(event, phase, passed),
                     zeros=call.kwargs.get("zeros", ()),  # type: ignore[arg-type]
                     needs=call.kwargs.get("needs", ()),  # type: ignore[arg-type]
@@ -163,3 +163,7 @@ def _segment(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
     segment = module.get_submodule(str(call.target))
     assert isinstance(segment, fx.GraphModule)
     return segment
+
+
+def _name(call: fx.Node, event: Event | None) -> str:
+    return str(call.target) if event is None else f"{event.kind} {event.op or event.bucket}"
