@@ -35,6 +35,7 @@ from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
 from fxshard.passes.options import Options
+from fxshard.passes.order_collectives import order_collectives
 from fxshard.passes.order_prefetch import late_gathers, latest_starts, order_prefetch
 from fxshard.passes.pipeline import INSERTING, JOINT
 from fxshard.passes.plan_memory import plan_memory
@@ -46,9 +47,11 @@ from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import Domain
 from fxshard.plan.hardware import hardware
 from fxshard.plan.memory import MemoryPlan
+from fxshard.plan.model_groups import ModelGroup
 from fxshard.plan.precision import Precision
 from fxshard.plan.tuning import FARTHEST
 from fxshard.plan.units import find_units
+from fxshard.schedule.collectives import GROUP
 from fxshard.schedule.events import Phase, event_of
 from fxshard.schedule.params import GRADS, PARAM, ParamRef
 
@@ -278,6 +281,26 @@ def deferred() -> None:
     show("backward of an embedding and two layers, defer_wgrad", model.phases[Phase.BACKWARD])
 
 
+def communicating() -> None:
+    """Backward of a linear layer whose columns lie on two ranks: the gradient of its input is summed over them."""
+    graph = fx.Graph()
+    grad, x, weight = (graph.placeholder(name) for name in ("grad", "x", "weight"))
+    aten, functional = torch.ops.aten, torch.ops._c10d_functional
+    turned = graph.call_function(aten.permute.default, (grad, [1, 0]))
+    product = graph.call_function(aten.mm.default, (turned, x))
+    partial = graph.call_function(aten.mm.default, (grad, weight))
+    start = graph.create_node("call_function", functional.all_reduce.default, (partial, "sum", "tp"), name="all_reduce")
+    wait = graph.create_node("call_function", functional.wait_tensor.default, (start,), name="wait_tensor")
+    graph.output((product, graph.call_function(aten.tanh_backward.default, (wait, x))))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(8, 8, device="meta")
+    start.meta[GROUP] = ModelGroup("tp", 2)
+    module = fx.GraphModule({}, graph)
+    show("backward of a linear layer whose columns are cut, as traced", module)
+    context = PassContext((), Options(), Phase.BACKWARD)
+    show("backward of a linear layer whose columns are cut, order_collectives", order_collectives(module, context))
+
+
 def replicas() -> None:
     """Two layers, two shards, two replicas of each."""
     model = captured(Tiny(), torch.randn(4, 8), replicas=2)
@@ -395,7 +418,8 @@ def show(
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, rotated, filled, deferred, replicas)
+PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, rotated, filled, communicating, deferred)
+PARTS += (replicas,)
 
 
 def main() -> None:

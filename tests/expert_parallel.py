@@ -24,8 +24,8 @@ DIM, HIDDEN, EXPERTS, VOCAB, LAYERS = 16, 24, 4, 32, 2
 
 
 class Experts(nn.Module):
-    """``EXPERTS / ranks`` of them on this rank. Grouped products are bf16 only in torch's traces on a CPU: so each
-    token is multiplied by the weights of its own expert, in fp32."""
+    """``EXPERTS / ranks`` of them on this rank. Torch traces grouped products in bf16 only on a CPU: so each token is
+    multiplied by the weights of its own expert, in fp32."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__()
@@ -52,8 +52,9 @@ class ExpertParallel(nn.Module):
         scores = F.softmax(self.router(x), -1)
         gate, chosen = scores.max(-1)
         order = chosen.argsort(stable=True)
-        none = torch.zeros(EXPERTS, dtype=torch.int64, device=x.device)
-        counts = none.scatter_add(0, chosen, torch.ones_like(chosen))
+        counts = torch.zeros(EXPERTS, dtype=torch.int64, device=x.device).scatter_add(
+            0, chosen, torch.ones_like(chosen)
+        )
         there = self._computed(x[order], counts)
         back = torch.zeros_like(x).index_copy(0, order, there)
         return x + self.shared(x) + gate[:, None] * back

@@ -171,8 +171,15 @@ class Pool:
 
 
 def forget() -> None:
-    """Drop what one test can leave to the next inside torch: the seed, and what Dynamo compiled."""
+    """Drop what one test can leave to the next inside torch: the seed, what Dynamo compiled, and meshes of groups that
+    are closed. Results of operations on DTensors have the mesh of an earlier equal operation, if torch remembers one.
+    """
     torch.manual_seed(0)
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        for clear in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+            getattr(debug, clear, lambda: None)()  # of which older versions have one, or none
     if "torch._dynamo" in sys.modules:  # importing it costs seconds: not for the sake of resetting it
         torch._dynamo.reset()
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fxshard
 from tests.parallel import batch, fsdp2, parallel, two_by_two, whole
@@ -126,3 +128,42 @@ def test_norms_count_every_element_once(found: list[dict[str, Any]], stage: str)
         for name, value in theirs["grads"].items():
             assert rank[stage]["norms"][name] == pytest.approx(float(value.norm()), rel=1e-5), name
             assert rank[stage]["parameter norms"][name] == pytest.approx(float(theirs["params"][name].norm()), rel=1e-5)
+
+
+# -- with replicas -----------------------------------------------------------------------------------------------------
+
+
+def with_replicas(shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Gradients and placements of HSDP with tensor parallelism, FSDP2's and ours."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp"))
+    data = mesh["replicate", "shard"]
+    rank = mesh["replicate"].get_local_rank() * shape[1] + mesh["shard"].get_local_rank()
+    reference = parallel(mesh)
+    fully_shard(reference, mesh=data)
+    model = fxshard.compile(parallel(mesh), mesh=data, lowering="eager")
+    found: dict[str, Any] = {}
+    for name, each in (("theirs", reference), ("ours", model)):
+        each(*batch(0, rank)).backward()
+        found[name] = {name: (p.placements, p.device_mesh.mesh_dim_names) for name, p in each.named_parameters()}
+    found["rows"] = rows(model)
+    found["grads"] = {name: whole(p.grad) for name, p in reference.named_parameters() if p.grad is not None}
+    found["norm"] = float(model.clip_grad_norm_(1e9))
+    return found
+
+
+@pytest.mark.shows("T1", "T2", "S10")
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=["two replicas", "two shards"])
+def test_hsdp(ranks: Pool, shape: tuple[int, int, int]) -> None:
+    found = ranks(4, with_replicas, shape)
+    grads = found[0]["grads"]
+    flat = torch.cat([value.flatten() for value in grads.values()])
+    for name, gradient in grads.items():
+        mine = torch.full_like(gradient, torch.nan)
+        for rank in found:
+            at, part = rank["rows"][name]
+            mine[tuple(slice(begin, begin + size) for begin, size in zip(at, part.shape, strict=True))] = part
+        assert torch.equal(mine, gradient), name
+    for rank in found:
+        assert rank["norm"] == pytest.approx(float(flat.norm()), rel=1e-5)
+        if shape[1] > 1:  # of one shard, FSDP2 says that it is sharded
+            assert rank["ours"] == rank["theirs"]

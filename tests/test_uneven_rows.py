@@ -22,7 +22,6 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "maximum": lambda p: p.max(),
     "largest magnitude": lambda p: p.abs().amax(),
     "spread": lambda p: p.std(),
-    "median": lambda p: p.median(),
     "sum": lambda p: p.sum(),
     "sums of columns": lambda p: p.sum(0),
     "means of rows": lambda p: p.mean(1),

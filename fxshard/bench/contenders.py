@@ -85,10 +85,10 @@ def ours(
 
 
 def ours_tensor_parallel(
-    model: nn.Module, precision: fxshard.Precision | None, **options: Any
+    model: nn.Module, precision: fxshard.Precision | None, zero: int = 3, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     parallel, mesh = over_parts(model)
-    return ours(parallel, precision, 3, mesh=mesh["dp"], **options)
+    return ours(parallel, precision, zero, mesh=mesh["dp"], **options)
 
 
 def ddp(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -38,7 +38,7 @@ def _attentions(model: LanguageModel) -> list[Attention]:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Heads, hidden units and the vocabulary over ``mesh["tp"]``; between blocks, the sequence is cut."""
+    """Heads, hidden units and the vocabulary over ``mesh["tp"]``; what lies between is cut along the sequence."""
     assert isinstance(model, LanguageModel)
     ranks = mesh["tp"].size()
     for attention in _attentions(model):

@@ -25,10 +25,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    search.add_argument("target", metavar="MODEL", help="as for inspect; for --tp, with parallelize(model, mesh)")
+    search.add_argument(
+        "target", metavar="MODEL", help="as for inspect; with --tp, a module with parallelize(model, mesh)"
+    )
     search.add_argument("--world-size", type=int, required=True, metavar="N", help="all ranks")
     search.add_argument("--hardware", default="h200", metavar="NAME", help="as for inspect (default: h200)")
-    search.add_argument("--tp", default="1,2,4,8", metavar="N,...", help="tensor-parallel sizes (default: 1,2,4,8)")
+    search.add_argument(
+        "--tp", default="1,2,4,8", metavar="N,...", help="tensor-parallel ranks to try (default: 1,2,4,8)"
+    )
     search.add_argument("--zero", default="1,2,3", metavar="N,...", help="ZeRO stages to try (default: 1,2,3)")
     search.add_argument("--layers", type=int, metavar="N", help="another number of layers than the model's own")
     search.set_defaults(command=_search)

@@ -57,6 +57,7 @@ def compile(
 
     Takes any ``nn.Module`` and keeps the ordinary loop. Without a process group it runs alone; under ``torchrun`` it
     shards over all ranks, or over ``mesh``; of a mesh with two dimensions the first replicates and the second shards.
+    Parameters may be DTensors on a tensor-parallel dimension of the same mesh: ``mesh=mesh["dp"]``.
 
     >>> model = fxshard.compile(Transformer(config), zero=3, optimizer=fxshard.AdamW(lr=3e-4))
     >>> loss = model(x, y)

@@ -49,8 +49,10 @@ class PlannedMesh:
     def _dimension(self, pattern: str, name: Any) -> DeviceMesh:
         names = self.mesh.mesh_dim_names or ()
         if name not in names:
-            known = ", ".join(map(repr, names))
-            raise ConfigError(f"groups[{pattern!r}]={name!r}: with mesh=, expected one of its dimensions, {known}")
+            raise ConfigError(
+                f"groups[{pattern!r}]={name!r}: with mesh=, expected one of its dimensions, "
+                f"{', '.join(map(repr, names))}"
+            )
         return self.mesh[name]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxshard._torch import private
@@ -28,6 +29,8 @@ ROW_BY_ROW = frozenset(
 )
 """Operators, besides pointwise ones, that treat every row by itself."""
 NEW = frozenset(["new_empty", "new_zeros", "new_ones", "new_full"])
+COMPUTED = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
+"""Attributes that are operators."""
 NORMS = frozenset(["linalg_vector_norm", "_foreach_norm"])
 NOT_POINTWISE = frozenset(["_foreach_norm", "_foreach_max", "_foreach_powsum"])
 
@@ -50,23 +53,13 @@ class UnevenRows(DTensor):
     _cut: Cut
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if private.operator_name(func) in NEW and tuple(args[1]) == tuple(args[0].shape):
-            local = private.wrapped(args[0])
-            made = func(local, list(local.shape), *args[2:], **kwargs)
-            return uneven(private.as_dtensor(args[0], made), args[0]._cut)
-        groups = _groups(args, kwargs)
-        if _is_row_by_row(func, args, kwargs) and all(map(_alike, groups)):
-            return _by_rows(func, args, kwargs, groups)
-        if private.is_mutable(func) or private.returns_view(func):
-            raise StateError(
-                f"{private.operator_name(func)} on a sharded parameter, or what was computed from one: ranks hold "
-                "uneven numbers of its rows, so it cannot be viewed or written to in this way. Read it with "
-                "full_tensor(), and write through load_state_dict, or with operations that treat every element alike"
-            )
-        args, kwargs = tree_map_only(UnevenRows, whole, (args, kwargs))
-        return func(*args, **kwargs)
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Operators that ``func`` calls come to ``_OnRows``: torch 2.11 asks no ``__torch_dispatch__`` of subclasses."""
+        access = getattr(func, "__name__", "")
+        if access == "__set__" or (access == "__get__" and func.__self__.__name__ not in COMPUTED):
+            return private.PLAIN_RESULTS(func, types, args, kwargs or {})
+        with _OnRows():
+            return private.PLAIN_RESULTS(func, types, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor. Collective."""
@@ -93,6 +86,31 @@ class UnevenRows(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return private.as_dtensor(self).__reduce_ex__(protocol)
+
+
+class _OnRows(TorchDispatchMode):
+    """Decides for every operator on uneven rows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, UnevenRows)]
+        if not given:
+            return func(*args, **kwargs)
+        if private.operator_name(func) in NEW and tuple(args[1]) == tuple(args[0].shape):
+            local = private.wrapped(args[0])
+            made = func(local, list(local.shape), *args[2:], **kwargs)
+            return uneven(private.as_dtensor(args[0], made), args[0]._cut)
+        groups = _groups(args, kwargs)
+        if _is_row_by_row(func, args, kwargs) and all(map(_alike, groups)):
+            return _by_rows(func, args, kwargs, groups)
+        if private.is_mutable(func) or private.returns_view(func):
+            raise StateError(
+                f"{private.operator_name(func)} on a sharded parameter, or what was computed from one: ranks hold "
+                "uneven numbers of its rows, so it cannot be viewed or written to in this way. Read it with "
+                "full_tensor(), and write through load_state_dict, or with operations that treat every element alike"
+            )
+        args, kwargs = tree_map_only(UnevenRows, whole, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def uneven(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:

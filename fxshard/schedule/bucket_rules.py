@@ -17,6 +17,7 @@ from fxshard.plan.layout import Layout, aligned
 from fxshard.plan.memory import GRANULE
 from fxshard.plan.placement import ZERO, Placement
 from fxshard.plan.rows import row_layout
+from fxshard.plan.state import FORMATS, OFFLOADS, StateChoice
 from fxshard.schedule.accumulation import kept_bytes
 from fxshard.schedule.events import Kind
 from fxshard.schedule.record import resident_bytes
@@ -103,6 +104,12 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
         yield "is to be quantized, but not all of it are matrices"
     if bucket.shares_state and not bucket.adds_replicas:
         yield "shares optimizer state over replicas that it does not have"
+    if bucket.state not in FORMATS or bucket.offload not in OFFLOADS:
+        yield f"keeps optimizer state as {bucket.state!r}, offloaded to {bucket.offload!r}"
+    elif not StateChoice(bucket.state, bucket.offload).plain and not (
+        bucket.trainable and bucket.master_dtype == torch.float32
+    ):
+        yield f"keeps optimizer state as {bucket.state!r}, offloaded to {bucket.offload!r}, and has no fp32 to update"
     if bucket.float8 is not None and not isinstance(bucket.float8, Float8Recipe):
         yield f"has {bucket.float8!r} for a recipe of float8"
     if bucket.float8 is not None and bucket.gather not in (Gather.OFF, Gather.DIRECT):

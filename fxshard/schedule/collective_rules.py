@@ -48,7 +48,7 @@ def collectives_have_one_order(step: Step) -> None:
 
 
 def collectives_are_those_of_the_graphs(step: Step) -> None:
-    """A collective of the model's own is the one in its graph; operands are there, its result is awaited in time.
+    """Each collective of the model's own is the one in its graph: operands are there, the result is awaited in time.
 
     Both follow from how many nodes of the graph are computed by then.
     """

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -142,3 +143,19 @@ def from_whole() -> tuple[list[str], list[str], list[str]]:
 @pytest.mark.shows("T3")
 def test_state_of_a_plain_model_and_optimizer(ranks: Pool) -> None:
     assert ranks(4, from_whole) == [([], [], [])] * 4
+
+
+def safetensors(folder: Path) -> tuple[list[str], list[str]]:
+    model = sharded("2 × 2", other_values=True)
+    fxshard.checkpoint.save_safetensors(model, folder / "ours")
+    other = sharded("2 × 2", layout="whole")
+    fxshard.checkpoint.load_safetensors(other, folder / "ours")
+    return same(other.full_state_dict(), model.full_state_dict()), same(model.full_state_dict(), Model().state_dict())
+
+
+@pytest.mark.shows("T3")
+def test_safetensors(ranks: Pool, tmp_path: Path) -> None:
+    for read, other in ranks(4, safetensors, tmp_path):
+        assert read == [] and other
+    plain = load_file(next((tmp_path / "ours").glob("*.safetensors")))
+    assert same(plain, {name: value + 1 for name, value in Model().state_dict().items()}) == []

@@ -91,8 +91,9 @@ def test_starts_keep_their_order_and_waits_stand_at_the_first_use() -> None:
     waits = [places[wait.name] for _, wait in parts]
     assert starts == sorted(starts) and max(starts) < min(waits)
     assert waits[1] < waits[2] < places[product.name] < waits[0], "each before what reads it first"
-    found = [event for node in module.graph.nodes if (event := event_of(node))]
-    numbers = [event.number for event in found if event.kind is Kind.COLLECTIVE]
+    numbers = [
+        event.number for node in module.graph.nodes if (event := event_of(node)) and event.kind is Kind.COLLECTIVE
+    ]
     assert numbers == [0, 1, 2]
 
 

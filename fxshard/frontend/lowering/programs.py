@@ -121,6 +121,10 @@ def _lower(
     )
 
 
+def _name(call: fx.Node, event: Event | None) -> str:
+    return str(call.target) if event is None else f"{event.kind} {event.op or event.bucket}"
+
+
 def _key(event: Event | None, phase: Phase, passed: int) -> Key | None:
     """Under what a profile records an instruction."""
     if event is None:
@@ -163,7 +167,3 @@ def _segment(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
     segment = module.get_submodule(str(call.target))
     assert isinstance(segment, fx.GraphModule)
     return segment
-
-
-def _name(call: fx.Node, event: Event | None) -> str:
-    return str(call.target) if event is None else f"{event.kind} {event.op or event.bucket}"

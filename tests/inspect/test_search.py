@@ -1,0 +1,78 @@
+"""``fxshard search`` and ``inspect --tp``: in processes of their own, where torch's fake process group may be made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxshard.bench.search import Choice, Search
+from fxshard.cli import main as cli
+from fxshard.plan.hardware import hardware
+from fxshard.schedule.files import from_json
+
+FACTORY = """
+import torch
+from fxshard.bench.models import Llama, LlamaConfig
+from fxshard.bench.tensor_parallel import parallelize
+
+def build():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(vocab=512, dim=256, layers=2, heads=8, hidden=512))
+        return model, (torch.empty(1, 128, dtype=torch.long), torch.empty(1, 128, dtype=torch.long))
+"""
+
+
+def command(*arguments: str, where: Path) -> str:
+    (where / "mine.py").write_text(FACTORY)
+    done = subprocess.run(
+        [sys.executable, "-m", "fxshard", *arguments], capture_output=True, text=True, timeout=300, cwd=where
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.shows("T7")
+def test_every_mesh_and_stage_the_fastest_first(tmp_path: Path) -> None:
+    out = command("search", "mine.py:build", "--world-size", "16", "--tp", "1,2", "--zero", "1,3", where=tmp_path)
+    head, *lines = out.splitlines()
+    assert head.split() == ["mesh", "shards", "ZeRO", "step", "ms", "tokens/s", "per", "GPU", "exposed", "GiB"]
+    assert len(lines) == 4  # one node of eight holds no second replica of eight
+    assert {line[: line.index("  ")] for line in lines} == {"dp 16", "dp 8 × tp 2"}
+    steps = [int(line.split("  ")[-4] or line.split()[-4]) for line in lines]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.shows("T7")
+def test_inspect_with_tensor_parallel_ranks(tmp_path: Path) -> None:
+    out = command(
+        "inspect", "mine.py:build", "--world-size", "64", "--tp", "4", "--shard-size", "4", "--json", where=tmp_path
+    )
+    schedule = from_json(out)
+    domain = schedule.buckets[0].domain
+    assert (domain.shards, domain.replicas, domain.stride) == (4, 4, 4)
+    assert [group.name for group in schedule.model_groups] == ["tp×4"]
+    schedule.verify()
+
+
+def test_which_choices_there_are() -> None:
+    search = Search("llama-70b", 1024, hardware("h200"), stages=(0, 3))
+    assert list(search.choices(8)) == [Choice(8, 128, 1, 0), Choice(8, 128, 1, 3), Choice(8, 16, 8, 3)]
+    assert Choice(8, 16, 8, 3).mesh == "dp 128 × tp 8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["search", "llama-8b", "--world-size", "8", "--tp", "3"], "must divide --world-size 8"),
+        (["search", "llama-8b", "--world-size", "8", "--tp", "a"], "expected numbers"),
+        (["search", "llama-8b", "--world-size", "8", "--zero", "4"], "stages 0 to 3"),
+        (["search", "moe-16b", "--world-size", "8", "--layers", "1"], "has no tensor-parallel plan"),
+        (["inspect", "llama-8b", "--world-size", "8", "--tp", "3", "--layers", "1"], "is no multiple of it"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert said in capsys.readouterr().err
