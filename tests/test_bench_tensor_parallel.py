@@ -9,7 +9,7 @@ from torch import nn
 from fxshard._torch.errors import ConfigError
 from fxshard.bench.contenders import fsdp2_tensor_parallel, ours_tensor_parallel
 from fxshard.bench.models import LlamaConfig
-from fxshard.bench.tensor_parallel import PARTS, over_parts
+from fxshard.bench.tensor_parallel import PARTS, parallelize
 from fxshard.bench.workloads import Size, Workload, loss_of
 from tests.pool import Pool
 
@@ -47,4 +47,4 @@ def test_both_have_the_same_losses(ranks: Pool) -> None:
 
 def test_other_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="no tensor-parallel plan for Linear"):
-        over_parts(nn.Linear(2, 2))
+        parallelize(nn.Linear(2, 2))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard.schedule.events import Kind
+from fxshard.schedule.events import OF_MODEL, Kind
 from tests.ordering import observed
 from tests.pool import Pool
 from tests.precision.nets import net, this_ranks_tokens
@@ -137,7 +137,8 @@ def test_every_kind_of_event_is_among_them() -> None:
     precision = fxshard.Float8(smallest=0)
     float8 = fxshard.plan(wide(), wide_batch(0, 0), world_size=2, lowering="eager", precision=precision)
     schedules = (by_rows, replicas, by_rows.accumulating(), float8)
-    assert {event.kind for schedule in schedules for event in schedule.events} == set(Kind)
+    kinds = {event.kind for schedule in schedules for event in schedule.events}
+    assert kinds == set(Kind) - {*OF_MODEL}  # what these wait for is up to torch's operators
 
 
 def without_waiting_for_memory() -> list[str]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
-from fxshard.bench.tensor_parallel import over_parts
+from fxshard.bench.tensor_parallel import parallelize
 
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 ADAMW = fxshard.AdamW(lr=1e-4)
@@ -43,7 +43,7 @@ def fsdp2(
 def fsdp2_tensor_parallel(
     model: nn.Module, precision: fxshard.Precision | None, compiled: bool = True
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    parallel, mesh = over_parts(model)
+    parallel, mesh = parallelize(model)
     return fsdp2(parallel, precision, compiled, mesh["dp"])
 
 
@@ -87,7 +87,7 @@ def ours(
 def ours_tensor_parallel(
     model: nn.Module, precision: fxshard.Precision | None, zero: int = 3, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    parallel, mesh = over_parts(model)
+    parallel, mesh = parallelize(model)
     return ours(parallel, precision, zero, mesh=mesh["dp"], **options)
 
 

@@ -47,12 +47,12 @@ def parallelizing(target: str, model: nn.Module) -> Callable[..., Any]:
     """What cuts the model for the dimension ``tp`` of a mesh: a preset's plan, or ``parallelize(model, mesh)`` from the
     module of the factory."""
     from fxshard.bench.presets import PRESETS
-    from fxshard.bench.tensor_parallel import is_dense, parallelize
+    from fxshard.bench.tensor_parallel import cut, is_dense
 
     if target in PRESETS:
         if not is_dense(model):
             raise UsageError(f"--tp: {target} has no tensor-parallel plan; llama-8b and llama-70b have one")
-        return parallelize
+        return cut
     where = target.rpartition(":")[0]
     given = getattr(_module(where), "parallelize", None)
     if not callable(given):

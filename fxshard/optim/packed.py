@@ -101,7 +101,8 @@ class Stored:
 
     @property
     def _by_kernel(self) -> bool:
-        return self.values.is_cuda and kernels.HAS_TRITON and not self.exact and self.values.numel() > 0
+        countable = 0 < self.values.numel() < kernels.MOST_NUMEL
+        return self.values.is_cuda and kernels.HAS_TRITON and not self.exact and countable
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ except ImportError:  # torch for the CPU comes without Triton
 _ROWS = 16
 """Blocks that a program has: 4096 elements."""
 _WARPS = 8
+MOST_NUMEL = 2**31 - 2**16
+"""Kernels count elements in 32 bits."""
 
 
 if HAS_TRITON:

@@ -18,7 +18,7 @@ from fxshard.runtime.bucket import Bucket
 PIECE_NUMEL = 2**24
 """Elements that are updated together, where they come from the host; a row at least."""
 MOST_NUMEL = 2**30
-"""Where they do not: kernels count elements in 32 bits."""
+"""Where they do not: fewer than kernels can count."""
 
 
 class PackedMoments(StepCounts):

@@ -54,7 +54,7 @@ class UnevenRows(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Operators that ``func`` calls come to ``_OnRows``: torch 2.11 asks no ``__torch_dispatch__`` of subclasses."""
+        """Operators that ``func`` calls come to ``_OnRows``: torch 2.11 ignores a subclass's ``__torch_dispatch__``."""
         access = getattr(func, "__name__", "")
         if access == "__set__" or (access == "__get__" and func.__self__.__name__ not in COMPUTED):
             return private.PLAIN_RESULTS(func, types, args, kwargs or {})

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import fxshard
 from fxshard.bench.contenders import BF16, fsdp2_tensor_parallel, ours_tensor_parallel
 from fxshard.bench.models import LlamaConfig
-from fxshard.bench.tensor_parallel import PARTS, over_parts
+from fxshard.bench.tensor_parallel import PARTS, parallelize
 from fxshard.bench.workloads import Size, Workload, loss_of
 from tests.training import deliver, random_gradients
 
@@ -45,7 +45,7 @@ def muon_differences(device: torch.device) -> list[str]:
     """Parameters that a Muon step changes in another way than it changes those of the plain model."""
     choice = fxshard.Muon(lr=2e-2)
     plain = WORKLOAD.build(device)[0]
-    made, mesh = over_parts(WORKLOAD.build(device)[0])
+    made, mesh = parallelize(WORKLOAD.build(device)[0])
     model, reference = fxshard.shard(made, mesh=mesh["dp"], optimizer=choice), choice.build(plain)
     grads = random_gradients(plain, 0)
     deliver(model, grads)

@@ -16,7 +16,7 @@ from fxshard.schedule.files import from_json
 FACTORY = """
 import torch
 from fxshard.bench.models import Llama, LlamaConfig
-from fxshard.bench.tensor_parallel import parallelize
+from fxshard.bench.tensor_parallel import cut as parallelize
 
 def build():
     with torch.device("meta"):

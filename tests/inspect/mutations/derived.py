@@ -39,6 +39,10 @@ def a_bucket_laid_out_over_other_ranks() -> Broken:
     return _with_bucket(schedule, 1, layout=replace(schedule.buckets[1].layout, ranks=10**9)), None
 
 
+def a_bucket_with_state_in_no_format() -> Broken:
+    return _with_bucket(zero3(), 1, state="4bit"), None
+
+
 def a_reduction_in_forward() -> Broken:
     schedule = zero3()
     at = place(schedule, Kind.REDUCE, 2, BACKWARD)
@@ -132,7 +136,11 @@ def compute_that_waits_for_nothing() -> Broken:
 
 MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
     "header_is_possible": (no_ranks, no_such_stage, gradients_divided_by_another_number),
-    "buckets_are_possible": (a_bucket_with_anothers_number, a_bucket_laid_out_over_other_ranks),
+    "buckets_are_possible": (
+        a_bucket_with_anothers_number,
+        a_bucket_laid_out_over_other_ranks,
+        a_bucket_with_state_in_no_format,
+    ),
     "phases_are_in_order": (a_reduction_in_forward,),
     "events_match_their_buckets": (
         a_gather_of_other_bytes,
