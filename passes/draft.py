@@ -51,9 +51,7 @@ class Draft:
 
     def decided(self, decisions: Decisions, context: PassContext, carries: bool) -> Schedule:
         """The schedule of the graphs once they are what was decided."""
-        events = [
-            event for part in decisions.timeline.phases for event in _in_order(part, self.stretches[part.phase])
-        ]
+        events = [event for part in decisions.timeline.phases for event in _in_order(part, self.stretches[part.phase])]
         made = assemble(
             events,
             self.graphs,

@@ -48,9 +48,7 @@ class Candidate:
         return self.recomputed.seconds / self.recomputed.bytes
 
 
-def candidates(
-    joint: fx.Graph, saved: Collection[str], asked: Collection[str], machine: Hardware
-) -> list[Candidate]:
+def candidates(joint: fx.Graph, saved: Collection[str], asked: Collection[str], machine: Hardware) -> list[Candidate]:
     """What can be dropped of ``saved``, the cheapest first. ``asked``: nodes whose saving the model itself decides."""
     kept = {_root(node) for node in joint.nodes if node.name in saved and node.op != "placeholder"}
     total = sum(map(owned_bytes, kept))
@@ -163,4 +161,3 @@ def _seconds(node: fx.Node, machine: Hardware) -> float:
     dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
     seconds = machine.compute_seconds(node_flops(node), node_traffic(node), dtype, node_float8_flops(node))
     return seconds if node_flops(node) else seconds - machine.launch_overhead  # pointwise nodes are fused
-

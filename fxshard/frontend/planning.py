@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
 from fxshard.optim.config import AdamW, Muon
 from fxshard.optim.muon_rule import matrices
+from fxshard.passes.fit_budget import Trade
 from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
 from fxshard.passes.pipeline import before_autograd
-from fxshard.passes.scheduling import schedule
+from fxshard.passes.scheduling import schedule, trade
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned
 from fxshard.plan.choice import LayoutKind
@@ -79,8 +80,6 @@ def plan(
     >>> schedule = fxshard.plan(model, (tokens, tokens), world_size=1024, hardware="h200", memory_budget="60GiB")
     >>> print(schedule, schedule.simulate("h200").step_seconds)
     """
-    _check_capturable(model)
-    shards = _shards(world_size, shard_size)
     options = Options(
         zero=zero,
         units=units,
@@ -95,15 +94,72 @@ def plan(
         lowering=lowering,
         debug=debug,
     )
+    ranks = _Ranks(world_size, shard_size, groups)
+    watching, report = observer(), progress or (lambda stage: None)
+    partitioned, sharding = _partitioned(model, example_inputs, options, ranks, optimizer, profile, watching, report)
+    report("scheduling")
+    return schedule(partitioned, sharding, watching).schedule
+
+
+def sweep(
+    model: nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    *,
+    world_size: int,
+    shard_size: int | None = None,
+    optimizer: AdamW | Muon | None = None,
+    groups: Mapping[str, int] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> tuple[Trade, ...]:
+    """The simulated step time over ``memory_budget``: all budgets from which on a step is faster, the smallest first.
+
+    ``options`` are those of :func:`plan`. The model is captured once.
+
+    >>> for trade in fxshard.frontend.planning.sweep(model, inputs, world_size=8, hardware="h200"):
+    ...     print(trade.bytes, trade.seconds, [each.name for each in trade.recomputed])
+    """
+    given = Options(**{"hardware": "h200", **options, "memory_budget": 1})
+    ranks, report = _Ranks(world_size, shard_size, groups), progress or (lambda stage: None)
+    partitioned, sharding = _partitioned(model, example_inputs, given, ranks, optimizer, None, None, report)
+    report("scheduling")
+    return trade(partitioned, sharding)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """How many ranks there are, and what they have in common."""
+
+    world_size: int
+    shard_size: int | None
+    groups: Mapping[str, int] | None
+
+
+def _partitioned(
+    model: nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    options: Options,
+    ranks: _Ranks,
+    optimizer: AdamW | Muon | None,
+    profile: Profile | None,
+    watching: Observer | None,
+    report: Callable[[str], None],
+) -> tuple[Partitioned, ShardingPlan]:
+    """A captured and partitioned step, and what scheduling it depends on."""
+    _check_capturable(model)
+    world_size = ranks.world_size
+    shards = _shards(world_size, ranks.shard_size)
+    experts = options.experts
     if experts != "off":  # the plan is for another machine; which kernel computes experts is no part of it
         options = replace(options, experts="torch")
-    machine = known(hardware)
-    domain = data_parallel(shards, world_size // shards, reduction, "cpu" if machine.name == "cpu" else "cuda")
+    assert options.hardware is not None
+    machine = known(options.hardware)
+    domain = data_parallel(shards, world_size // shards, options.reduction, "cpu" if machine.name == "cpu" else "cuda")
     chosen = matrices(optimizer, model) if isinstance(optimizer, Muon) else ()
     sharding = ShardingPlan(
         plan_model(
             model,
-            [domain, *planned_domains(groups, domain)],
+            [domain, *planned_domains(ranks.groups, domain)],
             options,
             chosen,
             share_state=isinstance(optimizer, AdamW) and optimizer.over_replicas,
@@ -117,11 +173,7 @@ def plan(
         one_graph=True,
         planned_experts=experts,
     )
-    report = progress or (lambda stage: None)
-    watching = observer()
-    partitioned = partition_model(model, example_inputs, sharding, watching, report)
-    report("scheduling")
-    return schedule(partitioned, sharding, watching).schedule
+    return partition_model(model, inputs, sharding, watching, report), sharding
 
 
 def _check_capturable(model: nn.Module) -> None:
