@@ -7,7 +7,7 @@ fit, the one with the shortest simulated step is taken: more memory never makes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,8 @@ from fxshard.schedule.simulate import Simulation, simulate
 
 GROWTH = 2
 """From what is added to the smallest arena to what is added for the next try."""
+
+NO_LIMIT = 2**62
 
 Graphs = dict[Phase, fx.GraphModule]
 
@@ -146,3 +148,28 @@ def fit_budget(splits: Iterator[Split], budget: int) -> Fit:
     assert smallest is not None
     seconds = smallest.simulated(smallest.decide(smallest.least)).step_seconds
     raise BudgetError(budget, smallest.taken + smallest.least, seconds)
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A budget, and the fastest step that fits it."""
+
+    bytes: int
+    seconds: float
+    arena: int
+    recomputed: tuple[Recomputed, ...]
+
+
+def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
+    """Step time over budget: from the smallest that works, every budget from which on a step is faster."""
+    found: list[Trade] = []
+    for split in splits:
+        for decisions in split.options(NO_LIMIT):
+            seconds = split.simulated(decisions).step_seconds
+            arena = decisions.memory.bytes
+            found.append(Trade(split.taken + arena, seconds, arena, split.recomputed))
+    faster: list[Trade] = []
+    for trade in sorted(found, key=lambda each: (each.bytes, each.seconds)):
+        if not faster or trade.seconds < faster[-1].seconds:
+            faster.append(trade)
+    return tuple(faster)

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.drop_inputs import drop_inputs
-from fxshard.passes.fit_budget import Split, fit_budget
+from fxshard.passes.fit_budget import Split, Trade, fit_budget, trades
 from fxshard.passes.pipeline import chosen, insert_events, order
 from fxshard.passes.run import blaming
 from fxshard.passes.sharding_plan import ShardingPlan
@@ -45,6 +45,13 @@ def schedule(partitioned: Partitioned, plan: ShardingPlan, observer: Observer | 
     if partitioned.dropped:
         drop_inputs(graphs, partitioned.dropped, partitioned.outputs)
     return Scheduled(graphs, memory, partitioned.outputs, schedules, partitioned.layers_folded)
+
+
+def trade(partitioned: Partitioned, plan: ShardingPlan) -> tuple[Trade, ...]:
+    """The simulated step over memory budgets."""
+    context = plan.context(next(iter(partitioned.graphs)))
+    with blaming(chosen(context)):
+        return trades(_splits(partitioned, context, plan.own_optimizer and plan.one_graph))
 
 
 def _splits(partitioned: Partitioned, context: PassContext, carries: bool) -> Iterator[Split]:

@@ -45,8 +45,10 @@ class AllocatedPeak:
 
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
-        changes = [event for event in self._profile.events() if event.name == "[memory]"]  # type: ignore[union-attr]
+        found = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
+        assert changes, "the profiler recorded no allocation"
         held = 0
-        for event in sorted(changes, key=lambda event: event.time_range.start):
-            held += event.cpu_memory_usage
+        for _, change in changes:
+            held += change
             self.bytes = max(self.bytes, held)

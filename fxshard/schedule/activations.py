@@ -97,6 +97,7 @@ class Activations:
         stretch = _stretches(self.nodes)
         for i, node in enumerate(self.nodes):
             own = self.owned(node)
+            made = own or _parts_bytes(node)
             dead = self._dies.get(i, ())
             freed = sum(self.owned(each) for each in dead)
             # A compiled pointwise node writes over what dies in it, if that is its stretch's own.
@@ -104,7 +105,7 @@ class Activations:
             if self._in_place and _fuses(node):
                 here = [each for each in dead if stretch[each] == stretch[node] and each.op != "placeholder"]
                 reused = sum(map(self.owned, here))
-            self.during[node] = alive + max(0, own - reused)
+            self.during[node] = alive + max(0, made - reused)
             alive += (own if node in self._end else 0) - freed  # what no node reads is gone at once
             self.after[node] = alive
 
@@ -155,6 +156,13 @@ def owned_bytes(node: fx.Node) -> int:
     if is_constant(node) and all(reader.op != "output" for reader in readers([node])):  # made again where it is used
         return 0
     return tensor_bytes(value)
+
+
+def _parts_bytes(node: fx.Node) -> int:
+    """Of an operator that gives several tensors, what it takes for them: the nodes that unpack it have them later."""
+    value = node.meta.get("val")
+    several = isinstance(value, (tuple, list)) and computes(node) and not is_view(node)
+    return tensor_bytes(value) if several else 0
 
 
 def _owner(node: fx.Node) -> fx.Node:

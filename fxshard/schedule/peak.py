@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxshard.plan.buckets import BucketPlan
-from fxshard.schedule.events import Kind
+from fxshard.schedule.events import Event, Kind
 from fxshard.schedule.schedule import Schedule
 
 
@@ -25,8 +25,8 @@ def peak_of(schedule: Schedule) -> Peak:
     made = 0
     found = Peak(0, held, 0)
     for i, event in enumerate(schedule.events):
-        at_once = event.kind is Kind.GRAD and not _in_arena(schedule.buckets[event.bucket_index])
-        if at_once or event.kind in (Kind.REDUCE, Kind.ACCUMULATE):
+        kinds = (Kind.REDUCE, Kind.ACCUMULATE) if _apart(schedule, event) else (Kind.GRAD,)
+        if event.kind in kinds:
             made += late.pop(event.bucket_index, 0)
         if held + made + event.peak > found.bytes:
             found = Peak(i, held + made + event.peak, made)
@@ -38,6 +38,9 @@ def late_bytes(bucket: BucketPlan) -> int:
     return bucket.layout.shard_numel * bucket.master_dtype.itemsize if bucket.trainable else 0
 
 
-def _in_arena(bucket: BucketPlan) -> bool:
-    """Whether full gradients have a place of their own, and the shard's is made only by the reduction."""
+def _apart(schedule: Schedule, event: Event) -> bool:
+    """Whether full gradients have a place of their own, so that the shard's is made only by the reduction."""
+    if event.bucket_index < 0:
+        return False
+    bucket = schedule.buckets[event.bucket_index]
     return bucket.grad_in_arena or (bucket.layout.ranks > 1 and not bucket.placement.grad)

@@ -18,8 +18,8 @@ from tests.thorough import thorough
 HARMLESS = {
     r"(event\.\w+|buckets)\.why": "a reason, for people",
     r"buckets\.unit": "a label; the bucket's name still begins with it",
-    r"event\.(compute|update)\.(flops|traffic)|event\.compute\.held": "an estimate that only the simulator adds up",
-    r"event\.(compute|collective)\.peak": "an estimate that only the budget is compared with",
+    r"event\.(compute|update)\.(flops|traffic)": "an estimate that only the simulator adds up",
+    r"event\.compute\.held|event\.(compute|collective)\.peak": "an estimate of memory",
     r"event\.\w+\.float8_flops": "another one",
     r"event\.compute\.dtype": "which peak rate the simulator divides by",
     r"budget": "a limit that holds as well",

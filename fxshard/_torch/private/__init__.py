@@ -29,6 +29,7 @@ from fxshard._torch.private.dynamo import graph_input_example as graph_input_exa
 from fxshard._torch.private.dynamo import module_path as module_path
 from fxshard._torch.private.dynamo import open_inputs as open_inputs
 from fxshard._torch.private.dynamo import without_logging as without_logging
+from fxshard._torch.private.inductor import activation_memory_budget as activation_memory_budget
 from fxshard._torch.private.inductor import compile_clocks as compile_clocks
 from fxshard._torch.private.inductor import inductor_compile as inductor_compile
 from fxshard._torch.private.inductor import inductor_decompositions as inductor_decompositions
