@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fxshard._torch.errors import BudgetError
 from fxshard.passes.context import PassContext
 from fxshard.passes.fill_arena import fill_arena, leading_bytes, leading_gathers, leads
 from fxshard.passes.keep_resident import keep_resident
@@ -31,15 +30,13 @@ class Decisions:
     memory: MemoryPlan
 
 
-def decide(timeline: Timeline, context: PassContext, resident_bytes: int) -> Decisions:
-    """Order a step for a machine and a budget, of which ``resident_bytes`` are taken anyway.
+def decide(timeline: Timeline, context: PassContext, budget: int | None = None) -> Decisions:
+    """Order a step for a machine, and for an arena of at most ``budget`` bytes, which :func:`least_arena` must fit.
 
     What is gathered how often must not depend on durations, which differ between ranks whose batches do. It is settled
     on the plain order, one gather ahead; durations then only move the starts of gathers.
     """
     debug, buckets = context.options.debug, context.buckets
-    total = context.options.budget
-    budget = None if total is None else total - resident_bytes
     timeline, depth = _plain_order(timeline, context, budget)
     timeline, kept = keep_resident(timeline, context, budget)
     names = ", ".join(buckets[i].name for i in sorted(kept))
@@ -54,21 +51,32 @@ def decide(timeline: Timeline, context: PassContext, resident_bytes: int) -> Dec
     return Decisions(with_slots(timeline, buckets, memory), kept, replace(memory, leading=leading))
 
 
-def _plain_order(timeline: Timeline, context: PassContext, budget: int | None) -> tuple[Timeline, int]:
-    """Gathers as far ahead as asked for, or less where the budget is tight; one that is too tight is an error."""
+def least_arena(timeline: Timeline, context: PassContext) -> int:
+    """The smallest arena that some order of gathers needs."""
+    # Not always with none ahead: how slots are packed can make a shorter look-ahead need more.
+    return min(plan_memory(_ahead(timeline, depth), context.buckets).bytes for depth in _depths(context))
+
+
+def _depths(context: PassContext) -> range:
+    """How many gathers may run ahead, the most first."""
     asked = context.options.debug.prefetch
-    least: list[int] = []
-    for depth in range(asked if asked is not None else 1, -1, -1):
-        ordered = timeline.each(lambda part, depth=depth: order_prefetch(part, depth))  # type: ignore[misc]
+    return range(asked if asked is not None else 1, -1, -1)
+
+
+def _ahead(timeline: Timeline, depth: int) -> Timeline:
+    return timeline.each(lambda part: order_prefetch(part, depth))
+
+
+def _plain_order(timeline: Timeline, context: PassContext, budget: int | None) -> tuple[Timeline, int]:
+    """Gathers as far ahead as asked for, or less where the budget is tight."""
+    for depth in _depths(context):
+        ordered = _ahead(timeline, depth)
         needed = plan_memory(ordered, context.buckets).bytes
         verdict = _verdict(needed, budget)
         context.say("order_prefetch: %d gathers ahead: the arena needs %d bytes%s", depth, needed, verdict)
         if _fits(needed, budget):
             return ordered, depth
-        least.append(needed)
-    assert context.options.budget is not None and budget is not None
-    # Not always the last: how slots are packed can make a shorter look-ahead need more.
-    raise BudgetError(context.options.budget, context.options.budget - budget + min(least))
+    raise AssertionError(f"no arena fits {budget} bytes; least_arena says what the smallest is")
 
 
 def _by_deadlines(

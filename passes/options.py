@@ -139,6 +139,11 @@ class Options:
         assert not isinstance(self.memory_budget, str)
         return self.memory_budget
 
+    @property
+    def fused(self) -> bool:
+        """Whether stretches of compute are compiled, so that not every value in them is written to memory."""
+        return self.lowering == "inductor"
+
     @classmethod
     def from_dict(cls, options: Mapping[str, Any] | None) -> Options:
         """Options as ``torch.compile(..., options={...})`` passes them."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from fxshard._torch import private
 from fxshard.passes.pipeline import before_partition
+from fxshard.passes.recompute_saved import Key, candidates, mark
 from fxshard.passes.remove_detach import remove_detach
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Captured, Partitioned
 from fxshard.passes.unfold_layers import unfold_evaluation, unfold_step
+from fxshard.plan.hardware import Hardware, hardware
+from fxshard.schedule.activations import peak_bytes, step_activations
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.params import GRADS, PARAM, ParamRef
+from fxshard.schedule.recomputed import Recomputed
 
 
 def partition(captured: Captured, plan: ShardingPlan, observer: Observer | None = None) -> Partitioned | None:
@@ -46,19 +51,80 @@ def _step(
     refs = captured.traced_refs
     _tie(joint, refs)
     joint.graph.output_node().meta[GRADS] = (*[None] * outputs, *refs)
+    asked = frozenset(node.name for node in joint.graph.nodes if "recompute" in node.meta)
     joint = before_partition(joint, plan.context(Phase.FORWARD, observer))
-    forward, backward = private.min_cut_partition(
-        joint, (), num_fwd_outputs=outputs, static_lifetime_input_indices=list(captured.static)
-    )
-    if captured.folded is not None:
-        whole = unfold_step(captured.folded, forward, backward, outputs)
-        if whole is None:
+    source = _Joint(captured, joint, outputs, asked, plan.hardware or hardware("h200"), plan.options.fused)
+    if plan.options.budget is None:
+        cut = source.cut(joint)
+        return None if cut is None else cut[0]
+    return source.partitioned(frozenset(), ())
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """A joint graph that is cut in two, under a memory budget several times, each time with less saved."""
+
+    captured: Captured
+    graph: fx.GraphModule
+    outputs: int
+    asked: frozenset[str]
+    """Nodes about which the model itself says whether they are saved."""
+    machine: Hardware
+    fused: bool
+    """Whether stretches of compute will be compiled."""
+
+    def cut(self, joint: fx.GraphModule) -> tuple[Partitioned, frozenset[str]] | None:
+        """Forward and backward, and what is saved; None if layers cannot be put back. Writes to ``joint``."""
+        captured, outputs = self.captured, self.outputs
+        forward, backward = private.min_cut_partition(
+            joint, (), num_fwd_outputs=outputs, static_lifetime_input_indices=list(captured.static)
+        )
+        results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+        saved = frozenset(node.name for node in results[outputs:])
+        if captured.folded is not None:
+            whole = unfold_step(captured.folded, forward, backward, outputs)
+            if whole is None:
+                return None
+            forward, backward = whole
+            _tie(forward, captured.refs)
+            _tie_saved(forward, backward, outputs)
+        backward.graph.output_node().meta[GRADS] = captured.refs
+        graphs = {Phase.FORWARD: forward, Phase.BACKWARD: backward}
+        return Partitioned(graphs, outputs, *_left_out(captured)), saved
+
+    def partitioned(
+        self, marks: frozenset[str], recomputed: tuple[Recomputed, ...], tried: frozenset[Key] = frozenset()
+    ) -> Partitioned | None:
+        """With ``marks`` computed again in backward. ``tried``: kinds of values that were dropped, or cannot be."""
+        joint = self._copy(marks)
+        cut = self.cut(joint)
+        if cut is None:
             return None
-        forward, backward = whole
-        _tie(forward, captured.refs)
-        _tie_saved(forward, backward, outputs)
-    backward.graph.output_node().meta[GRADS] = captured.refs
-    return Partitioned({Phase.FORWARD: forward, Phase.BACKWARD: backward}, outputs, *_left_out(captured))
+        partitioned, saved = cut
+
+        def tighter() -> Partitioned | None:
+            done, most = tried, self.peak(partitioned)
+            for candidate in candidates(joint.graph, saved, self.asked, self.machine):
+                if candidate.key not in done:
+                    done |= {candidate.key}
+                    found = self.partitioned(marks | candidate.nodes, (*recomputed, candidate.recomputed), done)
+                    if found is not None and self.peak(found) < most:
+                        return found
+            return None
+
+        return replace(partitioned, recomputed=recomputed, tighter=tighter)
+
+    def peak(self, partitioned: Partitioned) -> int:
+        graphs = {phase: module.graph for phase, module in partitioned.graphs.items()}
+        return peak_bytes(step_activations(graphs, self.fused))
+
+    def _copy(self, marks: frozenset[str]) -> fx.GraphModule:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        mark(graph, marks)
+        return private.graph_module(self.graph, graph)
 
 
 def _left_out(captured: Captured) -> tuple[frozenset[ParamRef], int]:

@@ -12,7 +12,7 @@ from torch import fx
 from fxshard.passes.apply_decisions import apply_decisions
 from fxshard.passes.chunk_loss import chunk_loss
 from fxshard.passes.context import PassContext
-from fxshard.passes.decide import decide
+from fxshard.passes.decide import Decisions, decide
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.extern_tables import extern_tables
 from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
@@ -108,16 +108,6 @@ def before_partition(joint: fx.GraphModule, context: PassContext) -> fx.GraphMod
     return run_passes("joint", chosen(context).joint, joint, context)
 
 
-def schedule(
-    modules: Mapping[Phase, fx.GraphModule], context: PassContext, resident_bytes: int
-) -> tuple[dict[Phase, fx.GraphModule], MemoryPlan]:
-    """Run the passes over the graphs of a step (or the one of an evaluation) and plan its memory.
-
-    ``resident_bytes`` is what a rank holds anyway; the arena may take what a memory budget leaves next to it.
-    """
-    return order(insert_events(modules, context), context, resident_bytes)
-
-
 def insert_events(modules: Mapping[Phase, fx.GraphModule], context: PassContext) -> dict[Phase, fx.GraphModule]:
     """Gathers where they are needed, reductions where gradients are complete. Neither machine nor budget counts."""
     inserted = dict(modules)
@@ -128,10 +118,10 @@ def insert_events(modules: Mapping[Phase, fx.GraphModule], context: PassContext)
 
 
 def order(
-    scheduled: dict[Phase, fx.GraphModule], context: PassContext, resident_bytes: int
+    scheduled: dict[Phase, fx.GraphModule], context: PassContext, decisions: Decisions | None = None
 ) -> tuple[dict[Phase, fx.GraphModule], MemoryPlan]:
     """When gathers start, what is kept, and where everything lies: decided on the events, then applied, in place."""
-    decisions = decide(Timeline.of(scheduled), context, resident_bytes)
+    decisions = decisions or decide(Timeline.of(scheduled), context)
     with _watched("apply_decisions", scheduled, context):
         apply_decisions(scheduled, decisions)
     if context.options.debug.verify_each_pass:

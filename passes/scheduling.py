@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
+from fxshard.passes.context import PassContext
 from fxshard.passes.drop_inputs import drop_inputs
-from fxshard.passes.pipeline import chosen
-from fxshard.passes.pipeline import schedule as run_pipeline
+from fxshard.passes.fit_budget import Split, Trade, fit_budget, trades
+from fxshard.passes.pipeline import chosen, insert_events, order
 from fxshard.passes.run import blaming
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned, Scheduled
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
-from fxshard.schedule.record import record, resident_bytes
+from fxshard.schedule.recomputed import Recomputed
+from fxshard.schedule.record import record
 from fxshard.schedule.schedule import Schedule
 
 
@@ -21,8 +25,18 @@ def schedule(partitioned: Partitioned, plan: ShardingPlan, observer: Observer | 
     """Insert the collectives, decide when each starts and how long buffers live, and record it as a schedule."""
     context = plan.context(next(iter(partitioned.graphs)), observer)
     with blaming(chosen(context)):
-        graphs, memory = run_pipeline(partitioned.graphs, context, resident_bytes(plan.buckets))
-        schedules = _record(graphs, memory, plan)
+        carries = plan.own_optimizer and plan.one_graph
+        recomputed, decisions = partitioned.recomputed, None
+        if plan.options.budget is None:
+            inserted = insert_events(partitioned.graphs, context)
+        else:
+            fit = fit_budget(_splits(partitioned, context, carries), plan.options.budget)
+            inserted, decisions, recomputed = fit.split.graphs, fit.decisions, fit.split.recomputed
+            say = "fit_budget: an arena of %d bytes, backward computes again: %s; the simulated step takes %.6f s"
+            again = ", ".join(each.name for each in recomputed) or "nothing"
+            context.say(say, decisions.memory.bytes, again, fit.seconds)
+        graphs, memory = order(inserted, context, decisions)
+        schedules = _record(graphs, memory, plan, recomputed)
         for kind, each in schedules.items():
             if observer is not None:
                 observer.schedule(each, kind)
@@ -33,7 +47,24 @@ def schedule(partitioned: Partitioned, plan: ShardingPlan, observer: Observer | 
     return Scheduled(graphs, memory, partitioned.outputs, schedules, partitioned.layers_folded)
 
 
-def _record(graphs: dict[Phase, fx.GraphModule], memory: MemoryPlan, plan: ShardingPlan) -> dict[str, Schedule]:
+def trade(partitioned: Partitioned, plan: ShardingPlan) -> tuple[Trade, ...]:
+    """The simulated step over memory budgets."""
+    context = plan.context(next(iter(partitioned.graphs)))
+    with blaming(chosen(context)):
+        return trades(_splits(partitioned, context, plan.own_optimizer and plan.one_graph))
+
+
+def _splits(partitioned: Partitioned, context: PassContext, carries: bool) -> Iterator[Split]:
+    """A step as it was partitioned, and with less and less saved for backward."""
+    found: Partitioned | None = partitioned
+    while found is not None:
+        yield Split.of(insert_events(found.graphs, context), context, carries, found.recomputed)
+        found = found.tighter()
+
+
+def _record(
+    graphs: dict[Phase, fx.GraphModule], memory: MemoryPlan, plan: ShardingPlan, recomputed: tuple[Recomputed, ...]
+) -> dict[str, Schedule]:
     """What the graphs will do, by name."""
     emitted = record(
         graphs,
@@ -43,6 +74,8 @@ def _record(graphs: dict[Phase, fx.GraphModule], memory: MemoryPlan, plan: Shard
         zero=plan.options.zero,
         budget=plan.options.budget,
         carry=memory.leading if plan.own_optimizer and plan.one_graph else 0,
+        fused=plan.options.fused,
+        recomputed=recomputed,
     )
     if Phase.BACKWARD not in graphs:
         return {"eval": emitted}

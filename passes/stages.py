@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -11,6 +11,7 @@ from fxshard.passes.fold_layers import Folded
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.events import Phase
 from fxshard.schedule.params import ParamRef
+from fxshard.schedule.recomputed import Recomputed
 from fxshard.schedule.schedule import Schedule
 
 
@@ -45,6 +46,10 @@ class Partitioned:
     dropped: frozenset[ParamRef] = frozenset()
     """Parameters of layers that were not traced: a program is not called with them."""
     layers_folded: int = 0
+    recomputed: tuple[Recomputed, ...] = ()
+    """What backward computes again to save memory, in the order in which it was chosen."""
+    tighter: Callable[[], Partitioned | None] = lambda: None
+    """The same with less saved for backward; None where nothing is left to compute again."""
 
 
 @dataclass(frozen=True)

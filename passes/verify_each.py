@@ -57,7 +57,8 @@ def _verify(
     budget: int | None = None,
 ) -> None:
     zero = context.options.zero
-    made = record(graphs, context.buckets, memory, ranks=context.ranks, zero=zero, budget=budget)
+    fused = context.options.fused
+    made = record(graphs, context.buckets, memory, ranks=context.ranks, zero=zero, budget=budget, fused=fused)
     verify.buckets_exist(made)
     step = Step(made)
     for rule in rules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 
@@ -26,3 +27,28 @@ def _tensors() -> list[torch.Tensor]:
     gc.collect()
     plain = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]  # none fake
     return [tensor for tensor in plain if not tensor.is_meta and tensor.untyped_storage().nbytes()]
+
+
+class AllocatedPeak:
+    """The most bytes that the CPU allocator handed out inside a block, beyond what it had handed out before.
+
+    >>> with AllocatedPeak() as peak:
+    ...     model(*batch).backward()
+    >>> peak.bytes
+    """
+
+    def __enter__(self) -> AllocatedPeak:
+        self.bytes = 0
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        found = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
+        assert changes, "the profiler recorded no allocation"
+        held = 0
+        for _, change in changes:
+            held += change
+            self.bytes = max(self.bytes, held)

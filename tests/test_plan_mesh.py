@@ -54,7 +54,18 @@ def print_plans() -> None:
     h200 = fxshard.plan(
         model, batch(0, 0), mesh={"dp_replicate": 4, "dp_shard": 8, "tp": 8}, parallelize=cut, **options(3)
     )
-    print(json.dumps({"stages": made, "h200": h200.to_json(), "errors": refused(model)}))
+    tight = within_budget(model)
+    print(json.dumps({"stages": made, "h200": h200.to_json(), "tight": tight, "errors": refused(model)}))
+
+
+def within_budget(model: nn.Module) -> tuple[int, str]:
+    """The smallest memory budget, and the plan for it."""
+    about: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "parallelize": cut, "hardware": "cpu", **options(3)}
+    try:
+        fxshard.plan(model, batch(0, 0), memory_budget=1, **about)
+    except fxshard.BudgetError as error:
+        return error.smallest, fxshard.plan(model, batch(0, 0), memory_budget=error.smallest, **about).to_json()
+    raise AssertionError("nothing fits one byte")
 
 
 def refused(model: nn.Module) -> list[str]:
@@ -104,6 +115,18 @@ def test_a_mesh_of_three_dimensions(planned: dict[str, Any]) -> None:
     domain = schedule.buckets[0].domain
     assert (domain.shards, domain.replicas, domain.stride, schedule.ranks) == (8, 4, 8, 32)
     assert any(True for _ in schedule.of(Kind.ALL_REDUCE)) and schedule.simulate("h200").step_seconds > 0
+
+
+@pytest.mark.shows("M1", "T7")
+def test_a_budget_counts_what_the_models_own_collectives_make(planned: dict[str, Any]) -> None:
+    smallest, found = planned["tight"]
+    schedule = fxshard.Schedule.from_json(found)
+    schedule.verify()
+    assert schedule.peak_bytes == smallest and schedule.recomputed
+    collectives = [event for _, event in schedule.of(Kind.COLLECTIVE)]
+    assert all(event.peak >= event.bytes for event in collectives) and schedule.model_groups
+    free = fxshard.Schedule.from_json(planned["stages"]["3"])
+    assert smallest < free.peak_bytes and len(collectives) == len(list(free.of(Kind.COLLECTIVE)))
 
 
 def test_what_is_refused_leaves_no_process_group(planned: dict[str, Any]) -> None:

@@ -40,13 +40,15 @@ class RankDivergenceError(FxshardError):
 
 
 class BudgetError(ConfigError):
-    """No schedule fits the memory budget; ``smallest`` is the least that does."""
+    """No schedule fits the memory budget; ``smallest`` is the least that does, ``seconds`` its simulated step."""
 
-    def __init__(self, budget: int, smallest: int) -> None:
+    def __init__(self, budget: int, smallest: int, seconds: float) -> None:
         super().__init__(
-            f"memory_budget={budget} bytes ({budget / 2**30:.3f} GiB) is too small: shards, gradients, optimizer state "
-            f"and the buckets in use need at least {smallest} bytes ({smallest / 2**30:.3f} GiB) on each rank; "
-            "raise the budget, shard over more ranks, or make units smaller"
+            f"memory_budget={budget} bytes ({budget / 2**30:.3f} GiB) is too small: shards, gradients, optimizer "
+            f"state, the buckets in use and activations need at least {smallest} bytes ({smallest / 2**30:.3f} GiB) on "
+            f"each rank, with a simulated step of {seconds * 1e3:.3g} ms; raise the budget, shard over more ranks, or "
+            "make batches or units smaller"
         )
         self.budget = budget
         self.smallest = smallest
+        self.seconds = seconds

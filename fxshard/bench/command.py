@@ -34,6 +34,7 @@ class Bench:
 
 BENCHES = {
     "train": Bench("fxshard.bench.train", "training steps against FSDP2, DDP and torch.compile", ranks=True, gpus=True),
+    "budget": Bench("fxshard.bench.budget", "steps and peaks under memory budgets", ranks=True, gpus=True),
     "optimizer": Bench("fxshard.bench.optimizer", "a Muon step against torch.optim.Muon and AdamW"),
     "quantize": Bench("fxshard.bench.quantize", "quantizing to MXFP8 against a copy and Transformer Engine"),
     "moe": Bench("fxshard.bench.moe", "a mixture of experts against eager torch and torch.compile"),

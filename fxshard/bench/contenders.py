@@ -111,7 +111,9 @@ def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn
     return torch.compile(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # type: ignore[return-value]
 
 
-CONTENDERS: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
+Make = Callable[[nn.Module, fxshard.Precision | None], tuple[nn.Module, torch.optim.Optimizer]]
+
+CONTENDERS: dict[str, Make] = {
     "fxshard": lambda model, precision: ours(model, precision, 3),
     "fxshard-no-logits": lambda model, precision: ours(model, precision, 3, return_logits=False),
     "fxshard-graphs": lambda model, precision: ours(model, precision, 3, cuda_graphs=True),

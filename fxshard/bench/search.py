@@ -54,7 +54,8 @@ class Found:
 
     choice: Choice
     bytes: int
-    """Shards, arena and activations; of what does not fit, the least that it would take."""
+    """Shards, arena and activations; of what does not fit, the least that it would take, or shards where they alone
+    are too much."""
     seconds: float | None = None
     exposed: float = 0.0
 
@@ -121,17 +122,14 @@ def _simulated(captured: Captured, choice: Choice, machine: Hardware) -> Found:
         "optimizer": fxshard.AdamW(),
     }
     at_rest = resident_bytes(captured.buckets(**options))
-    if at_rest + captured.activation_bytes > room:  # whatever the order of events
-        return Found(choice, at_rest + captured.activation_bytes)
-    schedule = captured.schedule(**options)
-    held = captured.activation_bytes  # known now
-    if schedule.peak_bytes + held > room:
-        return Found(choice, schedule.peak_bytes + held)
-    # What is left may be used for buckets that stay, and for gathers that start earlier.
-    with contextlib.suppress(BudgetError):
-        schedule = captured.schedule(**options, memory_budget=room - held)
+    if at_rest > room:  # whatever is computed again
+        return Found(choice, at_rest)
+    try:  # what is left may be used for buckets that stay; where too little is, backward computes values again
+        schedule = captured.schedule(**options, memory_budget=room)
+    except BudgetError as error:
+        return Found(choice, error.smallest)
     run = schedule.simulate(machine)
-    return Found(choice, schedule.peak_bytes + held, run.step_seconds, run.exposed_seconds)
+    return Found(choice, schedule.peak_bytes, run.step_seconds, run.exposed_seconds)
 
 
 def rows(found: Sequence[Found], tokens: int) -> Iterator[tuple[str, ...]]:

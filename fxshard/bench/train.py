@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import fxshard
 from fxshard._torch.progress import progress
 from fxshard.bench.arguments import DEVICES, listed
-from fxshard.bench.contenders import BF16, CONTENDERS, TENSOR_PARALLEL
+from fxshard.bench.contenders import BF16, CONTENDERS, TENSOR_PARALLEL, Make
 from fxshard.bench.tensor_parallel import PARTS
 from fxshard.bench.trace import STEP, Traced, analyse, read, table
 from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of
@@ -58,13 +58,15 @@ class Result:
 class Contender:
     """A model under training, and the times of its steps."""
 
-    def __init__(self, name: str, workload: Workload, device: torch.device, bf16: bool) -> None:
+    def __init__(
+        self, name: str, workload: Workload, device: torch.device, bf16: bool, make: Make | None = None
+    ) -> None:
         self.name = name
         self.workload = replace(workload, sharing=PARTS) if name in TENSOR_PARALLEL else workload
         self.device = device
         before = allocated()
         plain, self.inputs = self.workload.build(device)
-        self.model, self.optimizer = CONTENDERS[name](plain, BF16 if bf16 else None)
+        self.model, self.optimizer = (make or CONTENDERS[name])(plain, BF16 if bf16 else None)
         del plain
         self.first_step_s = self._timed(1)
         self.losses = [float(self.loss), *(float(self.step()) for _ in range(FIRST_STEPS - 1))]

@@ -21,6 +21,7 @@ from fxshard.cli import doctor, search
 if TYPE_CHECKING:
     from torch import nn
 
+    from fxshard.passes.fit_budget import Trade
     from fxshard.schedule.schedule import Schedule
     from fxshard.schedule.simulate import Simulation
 
@@ -35,6 +36,7 @@ fxshard COMMAND --help says more. FXSHARD_LOG=info and FXSHARD_DUMP=folder show 
 INSPECT_EXAMPLES = """examples:
   fxshard inspect llama-70b --world-size 1024 --html schedule.html
   fxshard inspect my_model.py:build --world-size 8 --zero 2 --hardware h100 --budget 60GiB
+  fxshard inspect llama-8b --world-size 8 --sweep
   fxshard inspect llama-70b --world-size 1024 --shard-size 8
   fxshard inspect llama-70b --world-size 1024 --tp 8
   fxshard inspect llama-8b --world-size 64 --optimizer muon
@@ -134,7 +136,12 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME",
         help="device and network to plan for: a100, h100, h200, b200, gb200 or cpu (default: h200)",
     )
-    look.add_argument("--budget", metavar="SIZE", help='what a rank may hold in shards and arena, as "60GiB"')
+    look.add_argument("--budget", metavar="SIZE", help='what a rank may hold in all, as "60GiB"')
+    look.add_argument(
+        "--sweep",
+        action="store_true",
+        help="print the simulated step time over budgets, from the smallest that works, in place of the table",
+    )
     look.add_argument(
         "--precision",
         choices=("bf16", "float8", "mxfp8", "model"),
@@ -200,12 +207,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
             model, inputs = load(arguments.target, arguments.layers)
         report(f"planning {arguments.target} for {arguments.world_size} ranks")
         with _telling(f"planning {arguments.target}"):
-            schedule = _plan(model, inputs, arguments, report)
-        report(f"simulating on {arguments.hardware}")
-        from fxshard.schedule.simulate import simulate
+            found = _plan(model, inputs, arguments, report)
+        if arguments.sweep:
+            simulation = None
+        else:
+            report(f"simulating on {arguments.hardware}")
+            from fxshard.schedule.simulate import simulate
 
-        simulation = simulate(schedule, machine)
-    _show(schedule, simulation, arguments)
+            simulation = simulate(found, machine)
+    if simulation is None:
+        print(_curve(found, arguments))
+    else:
+        _show(found, simulation, arguments)
     return 0
 
 
@@ -225,10 +238,10 @@ def _telling(what: str) -> Iterator[None]:
         raise _Failed from error
 
 
-def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace, report: Report) -> Schedule:
+def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace, report: Report) -> Any:
+    """The schedule, or with ``--sweep`` what budgets give."""
     import torch
 
-    from fxshard.frontend.planning import plan
     from fxshard.optim.config import AdamW, Muon
     from fxshard.plan.float8_policy import Float8
     from fxshard.plan.mxfp8_policy import MXFP8
@@ -243,8 +256,13 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
         "float8": Float8(),
         "mxfp8": MXFP8(),
     }
+    planned: Callable[..., Any]
+    if getattr(arguments, "sweep", False):
+        from fxshard.frontend.planning import sweep as planned
+    else:
+        from fxshard.frontend.planning import plan as planned
     return _or_usage_error(
-        lambda: plan(
+        lambda: planned(
             model,
             inputs,
             **_ranks(model, arguments),
@@ -269,6 +287,34 @@ def _ranks(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
     if shards is not None:
         data = {"dp_replicate": ranks // tensor // shards, "dp_shard": shards}
     return {"mesh": {**data, "tp": tensor}, "parallelize": parallelizing(arguments.target, model)}
+
+
+def _curve(trades: Sequence[Trade], arguments: argparse.Namespace) -> str:
+    """Step time over budget, a line for each budget from which on a step is faster."""
+    from fxshard.schedule.html import duration
+    from fxshard.schedule.schedule import size
+
+    slowest = max(trade.seconds for trade in trades)
+    lines = [f"simulated step on {arguments.world_size} × {arguments.hardware}, by memory_budget", ""]
+    lines.append(f"{'budget':>12}{'step':>12}{'arena':>12}   {'':<30} computed again in backward")
+    for trade in trades:
+        bar = "█" * round(30 * trade.seconds / slowest)
+        again = ", ".join(each.name for each in trade.recomputed) or "nothing"
+        lines.append(f"{size(trade.bytes):>12}{duration(trade.seconds):>12}{size(trade.arena):>12}   {bar:<30} {again}")
+    return "\n".join(lines)
+
+
+def _decided(schedule: Schedule) -> str:
+    """What a budget made of saved values, and why."""
+    from fxshard.schedule.html import duration
+    from fxshard.schedule.schedule import size
+
+    kept = sum(event.why.startswith("kept since forward") for event in schedule.events)
+    lines = [f"within the budget, {kept} buckets stay gathered from forward to backward, and backward computes again:"]
+    for each in schedule.recomputed:
+        traced = f"{each.count} values in the layers that were traced"
+        lines.append(f"  {each.name}: {traced}, {size(each.bytes)} not saved for {duration(each.seconds)} of compute")
+    return "\n".join(lines if schedule.recomputed else [*lines, "  nothing: what is saved fits"])
 
 
 def _show(schedule: Schedule, simulation: Simulation, arguments: argparse.Namespace) -> None:
@@ -310,6 +356,8 @@ def _print(schedule: Schedule, simulation: Simulation, hardware: str) -> None:
         f"no order of events is faster than {duration(simulation.bound_seconds)} · "
         f"peak with activations {size(simulation.peak_bytes)}"
     )
+    if schedule.budget is not None:
+        print(_decided(schedule))
 
 
 def _or_usage_error(call: Callable[[], Any]) -> Any:

@@ -71,7 +71,7 @@ def compile(
     parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
     ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``). ``groups``: patterns of
     parameter names whose replicas are on a mesh of their own, ``{"*.experts.*": mesh["ep_dp"]}`` (or
-    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for shards and arena on a rank. ``init``: for a
+    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for all that a step holds. ``init``: for a
     model on the meta device, called with every module that owns parameters or buffers, in place of its
     ``reset_parameters``. ``hardware``: the machine whose durations the schedule is made for (default: the one it runs
     on). ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the

@@ -24,6 +24,7 @@ from fxshard.passes.stages import Scheduled
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
+from fxshard.schedule.largest import Thing, largest
 from fxshard.schedule.loss_report import LossReport
 from fxshard.schedule.observe import Observer, observer
 from fxshard.schedule.params import ParamRef
@@ -152,6 +153,13 @@ class Backend:
                 sharding.agreement.check(COMMUNICATION, scheduled.schedule.communication(), leaves_out=some)
 
             return step.callable(scheduled, bind(lowered, sharding.engine, agree))
+
+    def largest(self) -> tuple[Thing, ...]:
+        """The largest things in memory at the peak of a training step, or of an evaluation; empty before the first."""
+        found = self.scheduled.get(Phase.FORWARD) or self.scheduled.get(Phase.EVAL)
+        if found is None:
+            return ()
+        return largest(found.schedule, found.graphs, self.sharding.options.fused)
 
     def _publish(self, scheduled: Scheduled) -> None:
         """Show what was scheduled as the model's."""

@@ -263,6 +263,7 @@ class ShardedModule(nn.Module):
             backend.losses[-1] if backend.losses else LossReport(),
             getattr(self._optimizer, "splits", {}),
             tuple(backend.captured),
+            backend.largest(),
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
 from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
+from fxshard.passes.fit_budget import Trade
 from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
 from fxshard.passes.pipeline import before_autograd
-from fxshard.passes.scheduling import schedule
+from fxshard.passes.scheduling import schedule, trade
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned
 from fxshard.plan.choice import LayoutKind
@@ -91,7 +92,6 @@ def plan(
     >>> schedule = fxshard.plan(model, (tokens, tokens), world_size=1024, hardware="h200", memory_budget="60GiB")
     >>> print(schedule, schedule.simulate("h200").step_seconds)
     """
-    _check_capturable(model)
     options = Options(
         zero=zero,
         units=units,
@@ -106,30 +106,84 @@ def plan(
         lowering=lowering,
         debug=debug,
     )
+    ranks = _Ranks(world_size, shard_size, groups, mesh, parallelize)
+    watching, report = observer(), progress or (lambda stage: None)
+    partitioned, sharding = _partitioned(model, example_inputs, options, ranks, optimizer, profile, watching, report)
+    report("scheduling")
+    return schedule(partitioned, sharding, watching).schedule
+
+
+def sweep(
+    model: nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    *,
+    world_size: int | None = None,
+    shard_size: int | None = None,
+    mesh: MeshShape | None = None,
+    parallelize: Parallelize | None = None,
+    optimizer: AdamW | Muon | None = None,
+    groups: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> tuple[Trade, ...]:
+    """The simulated step time over ``memory_budget``: all budgets from which on a step is faster, the smallest first.
+
+    ``options`` are those of :func:`plan`. The model is captured once.
+
+    >>> for trade in fxshard.frontend.planning.sweep(model, inputs, world_size=8, hardware="h200"):
+    ...     print(trade.bytes, trade.seconds, [each.name for each in trade.recomputed])
+    """
+    given = Options(**{"hardware": "h200", **options, "memory_budget": 1})
+    ranks, report = _Ranks(world_size, shard_size, groups, mesh, parallelize), progress or (lambda stage: None)
+    partitioned, sharding = _partitioned(model, example_inputs, given, ranks, optimizer, None, None, report)
+    report("scheduling")
+    return trade(partitioned, sharding)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """How many ranks there are, and what they have in common."""
+
+    world_size: int | None
+    shard_size: int | None
+    groups: Mapping[str, Any] | None
+    mesh: MeshShape | None
+    parallelize: Parallelize | None
+
+
+def _partitioned(
+    model: nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    options: Options,
+    ranks: _Ranks,
+    optimizer: AdamW | Muon | None,
+    profile: Profile | None,
+    watching: Observer | None,
+    report: Callable[[str], None],
+) -> tuple[Partitioned, ShardingPlan]:
+    """A captured and partitioned step, and what scheduling it depends on."""
+    _check_capturable(model)
+    experts = options.experts
     if experts != "off":  # the plan is for another machine; which kernel computes experts is no part of it
         options = replace(options, experts="torch")
-    machine = known(hardware)
+    assert options.hardware is not None
+    machine = known(options.hardware)
     device = "cpu" if machine.name == "cpu" else "cuda"
     with contextlib.ExitStack() as stack:
-        if mesh is None:
-            domains = _domains(world_size, shard_size, groups, reduction, device)
-            if parallelize is not None:
+        if ranks.mesh is None:
+            domains = _domains(ranks, options.reduction, device)
+            if ranks.parallelize is not None:
                 raise ConfigError("parallelize= cuts a model for the dimensions of mesh=, which is not given")
         else:
-            if world_size is not None or shard_size is not None:
+            if ranks.world_size is not None or ranks.shard_size is not None:
                 raise ConfigError("mesh= says how many ranks there are: leave out world_size= and shard_size=")
-            planned = stack.enter_context(planned_mesh(mesh, device))
-            domains = planned.domains(reduction, groups)
-            model = parallelized(model, parallelize, planned.mesh)
+            planned = stack.enter_context(planned_mesh(ranks.mesh, device))
+            domains = planned.domains(options.reduction, ranks.groups)
+            model = parallelized(model, ranks.parallelize, planned.mesh)
         domain = domains[0]
+        chosen = matrices(optimizer, model) if isinstance(optimizer, Muon) else ()
         sharding = ShardingPlan(
-            plan_model(
-                model,
-                domains,
-                options,
-                matrices(optimizer, model) if isinstance(optimizer, Muon) else (),
-                state=state_choice(optimizer),
-            ),
+            plan_model(model, domains, options, chosen, state=state_choice(optimizer)),
             options,
             group=domain.group(domain.ranks) if domain.device else "none",
             ranks=domain.ranks,
@@ -139,21 +193,15 @@ def plan(
             one_graph=True,
             planned_experts=experts,
         )
-        report = progress or (lambda stage: None)
-        watching = observer()
-        partitioned = partition_model(model, example_inputs, sharding, watching, report)
-    report("scheduling")
-    return schedule(partitioned, sharding, watching).schedule
+        return partition_model(model, inputs, sharding, watching, report), sharding
 
 
-def _domains(
-    world_size: int | None, shard_size: int | None, groups: Mapping[str, Any] | None, reduction: Reduction, device: str
-) -> list[Domain]:
+def _domains(ranks: _Ranks, reduction: Reduction, device: str) -> list[Domain]:
     """The model's own ranks, then those of ``groups``."""
-    shards = _shards(world_size, shard_size)
-    assert world_size is not None
-    domain = data_parallel(shards, world_size // shards, reduction, device)
-    return [domain, *planned_domains(groups, domain)]
+    shards = _shards(ranks.world_size, ranks.shard_size)
+    assert ranks.world_size is not None
+    domain = data_parallel(shards, ranks.world_size // shards, reduction, device)
+    return [domain, *planned_domains(ranks.groups, domain)]
 
 
 def _check_capturable(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fxshard.optim.fused_weights import Found, summary
 from fxshard.runtime.replay import Captures
 from fxshard.schedule.attention_report import AttentionReport
+from fxshard.schedule.largest import Thing
 from fxshard.schedule.loss_report import LossReport
 
 
@@ -49,6 +50,8 @@ class Report:
     """Weights that look fused to Muon: how they are cut before orthogonalisation, or why they are left whole."""
     shapes: tuple[str, ...] = ()
     """The shapes that each captured graph takes; ``any`` is a size that was left open, and needs no other graph."""
+    largest: tuple[Thing, ...] = ()
+    """The ten largest things in memory at the peak of a step, as planned; of the graph captured last."""
 
     def __str__(self) -> str:
         made = self.compilations
@@ -60,6 +63,7 @@ class Report:
             lines += [f"graph {i} takes {shapes}" for i, shapes in enumerate(self.shapes, 1)]
         lines += str(self.attention).splitlines() if self.attention.found else []
         lines += str(self.loss).splitlines() if self.loss.chunked or self.loss.full else []
+        lines += [f"at the peak: {thing}" for thing in self.largest]
         lines += summary(self.splits)
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]
         lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]

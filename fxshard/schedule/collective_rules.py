@@ -111,6 +111,7 @@ def _wanted(event: Event, source: ModelCollective) -> dict[str, Any]:
         "bucket_index": -1,
         **dict.fromkeys(("params", "writes"), ()),
         **dict.fromkeys(("flops", "traffic", "held", "nodes"), 0),
+        **({"peak": 0} if event.kind is Kind.AWAIT else {}),
         "slot": None,
         "copies": Copies.NONE,
     }

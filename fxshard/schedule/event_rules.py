@@ -99,7 +99,7 @@ def _runtime(event: Event, bucket: BucketPlan) -> dict[str, Any]:
         "dtype": bucket.reduce_dtype if on_grads else bucket.param_dtype,
         "group": bucket.group("any", replicas=over_replicas),
         "stream": STREAM.get(kind, "compute"),
-        **dict.fromkeys(("flops", "traffic", "held", "nodes"), 0),
+        **dict.fromkeys(("flops", "traffic", "held", "peak", "nodes"), 0),
         "reads": (),
         "writes": (),
     }
@@ -121,6 +121,8 @@ def _amiss(step: Step, event: Event) -> Iterator[str]:
     """What is wrong with an event beyond fields that have one right value."""
     if min(event.flops, event.traffic, event.held) < 0:
         yield "computes, moves or holds less than nothing"
+    if event.peak < event.held:
+        yield f"holds {event.held} bytes of activations at its end, but at most {event.peak}"
     if event.kind is Kind.SCALES:
         if not event.reads:
             yield "scales weights, but none of them rests in float8"

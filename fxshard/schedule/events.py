@@ -93,6 +93,9 @@ class Event:
     """Bytes that a compute or update event reads from and writes to device memory."""
     held: int = 0
     """Bytes of activations alive after a compute event."""
+    peak: int = 0
+    """The most bytes of activations alive during a compute event or a collective of the model's own, temporaries
+    included."""
     nodes: int = 0
     """Nodes of the graph in a stretch of compute."""
     waits_for: tuple[int, ...] = ()

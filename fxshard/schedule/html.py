@@ -64,7 +64,8 @@ def _figures(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[str, 
     held = f"{size(schedule.resident_bytes)} at rest + {size(schedule.arena_bytes)} arena"
     held += f", {size(schedule.host_bytes)} on the host" if schedule.host_bytes else ""
     budget = f"; budget {size(schedule.budget)}" if schedule.budget is not None else ""
-    yield "shards and arena", size(schedule.peak_bytes), held + budget
+    activations = f" + {size(schedule.activation_bytes + schedule.workspace_bytes)} activations"
+    yield "allocated at most", size(schedule.peak_bytes), held + activations + budget
     gathers = sum(1 for _ in schedule.of(Kind.UNSHARD))
     reductions = sum(1 for _ in schedule.of(Kind.REDUCE))
     own = sum(1 for _ in schedule.of(Kind.COLLECTIVE))
@@ -84,7 +85,7 @@ def _timeline(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
 
 
 def _with_and_without_activations(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[float, int, int]]:
-    """(seconds, bytes held, bytes held in shards and arena): a budget bounds the latter."""
+    """(seconds, bytes held, bytes held in shards and arena)."""
     ends = sorted((span.stop, span.index) for span in simulation.spans)
     computed = [(stop, schedule.events[i]) for stop, i in ends if schedule.events[i].kind in COMPUTES]
     activations, k = 0, 0

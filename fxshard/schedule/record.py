@@ -10,15 +10,15 @@ import torch
 from torch import fx
 
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic, tensor_bytes
+from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic
 from fxshard.plan.memory import MemoryPlan
-from fxshard.schedule.aliases import is_view, readers
+from fxshard.plan.model_groups import ModelGroup
+from fxshard.schedule.activations import Activations, step_activations
 from fxshard.schedule.collectives import groups_of
-from fxshard.schedule.constants import is_constant
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import META, OF_MODEL, Event, Kind, Phase, event_of
-from fxshard.schedule.graph_summary import WRITES, bucket_viewed_by, computes, summary, unpacks
-from fxshard.schedule.params import PARAM
+from fxshard.schedule.graph_summary import WRITES, GraphSummary, bucket_viewed_by, computes, summary
+from fxshard.schedule.recomputed import Recomputed
 from fxshard.schedule.scales import scales_event
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.updates import update, updates
@@ -36,30 +36,46 @@ def record(
     zero: int,
     budget: int | None = None,
     carry: int = 0,
+    fused: bool = False,
+    recomputed: tuple[Recomputed, ...] = (),
 ) -> Schedule:
     """The schedule of a step (or an evaluation) from its graphs, with the stretches of compute between the events.
 
     With an optimizer of ``fxshard``'s own, up to ``carry`` gathers that a forward starts with stand in the optimizer
     phase of the step before. Any other optimizer is taken for AdamW, and its step ends before anything is gathered.
+    ``fused``: stretches are compiled, so that not every value in them is written to memory.
     """
-    found: list[Event] = []
-    for phase, module in graphs.items():
-        found += _events_of(module.graph, phase)
-    if Phase.BACKWARD in graphs:
+    held = step_activations({phase: module.graph for phase, module in graphs.items()}, fused)
+    found = [event for phase, module in graphs.items() for event in _events_of(module.graph, phase, held[phase])]
+    summaries = tuple(summary(module.graph, phase) for phase, module in graphs.items())
+    made = assemble(found, summaries, buckets, memory, ranks=ranks, zero=zero, carry=carry)
+    return replace(made, budget=budget, model_groups=model_groups(graphs), recomputed=recomputed)
+
+
+def assemble(
+    found: list[Event],
+    graphs: tuple[GraphSummary, ...],
+    buckets: Sequence[BucketPlan],
+    memory: MemoryPlan,
+    *,
+    ranks: int,
+    zero: int,
+    carry: int = 0,
+) -> Schedule:
+    """The schedule of a step from the events of its graphs."""
+    phases = [each.phase for each in graphs]
+    if Phase.BACKWARD in phases:
         reduced = {event.bucket_index: event for event in found if event.kind is Kind.REDUCE}
         if carry:
             carried = _carried(found, buckets, reduced, carry)
             found = [event for event in found if event is not carried.get(event.bucket_index)]
             found += updates(reduced, buckets, carried, _group(found))
         else:
-            found += [update(event, buckets[index]) for index, event in reduced.items()]
-    scales = scales_event(buckets, next(iter(graphs)), _group(found))
+            found = [*found, *(update(event, buckets[index]) for index, event in reduced.items())]
+    scales = scales_event(buckets, phases[0], _group(found))
     found = found if scales is None else [scales, *found]
-    resident = resident_bytes(buckets)
     events = tuple(with_dependencies(found, buckets))
-    summaries = tuple(summary(module.graph, phase) for phase, module in graphs.items())
-    groups = dict.fromkeys(group for module in graphs.values() for group in groups_of(module.graph))
-    return Schedule(events, tuple(buckets), memory.bytes, resident, ranks, zero, budget, summaries, tuple(groups))
+    return Schedule(events, tuple(buckets), memory.bytes, resident_bytes(buckets), ranks, zero, graphs=graphs)
 
 
 def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
@@ -68,38 +84,43 @@ def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
     return counts + sum(rest.param + rest.grad + rest.state for rest in (bucket.at_rest() for bucket in buckets))
 
 
-def _events_of(graph: fx.Graph, phase: Phase) -> list[Event]:
-    parts = stretches(graph, phase)
-    return [part if isinstance(part, Event) else _event_at(part) for part in parts]
+def model_groups(graphs: Mapping[Phase, fx.GraphModule]) -> tuple[ModelGroup, ...]:
+    """The process groups that a step's graphs communicate in themselves."""
+    return tuple(dict.fromkeys(group for module in graphs.values() for group in groups_of(module.graph)))
 
 
-def _event_at(node: fx.Node) -> Event:
+def _events_of(graph: fx.Graph, phase: Phase, held: Activations) -> list[Event]:
+    parts = stretches(graph, phase, held)
+    return [part if isinstance(part, Event) else event_at(part, held) for part in parts]
+
+
+def event_at(node: fx.Node, held: Activations) -> Event:
     """The record of a runtime node. What a collective of the model's own sends is known now that parameters are."""
     event: Event = node.meta[META]
     if event.kind not in OF_MODEL:
         return event
     start = node.all_input_nodes[0] if event.kind is Kind.AWAIT else node
     sources = [bucket_viewed_by(arg) for arg in start.all_input_nodes]
-    return replace(event, reads=tuple(sorted({source.bucket_index for source in sources if source is not None})))
+    reads = tuple(sorted({source.bucket_index for source in sources if source is not None}))
+    return replace(event, reads=reads, peak=held.during[node] if node is start else 0)
 
 
-def stretches(graph: fx.Graph, phase: Phase) -> Iterator[fx.Node | Event]:
+def stretches(graph: fx.Graph, phase: Phase, held: Activations) -> Iterator[fx.Node | Event]:
     """Runtime nodes, and what is computed between them as one event each, in order."""
     stretch: list[fx.Node] = []
-    live = _activation_bytes(graph)
     for node in graph.nodes:
         if event_of(node) is not None:
             if stretch:
-                yield _compute(stretch, phase, live[stretch[-1]])
+                yield _compute(stretch, phase, held)
                 stretch = []
             yield node
         elif computes(node):
             stretch.append(node)
     if stretch:
-        yield _compute(stretch, phase, live[stretch[-1]])
+        yield _compute(stretch, phase, held)
 
 
-def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
+def _compute(nodes: list[fx.Node], phase: Phase, held: Activations) -> Event:
     reads: set[int] = set()
     writes: set[int] = set()
     for node in nodes:
@@ -124,7 +145,8 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: int) -> Event:
         flops=sum(node_flops(node) for node in nodes),
         float8_flops=sum(node_float8_flops(node) for node in nodes),
         traffic=sum(node_traffic(node) for node in nodes),
-        held=held,
+        held=held.after[nodes[-1]],
+        peak=max(held.peak(nodes), held.after[nodes[-1]]),
         nodes=len(nodes),
     )
 
@@ -136,39 +158,6 @@ def _dtype(nodes: list[fx.Node]) -> torch.dtype:
         node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and node_flops(node)
     ]
     return (products or values or [torch.empty(0)])[0].dtype
-
-
-def _activation_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Bytes of values computed and still needed, after each node. Parameters and gradients live in buckets."""
-    root: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        root[node] = root[node.all_input_nodes[0]] if is_view(node) else node
-        for arg in node.all_input_nodes:
-            last[root[arg]] = node  # reading a view keeps what it is a view of
-    dies: dict[fx.Node, list[fx.Node]] = {}
-    for node, user in last.items():
-        dies.setdefault(user, []).append(node)
-
-    alive, after = 0, {}
-    for node in graph.nodes:
-        if node in last:  # what no node reads is gone at once
-            alive += _owned_bytes(node)
-        alive -= sum(_owned_bytes(dead) for dead in dies.get(node, ()) if node.op != "output")
-        after[node] = alive
-    return after
-
-
-def _owned_bytes(node: fx.Node) -> int:
-    """Bytes that a node's value adds to what is held."""
-    event = event_of(node)
-    in_bucket = unpacks(node) or (event is not None and event.kind not in OF_MODEL) or node.meta.get(PARAM) is not None
-    value = node.meta.get("val")
-    if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
-        return 0
-    if is_constant(node) and all(reader.op != "output" for reader in readers([node])):  # made again where it is used
-        return 0
-    return tensor_bytes(value)
 
 
 def _carried(

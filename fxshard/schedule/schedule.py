@@ -12,6 +12,7 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.model_groups import ModelGroup
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
+from fxshard.schedule.recomputed import Recomputed
 
 if TYPE_CHECKING:
     from fxshard.plan.hardware import Hardware
@@ -45,6 +46,8 @@ class Schedule:
     """What the graphs that the events were recorded from say of their compute."""
     model_groups: tuple[ModelGroup, ...] = ()
     """The process groups that the model communicates in itself."""
+    recomputed: tuple[Recomputed, ...] = ()
+    """What backward computes again because of the budget, in the order in which it was chosen."""
 
     def __len__(self) -> int:
         return len(self.events)
@@ -82,8 +85,21 @@ class Schedule:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that one rank holds in shards and arena. Activations are not part of it."""
-        return self.resident_bytes + self.arena_bytes
+        """The most that one rank holds: shards, gradients and optimizer state, arena, activations and temporaries.
+
+        The arena is one allocation for the whole step, so it counts in full wherever activations have their peak.
+        """
+        return self.resident_bytes + self.arena_bytes + self.activation_bytes + self.workspace_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """What a rank has allocated at the peak of a step that finds no gradients, as after ``zero_grad()``.
+
+        ``peak_bytes`` is no less: it counts all gradients, as where micro-batches add to those of the ones before.
+        """
+        from fxshard.schedule.peak import peak_of
+
+        return peak_of(self).bytes
 
     @property
     def host_bytes(self) -> int:
@@ -102,6 +118,13 @@ class Schedule:
     def activation_bytes(self) -> int:
         """The most that activations take at the end of a stretch of compute, the batch and what is saved included."""
         return max((event.held for _, event in self.of(Kind.COMPUTE)), default=0)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What temporaries inside a stretch of compute, or results of the model's own collectives, add to
+        ``activation_bytes`` at most."""
+        most = max((event.peak for _, event in self.of(Kind.COMPUTE, Kind.COLLECTIVE)), default=0)
+        return most - self.activation_bytes
 
     @property
     def saved_bytes(self) -> int:

@@ -94,6 +94,7 @@ def _title(schedule: Schedule) -> Text:
     ranks = f"{schedule.ranks} rank" + "s" * (schedule.ranks != 1) + schedule.replicated
     budget = f" of {size(schedule.budget)} budget" if schedule.budget is not None else ""
     held = f"{size(schedule.resident_bytes)} resident + {size(schedule.arena_bytes)} arena"
+    held += f" + {size(schedule.activation_bytes + schedule.workspace_bytes)} activations"
     held += f", {size(schedule.host_bytes)} on the host" if schedule.host_bytes else ""
     moved = f"communication {size(schedule.comm_bytes)} per step" if schedule.comm_bytes else "no communication"
     return Text.assemble(
@@ -102,6 +103,9 @@ def _title(schedule: Schedule) -> Text:
         f"peak {size(schedule.peak_bytes)}{budget} ({held}) · {moved}\n",
         f"activations up to {size(schedule.activation_bytes)}",
         f", {size(schedule.saved_bytes)} saved for backward" if schedule.saved_bytes else "",
+        f"\ncomputed again in backward: {', '.join(each.name for each in schedule.recomputed)}"
+        if schedule.recomputed
+        else "",
     )
 
 

@@ -54,6 +54,7 @@ def drawn(
                 reads=(plan.index,), writes=(plan.index,) if writes else (),
                 flops=plan.layout.numel * 2 * 4096 * (1 + writes), traffic=plan.gathered_bytes * 3,
                 held=units.index(name) * dim * 4096,
+                peak=units.index(name) * dim * 4096,
             )
         )  # fmt: skip
 

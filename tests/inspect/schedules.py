@@ -201,6 +201,7 @@ def _compute(phase: Phase, reads: tuple[int, ...] = (), writes: tuple[int, ...] 
         flops=10**9,
         traffic=10**6,
         held=held,
+        peak=held,
         nodes=1,
     )
 

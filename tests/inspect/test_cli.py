@@ -4,6 +4,7 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,10 @@ import fxshard
 from fxshard._torch.errors import ConfigError
 from fxshard.bench.presets import PRESETS, Moe, MoeConfig
 from fxshard.cli import main as cli
+from fxshard.passes.fit_budget import Trade
 from fxshard.plan.hardware import PRESETS as HARDWARE
 from fxshard.schedule.files import from_json
+from fxshard.schedule.recomputed import Recomputed
 from tests.inspect.drawing import drawn
 
 
@@ -35,8 +38,13 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
             raise ConfigError("memory_budget: 1 KiB is too little; the smallest feasible is 11.5 MiB")
         return drawn(layers=6, ranks=options["world_size"])
 
+    def sweep(model: nn.Module, example_inputs: Any, **options: Any) -> Any:
+        calls.append({"model": model, "inputs": example_inputs, **options})
+        again = (Recomputed("layers.*.mlp.up mm", 5, 2**20, 1e-3),)
+        return Trade(2**30, 0.2, 2**20, again), Trade(2**31, 0.1, 2**21, ())
+
     module = ModuleType("fxshard.frontend.planning")
-    module.plan = plan  # type: ignore[attr-defined]
+    module.plan, module.sweep = plan, sweep  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fxshard.frontend.planning", module)
     return calls
 
@@ -69,6 +77,27 @@ def test_inspect_prints_table_and_figures(planned: Planned, capsys: pytest.Captu
     assert (call["world_size"], call["zero"], call["memory_budget"], call["hardware"]) == (1024, 2, "60GiB", "h200")
     assert call["precision"].param is torch.bfloat16 and call["optimizer"] is None
     assert all(p.is_meta for p in call["model"].parameters()) and len(call["model"].layers) == 2
+
+
+def test_a_sweep_prints_step_time_over_budgets(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", "--sweep"]) == 0
+    *_, tight, loose = capsys.readouterr().out.splitlines()
+    assert tight.split()[:6] == ["1.00", "GiB", "200.00", "ms", "1.0", "MiB"] and tight.endswith("layers.*.mlp.up mm")
+    assert loose.split()[:4] == ["2.00", "GiB", "100.00", "ms"] and loose.endswith("nothing")
+    assert loose.count("█") == 15 and tight.count("█") == 30
+    assert len(planned) == 1
+
+
+def test_a_budget_says_what_was_decided(
+    monkeypatch: pytest.MonkeyPatch, planned: Planned, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = (Recomputed("layers.*.mlp.up mm", 5, 2**20, 1e-3),)
+    schedule = replace(drawn(layers=6), budget=2**40, recomputed=again)
+    monkeypatch.setattr(sys.modules["fxshard.frontend.planning"], "plan", lambda *_, **__: schedule)
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", "--budget", "60GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "layers.*.mlp.up mm: 5 values in the layers that were traced, 1.0 MiB not saved for 1.00 ms" in out
+    assert "computed again in backward: layers.*.mlp.up mm" in out
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", fxshard.AdamW), ("muon", fxshard.Muon)])

@@ -40,7 +40,7 @@ EVENTS = st.builds(
     Event, st.sampled_from(Kind), st.sampled_from(Phase), TEXT, st.integers(-1, 99),
     st.lists(TEXT, max_size=3).map(tuple), COUNT, DTYPES, TEXT, TEXT, TEXT,
     slot=st.none() | st.builds(SlotRange, COUNT, COUNT), reads=POSITIONS, writes=POSITIONS, flops=COUNT, traffic=COUNT,
-    held=COUNT, waits_for=POSITIONS,
+    held=COUNT, peak=COUNT, waits_for=POSITIONS,
 )  # fmt: skip
 SCHEDULES = st.builds(
     Schedule, st.lists(EVENTS, max_size=4).map(tuple), st.lists(BUCKETS, max_size=3).map(tuple), COUNT, COUNT,

@@ -18,10 +18,12 @@ from tests.thorough import thorough
 HARMLESS = {
     r"(event\.\w+|buckets)\.why": "a reason, for people",
     r"buckets\.unit": "a label; the bucket's name still begins with it",
-    r"event\.(compute|update)\.(flops|traffic)|event\.compute\.held": "an estimate that only the simulator adds up",
+    r"event\.(compute|update)\.(flops|traffic)": "an estimate that only the simulator adds up",
+    r"event\.compute\.held|event\.(compute|collective)\.peak": "an estimate of memory",
     r"event\.\w+\.float8_flops": "another one",
     r"event\.compute\.dtype": "which peak rate the simulator divides by",
     r"budget": "a limit that holds as well",
+    r"recomputed(\.\w+)?(\[\])?": "what a budget made of saved values, for people",
     r"buckets\.domain\.stride": "which links the simulator takes; all buckets of a domain agree on it",
     r"buckets\.layout\.whole": "no parameter crosses a boundary: both words describe the same places",
     r"graphs\.(reads|writes)\.nodes(\[\])?": "another node of the same stretch",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fxshard
 from fxshard.passes.apply_decisions import apply_decisions
 from fxshard.passes.context import PassContext
-from fxshard.passes.decide import Decisions, decide
+from fxshard.passes.decide import Decisions, decide, least_arena
 from fxshard.passes.options import Options
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.hardware import PRESETS
@@ -23,8 +23,8 @@ TIMELINE = Timeline.of(inserted(context(*BUCKETS)))
 SIZE = BUCKETS[0].gathered_bytes
 
 
-def frame(bandwidth: float = 1e9, budget: int | None = None, **debug: object) -> PassContext:
-    options = Options(lowering="eager", memory_budget=budget, debug=fxshard.Debug(**debug))  # type: ignore[arg-type]
+def frame(bandwidth: float = 1e9, **debug: object) -> PassContext:
+    options = Options(lowering="eager", debug=fxshard.Debug(**debug))  # type: ignore[arg-type]
     machine = replace(PRESETS["h200"], intra_bandwidth=bandwidth)
     return PassContext(BUCKETS, options, Phase.FORWARD, "test", ranks=2, hardware=machine)
 
@@ -39,18 +39,12 @@ def frame(bandwidth: float = 1e9, budget: int | None = None, **debug: object) ->
 def test_the_same_input_gives_the_same_decisions_and_stays_as_it_was(
     bandwidth: float, budget: int | None, prefetch: int | None, keep_resident: bool
 ) -> None:
-    limit = None if budget is None else budget * SIZE
+    given = frame(bandwidth, prefetch=prefetch, keep_resident=keep_resident)
+    limit = None if budget is None else max(budget * SIZE, least_arena(TIMELINE, given))
     before = copy.deepcopy(TIMELINE)
-    made = []
-    for _ in range(2):
-        try:
-            given = frame(bandwidth, limit, prefetch=prefetch, keep_resident=keep_resident)
-            made.append(decide(copy.deepcopy(before), given, resident_bytes=0))
-        except fxshard.BudgetError as error:
-            made.append(str(error))  # type: ignore[arg-type]
+    made = [decide(copy.deepcopy(before), given, limit) for _ in range(2)]
     assert made[0] == made[1] and before == TIMELINE
-    if not isinstance(made[0], str):
-        assert limit is None or made[0].memory.bytes <= limit
+    assert limit is None or made[0].memory.bytes <= limit
 
 
 @pytest.mark.parametrize("debug", [{}, {"prefetch": 0}, {"prefetch": 2}, {"keep_resident": False}])
@@ -58,7 +52,7 @@ def test_the_same_input_gives_the_same_decisions_and_stays_as_it_was(
 def test_graphs_become_what_was_decided(bandwidth: float, debug: dict[str, object]) -> None:
     given = frame(bandwidth, **debug)
     modules = inserted(given)
-    decisions = decide(Timeline.of(modules), given, resident_bytes=0)
+    decisions = decide(Timeline.of(modules), given)
     computed = {
         phase: [n.name for n in module.graph.nodes if not n.meta.get("fxshard")] for phase, module in modules.items()
     }

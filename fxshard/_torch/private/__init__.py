@@ -26,8 +26,10 @@ from fxshard._torch.private.collectives import is_synchronous as is_synchronous
 from fxshard._torch.private.collectives import is_wait as is_wait
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
+from fxshard._torch.private.dynamo import module_path as module_path
 from fxshard._torch.private.dynamo import open_inputs as open_inputs
 from fxshard._torch.private.dynamo import without_logging as without_logging
+from fxshard._torch.private.inductor import activation_memory_budget as activation_memory_budget
 from fxshard._torch.private.inductor import compile_clocks as compile_clocks
 from fxshard._torch.private.inductor import inductor_compile as inductor_compile
 from fxshard._torch.private.inductor import inductor_decompositions as inductor_decompositions
@@ -79,9 +81,13 @@ def draws_a_random_number(node: fx.Node) -> bool:
     Operators for attention have a dropout of their own, and are marked for it even where it is 0.
     """
     operator = operator_of(node)
-    if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
-    return _argument(node, operator, "dropout_p") != 0.0
+    return operator is not None and is_random(operator) and _argument(node, operator, "dropout_p") != 0.0
+
+
+def is_random(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator may draw random numbers. The partitioner saves a generator's state for one that is computed
+    twice, even where its dropout is 0. torch 2.11, 2.13."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:

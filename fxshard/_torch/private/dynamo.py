@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -101,3 +102,10 @@ class _Ignored(set[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(()) if torch.__version__ < "2.12" else super().__iter__()
+
+
+def module_path(node: fx.Node) -> str:
+    """The module whose forward a node is from, as Dynamo wrote it down; empty where it did not. torch 2.11, 2.13."""
+    stack = node.meta.get("nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return re.sub(r"^L\['(self|model|[^']*)'\]\.?", "", path) if isinstance(path, str) else ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -56,3 +57,12 @@ def compile_clocks() -> dict[str, float]:
     from torch._dynamo.utils import compilation_time_metrics
 
     return {name: sum(seconds) for name, seconds in compilation_time_metrics.items()}
+
+
+@contextlib.contextmanager
+def activation_memory_budget(share: float) -> Iterator[None]:
+    """What torch's partitioner may save of what it would, in graphs that are compiled meanwhile. torch 2.11, 2.13."""
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=share):  # type: ignore[attr-defined]
+        yield

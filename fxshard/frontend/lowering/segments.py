@@ -58,13 +58,14 @@ def example_inputs(segment: fx.GraphModule) -> list[Any]:
 
 
 def interpreted(segment: fx.GraphModule) -> BoxedCallable:
-    """A segment as it stands, operator by operator."""
-    forward = fx.GraphModule(segment, segment.graph).forward
+    """A segment as it stands, operator by operator. A value is dropped after the operator that reads it last."""
+    interpreter = fx.Interpreter(segment)
 
     def run(args: list[Any]) -> Any:
-        values = tuple(args)
-        args.clear()
-        return forward(*values)
+        try:
+            return interpreter.boxed_run(args)
+        finally:
+            interpreter.env.clear()  # which has the results
 
     return run
 

@@ -1,0 +1,160 @@
+"""Steps under memory budgets from the smallest to the largest: predicted and measured peaks and times.
+
+fxshard bench budget --ranks 1 --model 1b --budgets 10
+fxshard bench budget --ranks 1 --model moe-1b --shares 1.0,0.5,0.25
+
+torch's own partitioner budget, under FSDP2 and torch.compile, is measured at shares of its activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxshard
+from fxshard._torch import private
+from fxshard.bench.arguments import DEVICES
+from fxshard.bench.contenders import ADAMW, BF16, Make, fsdp2, ours
+from fxshard.bench.train import Contender, join_ranks
+from fxshard.bench.workloads import Workload, add_models
+
+
+@dataclass
+class Row:
+    """One budget. Sizes in GiB, times in milliseconds; None where there is nothing to say."""
+
+    model: str
+    name: str
+    budget: float | None
+    predicted: float | None
+    """What the schedule says that a step has allocated at its peak."""
+    measured: float
+    step_ms: float
+    simulated_ms: float | None
+    recomputed: int | None
+    """Kinds of values that backward computes again."""
+
+
+def main() -> None:
+    arguments = parse()
+    device = join_ranks(arguments.device)
+    rows: list[Row] = []
+    for name in arguments.model:
+        workload = Workload(name, arguments.layers, arguments.batch, not arguments.no_cache)
+        if dist.get_rank() == 0:
+            print(f"\n{name}\n{HEADER}", flush=True)
+        for row in measured(workload, arguments, device):
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print(_line(row), flush=True)
+    if arguments.json is not None and dist.get_rank() == 0:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    dist.destroy_process_group()
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench budget", description=__doc__.split("\n")[0] if __doc__ else None)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=DEVICES, default=best, help=f"(default here: {best})")
+    add_models(parser, default="1b on CUDA, toy on a CPU")
+    parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
+    parser.add_argument("--layers", type=int, help="another number of layers than the model has")
+    parser.add_argument("--budgets", type=int, default=10, help="from the smallest to the largest (default: 10)")
+    parser.add_argument(
+        "--shares", default="1.0,0.75,0.5,0.25,0.1", help="torch's activation_memory_budget; empty for none"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args(argv)
+    arguments.model = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
+    arguments.shares = [float(share) for share in arguments.shares.split(",") if share]
+    if arguments.budgets < 2:
+        parser.error(f"--budgets {arguments.budgets}: expected two or more, the smallest and the largest among them")
+    return arguments
+
+
+def measured(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """The rows of one model, one contender at a time: each has the device for itself."""
+    precision = BF16 if device.type == "cuda" else None
+    least, most = extremes(workload, precision, device)
+    for i in range(arguments.budgets):
+        budget = least + (most - least) * i // (arguments.budgets - 1)
+
+        def make(model: nn.Module, precision: Any, budget: int = budget) -> Any:
+            return ours(model, precision, 3, memory_budget=budget)
+
+        yield _measure("fxshard", make, budget, workload, arguments, device)
+    for share in arguments.shares:
+        with private.activation_memory_budget(share):
+            peer = lambda model, precision: fsdp2(model, precision, compiled=True)  # noqa: E731
+            yield _measure(f"torch {share}", peer, None, workload, arguments, device)
+
+
+def extremes(workload: Workload, precision: fxshard.Precision | None, device: torch.device) -> tuple[int, int]:
+    """The smallest budget, and what a step takes without one."""
+    with torch.device("cpu"):
+        model, inputs = workload.build(torch.device("meta"))
+    options: dict[str, Any] = {"world_size": dist.get_world_size(), "precision": precision, "optimizer": ADAMW}
+    options["hardware"] = "cpu" if device.type == "cpu" else "h200"
+    try:
+        fxshard.plan(model, inputs, memory_budget=1, **options)
+    except fxshard.BudgetError as error:
+        return error.smallest, fxshard.plan(model, inputs, **options).peak_bytes
+    raise AssertionError("a byte is enough for a model")
+
+
+def _measure(
+    name: str, make: Make, budget: int | None, workload: Workload, arguments: argparse.Namespace, device: torch.device
+) -> Row:
+    contender = Contender(name, workload, device, device.type == "cuda", make)
+    for _ in range(arguments.rounds):
+        contender.measure(arguments.steps, 0)
+    contender.measure_host()
+    result = contender.result()
+    model = contender.model
+    schedule = model.schedule if isinstance(model, fxshard.ShardedModule) else None
+    row = Row(
+        workload.name,
+        name,
+        None if budget is None else budget / 2**30,
+        None if schedule is None else schedule.step_bytes / 2**30,
+        result.peak_gib,
+        result.step_ms,
+        None if schedule is None else schedule.simulate("cpu" if device.type == "cpu" else "h200").step_seconds * 1e3,
+        None if schedule is None else len(schedule.recomputed),
+    )
+    del contender, model, schedule
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+HEADER = (
+    f"{'contender':<12}{'budget GiB':>12}{'predicted':>12}{'measured':>12}{'step ms':>10}{'simulated':>11}{'again':>7}"
+)
+
+
+def _line(row: Row) -> str:
+    def cell(value: float | None, width: int, digits: int) -> str:
+        return f"{'–' if value is None else f'{value:.{digits}f}':>{width}}"
+
+    return (
+        f"{row.name:<12}{cell(row.budget, 12, 3)}{cell(row.predicted, 12, 3)}{cell(row.measured, 12, 3)}"
+        f"{cell(row.step_ms, 10, 1)}{cell(row.simulated_ms, 11, 1)}{cell(row.recomputed, 7, 0)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

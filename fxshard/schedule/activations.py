@@ -1,0 +1,203 @@
+"""What a graph holds besides buckets while it runs: batch, saved values, and temporaries inside stretches of compute.
+
+Counted from shapes and the order of nodes. Operator by operator, a value takes memory when its node runs, and gives it
+back after the last node that reads it, or a view of it. Where stretches are compiled, a value that only pointwise nodes
+and reductions of its own stretch read is never written: what it is made of lives until those have run. What kernels
+take for themselves while they run is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard._torch import private
+from fxshard.plan.cost import node_flops, tensor_bytes
+from fxshard.schedule.aliases import is_view, readers
+from fxshard.schedule.constants import is_constant
+from fxshard.schedule.events import OF_MODEL, Kind, Phase, event_of
+from fxshard.schedule.graph_summary import computes, unpacks
+from fxshard.schedule.params import GRADS, PARAM
+
+_FUSED = {
+    "_to_copy", "convert_element_type", "sum", "mean", "amax", "amin", "any", "var_mean", "full", "iota", "expand",
+    "where", "clone", "gather", "constant_pad_nd", "cat", "split_with_sizes", "slice_scatter", "select_scatter",
+}  # fmt: skip
+"""Operators that Inductor fuses besides pointwise ones."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is alive at some node, and its bytes."""
+
+    node: fx.Node
+    bytes: int
+
+
+class Activations:
+    """Bytes alive while each node of a graph runs and after it. Parameters and gradients live in buckets.
+
+    ``fused``: stretches are compiled. ``outside``: bytes that live as long as the graph runs. ``memory``: of inputs, by
+    name, whose memory they are, where several have the same.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, fused: bool = False, outside: int = 0, memory: Mapping[str, str] | None = None
+    ) -> None:
+        self.nodes = list(graph.nodes)
+        self._at = {node: i for i, node in enumerate(self.nodes)}
+        self._inlined = _inlined(self.nodes) if fused else set()
+        self._in_place = fused
+        self.root: dict[fx.Node, fx.Node] = {}
+        first: dict[str, fx.Node] = {}
+        for node in self.nodes:
+            self.root[node] = self.root[node.all_input_nodes[0]] if is_view(node) else node
+            if memory and node.op == "placeholder" and node.name in memory:
+                self.root[node] = first.setdefault(memory[node.name], node)
+        # Parameters' gradients go to their buckets, whether the nodes that write them there are inserted yet or not.
+        given: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+        refs = graph.output_node().meta.get(GRADS, ())
+        gradients = [node for node, ref in zip(given, refs, strict=False) if ref is not None and node is not None]
+        self._in_buckets = {self.root[node] for node in gradients}
+        self._end = self._last_reads()
+        self.after: dict[fx.Node, int] = {}
+        self.during: dict[fx.Node, int] = {}
+        self._count(outside)
+
+    def _last_reads(self) -> dict[fx.Node, int]:
+        """{value: the position of the last node that needs it}; reading a view keeps what it is a view of.
+
+        A collective of the model's own reads until it is waited for.
+        """
+        end: dict[fx.Node, int] = {}
+        for i in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[i]
+            runs = end.get(node, i) if node in self._inlined else i
+            if private.collective_name(node) is not None:
+                runs = max([i, *(self._at[user] for user in node.users if private.is_wait(user))])
+            for arg in node.all_input_nodes:
+                source = self.root[arg]
+                end[source] = max(end.get(source, -1), runs)
+        return end
+
+    @cached_property
+    def _dies(self) -> dict[int, list[fx.Node]]:
+        found: dict[int, list[fx.Node]] = {}
+        for node, at in self._end.items():
+            if self.nodes[at].op != "output":
+                found.setdefault(at, []).append(node)
+        return found
+
+    def _count(self, alive: int) -> None:
+        stretch = _stretches(self.nodes)
+        for i, node in enumerate(self.nodes):
+            own = self.owned(node)
+            made = own or _parts_bytes(node)
+            dead = self._dies.get(i, ())
+            freed = sum(self.owned(each) for each in dead)
+            # A compiled pointwise node writes over what dies in it, if that is its stretch's own.
+            reused = 0
+            if self._in_place and _fuses(node):
+                here = [each for each in dead if stretch[each] == stretch[node] and each.op != "placeholder"]
+                reused = sum(map(self.owned, here))
+            self.during[node] = alive + max(0, made - reused)
+            alive += (own if node in self._end else 0) - freed  # what no node reads is gone at once
+            self.after[node] = alive
+
+    def owned(self, node: fx.Node) -> int:
+        """Bytes that a node's value adds to what is held."""
+        elsewhere = node in self._inlined or node in self._in_buckets or self.root[node] is not node
+        return 0 if elsewhere else owned_bytes(node)
+
+    def peak(self, nodes: list[fx.Node]) -> int:
+        return max(self.during[node] for node in nodes)
+
+    def alive_at(self, node: fx.Node) -> Iterator[Held]:
+        """The values that :attr:`during` counts at a node."""
+        here = self._at[node]
+        for each, at in self._end.items():
+            if self._at[each] <= here <= at and self.owned(each):
+                yield Held(each, self.owned(each))
+
+
+def step_activations(graphs: Mapping[Phase, fx.Graph], fused: bool) -> dict[Phase, Activations]:
+    """Of the graphs of a step: during backward the caller still has what forward returned to it."""
+    forward, backward = graphs.get(Phase.FORWARD), graphs.get(Phase.BACKWARD)
+    outside, memory = 0, dict[str, str]()
+    if forward is not None and backward is not None:
+        taken = {node.name for node in backward.find_nodes(op="placeholder")}
+        results = {node: _owner(node) for node in forward.output_node().all_input_nodes}
+        memory = {node.name: owner.name for node, owner in results.items() if node.name in taken}
+        only_returned = {owner for node, owner in results.items() if owner.name not in memory.values()}
+        outside = sum(owned_bytes(node) for node in only_returned if node.op != "placeholder")
+    return {
+        phase: Activations(graph, fused, *((outside, memory) if phase is Phase.BACKWARD else ()))
+        for phase, graph in graphs.items()
+    }
+
+
+def peak_bytes(held: Mapping[Phase, Activations]) -> int:
+    """The most that the graphs of a step hold at any node."""
+    return max((max(each.during.values(), default=0) for each in held.values()), default=0)
+
+
+def owned_bytes(node: fx.Node) -> int:
+    """Bytes of the memory that a node's value has to itself."""
+    event = event_of(node)
+    in_bucket = unpacks(node) or (event is not None and event.kind not in OF_MODEL) or node.meta.get(PARAM) is not None
+    value = node.meta.get("val")
+    if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
+        return 0
+    if is_constant(node) and all(reader.op != "output" for reader in readers([node])):  # made again where it is used
+        return 0
+    return tensor_bytes(value)
+
+
+def _parts_bytes(node: fx.Node) -> int:
+    """Of an operator that gives several tensors, what it takes for them: the nodes that unpack it have them later."""
+    value = node.meta.get("val")
+    several = isinstance(value, (tuple, list)) and computes(node) and not is_view(node)
+    return tensor_bytes(value) if several else 0
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _stretches(nodes: list[fx.Node]) -> dict[fx.Node, int]:
+    """In which stretch each node is. Gathers and releases do not count: which are there is decided later."""
+    found: dict[fx.Node, int] = {}
+    number = 0
+    for node in nodes:
+        event = event_of(node)
+        number += event is not None and event.kind not in (Kind.UNSHARD, Kind.RESHARD)
+        found[node] = number
+    return found
+
+
+def _inlined(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Values that a compiler never writes: all that read them are fused into the same kernels."""
+    stretch = _stretches(nodes)
+    fuses = {node: computes(node) and _fuses(node) for node in nodes}
+    views = {node: is_view(node) for node in nodes}
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if fuses[node] and not views[node]:
+            read_by = [reader for reader in readers([node]) if not views[reader]]
+            if read_by and all(fuses[reader] and stretch[reader] == stretch[node] for reader in read_by):
+                found.add(node)
+    return found
+
+
+def _fuses(node: fx.Node) -> bool:
+    target = private.operator_of(node)
+    if target is None or node_flops(node) or private.is_mutable(target):
+        return False
+    return torch.Tag.pointwise in target.tags or private.operator_name(target) in _FUSED

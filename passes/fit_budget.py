@@ -1,0 +1,175 @@
+"""Step, under a memory budget: what backward computes again and what the arena may take, so that all of it fits.
+
+Requires graphs that can be split again with less saved (``Partitioned.tighter``). The splits are tried from the one
+that saves most; for each, arenas of several sizes. Which are tried does not depend on the budget, and of those that
+fit, the one with the shortest simulated step is taken: more memory never makes a slower step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from fxshard._torch import private
+from fxshard._torch.errors import BudgetError
+from fxshard.passes.context import PassContext
+from fxshard.passes.decide import Decisions, decide, least_arena
+from fxshard.passes.draft import Draft
+from fxshard.passes.fill_arena import leading_bytes
+from fxshard.plan.hardware import hardware
+from fxshard.schedule.events import Phase
+from fxshard.schedule.recomputed import Recomputed
+from fxshard.schedule.record import resident_bytes
+from fxshard.schedule.schedule import Schedule
+from fxshard.schedule.simulate import Simulation, simulate
+
+GROWTH = 2
+"""From what is added to the smallest arena to what is added for the next try."""
+
+NO_LIMIT = 2**62
+
+Graphs = dict[Phase, fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Forward and backward of a step with their events, and how much they hold."""
+
+    graphs: Graphs
+    draft: Draft
+    context: PassContext
+    carries: bool
+    """Whether an optimizer step may start gathers of the next forward."""
+    symbolic: bool = False
+    """Whether sizes are open."""
+    recomputed: tuple[Recomputed, ...] = ()
+    decided: dict[Any, Decisions] = field(default_factory=dict, compare=False, repr=False)
+    """Decisions that were made, by what they depend on: several budgets ask for the same."""
+    simulations: dict[Any, Simulation] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, graphs: Graphs, context: PassContext, carries: bool, recomputed: tuple[Recomputed, ...] = ()) -> Split:
+        values = [node.meta.get("val") for each in graphs.values() for node in each.graph.find_nodes(op="placeholder")]
+        symbolic = any(map(private.free_symbols, values))
+        return cls(graphs, Draft.of(graphs, context.options.fused), context, carries, symbolic, recomputed)
+
+    @cached_property
+    def least(self) -> int:
+        """The smallest arena, in bytes."""
+        return least_arena(self.draft.timeline, self.context)
+
+    @property
+    def taken(self) -> int:
+        """What a rank holds besides the arena."""
+        return resident_bytes(self.context.buckets) + self.draft.activations
+
+    def arenas(self) -> Iterator[int]:
+        """Sizes to try, from the smallest to one in which everything has a place.
+
+        Where sizes are open, ranks may have other ones, and must gather the same: no more than without a budget.
+        """
+        yield self.least
+        if self.symbolic:
+            return
+        most = 2 * sum(bucket.gathered_bytes + bucket.grad_bytes for bucket in self.context.buckets)
+        more = max((bucket.gathered_bytes for bucket in self.context.buckets), default=0)
+        while 0 < more < most:
+            yield self.least + more
+            more *= GROWTH
+        yield self.least + most
+
+    def decide(self, arena: int | None) -> Decisions:
+        key = arena, self.context.options.debug, self.context.hardware
+        if key not in self.decided:
+            self.decided[key] = decide(self.draft.timeline, replace(self.context, observer=None), arena)
+        return self.decided[key]
+
+    def options(self, budget: int) -> Iterator[Decisions]:
+        """Orders of the events that fit, those without a budget's rules among them; each once."""
+        tried: list[Decisions] = []
+        for arena in self.arenas():
+            if self.taken + arena > budget:
+                break
+            tried.append(self.decide(arena))
+            if tried[-1] not in tried[:-1]:
+                yield tried[-1]
+        free = self.decide(None)
+        # Gathers that an optimizer step starts may have to be moved out of the arena.
+        moved = leading_bytes(free.timeline, free.memory.leading)
+        if self.taken + free.memory.bytes + moved <= budget and free not in tried:
+            yield free
+
+    def scheduled(self, decisions: Decisions) -> Schedule:
+        """What the graphs will do, once they are what was decided."""
+        return replace(self.draft.decided(decisions, self.context, self.carries), recomputed=self.recomputed)
+
+    def simulated(self, decisions: Decisions) -> Simulation:
+        # By the cost model alone: recorded durations differ between ranks, and what is gathered must not.
+        machine = self.context.hardware or hardware("h200")
+        key = id(decisions), machine, self.carries  # which are kept
+        if key not in self.simulations:
+            self.simulations[key] = simulate(self.scheduled(decisions), machine)
+        return self.simulations[key]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was chosen: a split, the order of its events within an arena, and the simulated step."""
+
+    split: Split
+    decisions: Decisions
+    seconds: float
+
+
+def fit_budget(splits: Iterator[Split], budget: int) -> Fit:
+    """The fastest that fits; :class:`BudgetError` with the smallest budget for which something does."""
+    best: Fit | None = None
+    smallest: Split | None = None
+    for split in splits:
+        roomy = split.taken + max(split.arenas()) <= budget
+        if smallest is None or split.taken + split.least < smallest.taken + smallest.least:
+            smallest = split
+        compute = 0.0
+        for decisions in split.options(budget):
+            simulation = split.simulated(decisions)
+            compute = simulation.compute_seconds
+            if best is None or simulation.step_seconds < best.seconds:
+                best = Fit(split, decisions, simulation.step_seconds)
+            if simulation.exposed_seconds <= 0:
+                break
+        if best is not None and (roomy or best.seconds <= compute):  # what saves less computes more
+            break
+    if best is not None:
+        return best
+    assert smallest is not None
+    seconds = smallest.simulated(smallest.decide(smallest.least)).step_seconds
+    raise BudgetError(budget, smallest.taken + smallest.least, seconds)
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A budget, and the fastest step that fits it."""
+
+    bytes: int
+    seconds: float
+    arena: int
+    recomputed: tuple[Recomputed, ...]
+
+
+def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
+    """Step time over budget: from the smallest that works, every budget from which on a step is faster."""
+    found: list[Trade] = []
+    for split in splits:
+        for decisions in split.options(NO_LIMIT):
+            seconds = split.simulated(decisions).step_seconds
+            arena = decisions.memory.bytes
+            found.append(Trade(split.taken + arena, seconds, arena, split.recomputed))
+    faster: list[Trade] = []
+    for trade in sorted(found, key=lambda each: (each.bytes, each.seconds)):
+        if not faster or trade.seconds < faster[-1].seconds:
+            faster.append(trade)
+    return tuple(faster)

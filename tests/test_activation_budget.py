@@ -1,0 +1,244 @@
+"""A memory budget covers activations: what backward computes again, what that costs, and that no bit changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxshard
+from fxshard.frontend.planning import sweep
+from fxshard.plan.hardware import PRESETS, Hardware
+from fxshard.schedule.largest import Thing
+from fxshard.schedule.schedule import Schedule
+from tests.measuring import AllocatedPeak, NewBytes
+from tests.pool import Pool
+from tests.test_budget import captured
+from tests.toy import Llama, batch
+from tests.training import full_gradients
+
+VOCAB = 64
+SLOW = replace(PRESETS["h200"], name="slow", intra_bandwidth=2e9, inter_bandwidth=1e9)
+
+
+def small() -> Llama:
+    torch.manual_seed(0)
+    return Llama(vocab=VOCAB, dim=64, layers=2, heads=4, hidden=176)
+
+
+def data(step: int = 0, ranks: int = 2, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch(step, ranks, rank, VOCAB, size=4, length=64)
+
+
+def planned(model: nn.Module, **options: Any) -> Schedule:
+    settings = {"world_size": 2, "hardware": "cpu", "lowering": "eager", "optimizer": fxshard.AdamW(), **options}
+    return fxshard.plan(model, data(), **settings)
+
+
+def too_small(model: nn.Module, **options: Any) -> fxshard.BudgetError:
+    with pytest.raises(fxshard.BudgetError) as caught:
+        planned(model, memory_budget=1, **options)
+    return caught.value
+
+
+# -- what is decided ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("M2")
+@pytest.mark.parametrize(
+    ("name", "ranks", "machine"), [("llama", 2, SLOW), ("wide", 64, PRESETS["h200"])], ids=["llama", "wide"]
+)
+def test_more_memory_is_never_a_slower_step(name: str, ranks: int, machine: Hardware) -> None:
+    def under(budget: int | None) -> Schedule:
+        return captured(name).schedule(ranks=ranks, hardware=machine, memory_budget=budget, optimizer=fxshard.AdamW())
+
+    with pytest.raises(fxshard.BudgetError) as caught:
+        under(1)
+    least, most = caught.value.smallest, under(None).peak_bytes
+    found = [under(least + (most - least) * i // 8) for i in range(12)]
+    steps = [schedule.simulate(machine).step_seconds for schedule in found]
+    assert all(tight >= loose for tight, loose in pairwise(steps)), steps
+    assert steps[0] == caught.value.seconds
+    assert found[0].recomputed and not under(100 * most).recomputed
+    assert steps[-1] <= under(None).simulate(machine).step_seconds
+
+
+@pytest.mark.shows("M1")
+def test_an_infeasible_budget_names_the_smallest_and_its_step() -> None:
+    error = too_small(small())
+    schedule = planned(small(), memory_budget=error.smallest)
+    assert schedule.peak_bytes == error.smallest
+    assert schedule.simulate("cpu").step_seconds == error.seconds
+    assert f"at least {error.smallest} bytes" in str(error) and "simulated step" in str(error)
+    with pytest.raises(fxshard.BudgetError):
+        planned(small(), memory_budget=error.smallest - 1)
+
+
+@pytest.mark.shows("M2")
+def test_a_sweep_has_the_budgets_from_which_a_step_is_faster() -> None:
+    trades = sweep(small(), data(), world_size=2, hardware="cpu", lowering="eager", optimizer=fxshard.AdamW())
+    assert all(a.bytes < b.bytes and a.seconds > b.seconds for a, b in pairwise(trades))
+    first, last = (planned(small(), memory_budget=trade.bytes) for trade in (trades[0], trades[-1]))
+    assert trades[0].recomputed == first.recomputed and trades[0].bytes == first.peak_bytes
+    assert [each.simulate("cpu").step_seconds for each in (first, last)] == [trades[0].seconds, trades[-1].seconds]
+
+
+def test_layers_are_decided_alike_and_the_table_says_what_is_computed_again() -> None:
+    schedule = planned(small(), memory_budget=too_small(small()).smallest)
+    names = [each.name for each in schedule.recomputed]
+    assert any(name.startswith("layers.*.") for name in names)
+    assert {each.count for each in schedule.recomputed if each.name.startswith("layers.*")} == {2}
+    assert f"computed again in backward: {names[0]}" in str(schedule)
+    assert schedule.saved_bytes < planned(small()).saved_bytes
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def test_folded_layers_are_decided_alike() -> None:
+    """Five of nine are traced; what is decided about them holds for all, and every layer saves as much less."""
+    torch.manual_seed(0)
+    model = Llama(vocab=VOCAB, dim=32, layers=9, heads=4, hidden=88)
+    roomy = planned(model)
+    tight = planned(model, memory_budget=roomy.peak_bytes - 50_000)
+    assert tight.recomputed and {each.count for each in tight.recomputed} == {5}
+    per_layer = sum(each.bytes for each in tight.recomputed) // 5
+    assert roomy.saved_bytes - tight.saved_bytes == 9 * per_layer
+
+
+class Marked(nn.Module):
+    """Layers that the model itself computes again, or that draw random numbers."""
+
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = nn.Embedding(VOCAB, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(3))
+        self.head = nn.Linear(32, VOCAB)
+        self.dropout, self.checkpointed = dropout, checkpointed
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(layer(x), self.dropout) if self.dropout else x + layer(x)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.emb(x)
+        for layer in self.layers:
+            if self.checkpointed:
+                hidden = checkpoint(self.block, layer, hidden, use_reentrant=False)
+            else:
+                hidden = self.block(layer, hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+def test_what_the_model_checkpoints_is_left_to_it() -> None:
+    """Its regions are computed again as it says, and nothing of them is decided a second time."""
+    model = Marked(checkpointed=True)
+    schedule = planned(model, memory_budget=too_small(model).smallest)
+    assert not any(each.name.startswith("layers") for each in schedule.recomputed)
+    assert planned(Marked(), memory_budget=too_small(Marked()).smallest).recomputed
+
+
+# -- what a run does ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """What one rank saw: the schedule, losses, gradients of the last step, and what it had allocated at its peak."""
+
+    schedule: Schedule
+    losses: list[float]
+    grads: dict[str, torch.Tensor]
+    peak: int
+    largest: tuple[Thing, ...]
+
+
+def trained(make: str, budgets: list[int | None]) -> list[Trained]:
+    found = []
+    for budget in budgets:
+        new = NewBytes()
+        model = fxshard.compile(
+            small() if make == "llama" else Marked(0.3),
+            lowering="eager",
+            optimizer=fxshard.AdamW(),
+            memory_budget=budget,
+        )
+        torch.manual_seed(dist.get_rank())
+        losses = []
+        for step in range(2):
+            loss = model(*data(step, dist.get_world_size(), dist.get_rank()))
+            loss.backward()
+            losses.append(float(loss.detach()))
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+        del loss
+        last = data(2, dist.get_world_size(), dist.get_rank())
+        before = new.count()
+        with AllocatedPeak() as peak:
+            loss = model(*last)
+            loss.backward()
+        losses.append(float(loss.detach()))
+        found.append(Trained(model.schedule, losses, full_gradients(model), before + peak.bytes, model.report.largest))
+        del model, loss
+    return found
+
+
+def budgets(model: nn.Module, ranks: int) -> list[int | None]:
+    least = too_small(model, world_size=ranks).smallest
+    most = planned(model, world_size=ranks).peak_bytes
+    return [None, least, (least + most) // 2]
+
+
+@pytest.fixture(scope="module")
+def ran(ranks: Pool) -> list[list[Trained]]:
+    """On one rank: to reduce between CPUs takes memory of its own, which no device needs."""
+    return list(ranks(1, trained, "llama", budgets(small(), 1), timeout=240))
+
+
+@pytest.mark.shows("M4")
+def test_recomputed_and_kept_give_the_same_bits(ran: list[list[Trained]]) -> None:
+    for kept, *others in ran:
+        assert not kept.schedule.recomputed and others[0].schedule.recomputed
+        for run in others:
+            assert run.losses == kept.losses
+            assert all(torch.equal(run.grads[name], kept.grads[name]) for name in kept.grads)
+
+
+@pytest.mark.shows("M1")
+def test_the_measured_peak_keeps_to_the_budget(ran: list[list[Trained]]) -> None:
+    for runs in ran:
+        for run in runs[1:]:
+            assert run.schedule.budget is not None
+            assert run.peak <= run.schedule.budget, (run.peak, run.schedule.budget, len(run.schedule.recomputed))
+
+
+@pytest.mark.shows("M3")
+def test_the_predicted_peak_is_the_measured_one(ran: list[list[Trained]]) -> None:
+    for runs in ran:
+        for run in runs:
+            assert run.peak == pytest.approx(run.schedule.step_bytes, rel=0.03), len(run.schedule.recomputed)
+
+
+def test_the_report_names_the_largest_things(ran: list[list[Trained]]) -> None:
+    for kept, tight, *_ in ran:
+        sizes = [thing.bytes for thing in kept.largest]
+        assert len(sizes) == 10 and sizes == sorted(sizes, reverse=True)
+        assert sum(sizes) <= kept.schedule.peak_bytes
+        names = {thing.name for thing in kept.largest}
+        assert {"masters and optimizer state", "parameters", "gradients"} <= names
+        saved = {each.name for each in tight.schedule.recomputed}
+        assert names & saved, "what is computed again was among the largest"
+
+
+@pytest.mark.shows("M4")
+def test_random_numbers_are_drawn_once(ranks: Pool) -> None:
+    """Dropout is never computed again: the seeded run is the same with and without a budget."""
+    for kept, *others in ranks(2, trained, "dropout", budgets(Marked(0.3), 2), timeout=240):
+        assert others[0].schedule.recomputed
+        for run in others:
+            assert run.losses == kept.losses
+            assert all(torch.equal(run.grads[name], kept.grads[name]) for name in kept.grads)
