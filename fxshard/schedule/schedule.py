@@ -108,11 +108,13 @@ class Schedule:
 
     @property
     def replicated(self) -> str:
-        """How a title says that shards have replicas (HSDP); empty where they have none."""
+        """How a title says that shards have replicas (HSDP), and that the model communicates itself; else empty."""
         domain = next((bucket.domain for bucket in self.buckets if not bucket.domain.name), None)
+        own = ", ".join(group.name for group in self.model_groups)
+        said = f", the model itself in {own}" if own else ""
         if domain is None or domain.replicas == 1:
-            return ""
-        return f" ({domain.replicas} replicas of {domain.shards} shards)"
+            return said
+        return f" ({domain.replicas} replicas of {domain.shards} shards){said}"
 
     @property
     def activation_bytes(self) -> int:

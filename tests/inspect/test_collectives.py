@@ -50,6 +50,7 @@ def test_compute_goes_on_while_they_run_and_stops_where_they_are_awaited() -> No
 def test_the_table_the_page_the_trace_and_files_show_them() -> None:
     schedule = communicating()
     text = str(schedule)
+    assert text.startswith("ZeRO-3 on 2 ranks, the model itself in tp×8, ep×4 ·")
     assert "collective" in text and "all_reduce in tp×8" in text and "all_reduce in ep×4" in text
     page = schedule.to_html()
     assert "tp×8" in json.loads(page.split('id="data">')[1].split("</script>")[0])["streams"]

@@ -28,7 +28,7 @@ def build():
 def command(*arguments: str, where: Path) -> str:
     (where / "mine.py").write_text(FACTORY)
     done = subprocess.run(
-        [sys.executable, "-m", "fxshard", *arguments], capture_output=True, text=True, timeout=300, cwd=where
+        [sys.executable, "-m", "fxshard", *arguments], capture_output=True, text=True, timeout=600, cwd=where
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -41,7 +41,7 @@ def test_every_mesh_and_stage_the_fastest_first(tmp_path: Path) -> None:
     assert head.split() == ["mesh", "shards", "ZeRO", "step", "ms", "tokens/s", "per", "GPU", "exposed", "GiB"]
     assert len(lines) == 4  # one node of eight holds no second replica of eight
     assert {line[: line.index("  ")] for line in lines} == {"dp 16", "dp 8 × tp 2"}
-    steps = [int(line.split("  ")[-4] or line.split()[-4]) for line in lines]
+    steps = [int(line.split()[-4]) for line in lines]
     assert steps == sorted(steps)
 
 
