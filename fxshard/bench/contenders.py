@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,6 +121,12 @@ CONTENDERS: dict[str, Make] = {
     "fxshard-unfused": lambda model, precision: ours(model, precision, 3, experts="off"),
     "fxshard-muon": lambda model, precision: ours(model, precision, 3, MUON),
     "fxshard-muon-zero1": lambda model, precision: ours(model, precision, 1, MUON),
+    "fxshard-bf16-state": lambda model, precision: ours(model, precision, 3, replace(ADAMW, state="bf16")),
+    "fxshard-8bit": lambda model, precision: ours(model, precision, 3, replace(ADAMW, state="8bit")),
+    "fxshard-host": lambda model, precision: ours(model, precision, 3, replace(ADAMW, offload="host")),
+    "fxshard-8bit-host": lambda model, precision: ours(
+        model, precision, 3, replace(ADAMW, state="8bit", offload="host")
+    ),
     "fxshard-zero2": lambda model, precision: ours(model, precision, 2),
     "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
     "fxshard-zero0": lambda model, precision: ours(model, precision, 0),

@@ -1,4 +1,5 @@
-"""A Muon step of this package against ``torch.optim.Muon`` over the hidden matrices of a Llama, in one run.
+"""Steps of this package's optimizers over the hidden matrices of a Llama, in one run: Muon against
+``torch.optim.Muon``, AdamW with its state in every format and place against ``torch.optim.AdamW``.
 
 python -m fxshard.bench.optimizer --device cuda --json optimizer.json
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import Start, choose, explain, iterate, orthogonalize, start
 from fxshard.optim.start import Momentum
+from fxshard.plan.state import FORMATS, OFFLOADS
 
 
 def shapes(layers: int, dim: int, hidden: int) -> list[tuple[int, int]]:
@@ -57,6 +60,15 @@ def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, C
     }
 
 
+def adamw(sizes: list[tuple[int, int]], device: str, **kept: str) -> Callable[[], object]:
+    """A step of AdamW over sharded matrices, with state kept so."""
+    model = torch.nn.ParameterList([0.02 * torch.randn(shape, device=device) for shape in sizes])
+    sharded = fxshard.shard(model, optimizer=fxshard.AdamW(lr=1e-9, **kept))  # type: ignore[arg-type]
+    for parameter in sharded.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return sharded.optimizer.step
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     device = arguments.device
@@ -71,6 +83,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "fxshard.Muon": choice.build(named).step,
         "torch.optim.AdamW, fused": torch.optim.AdamW(params, lr=1e-9, fused=True).step,
     }
+    for state, offload in product(FORMATS, OFFLOADS):
+        name = f"fxshard.AdamW, {state}" + " on the host" * (offload == "host")
+        contenders[name] = adamw(sizes, device, state=state, offload=offload)
 
     def clock(run: Callable[[], object]) -> float:
         return timed(run, device, arguments.repeat)

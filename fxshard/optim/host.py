@@ -70,23 +70,22 @@ class Transfers:
         self._written: dict[int, torch.cuda.Event] = {}
         """When what the host holds at an address is up to date."""
         self._batches: deque[torch.cuda.Event] = deque()
+        self._largest = 0
+        self._places: deque[_Place] = deque()
+
+    def reserve(self, piece: Piece) -> None:
+        """A piece as large as this one may come."""
+        self._largest = max(self._largest, _bytes(piece))
 
     def streamed(self, pieces: Sequence[Piece]) -> Iterator[list[Stored]]:
         """Each piece on the device, in turn, ready for the current stream. What is done to one before the next is
         asked for is what the host gets back.
         """
-        size = max((_bytes(piece) for piece in pieces), default=0)
-        number = min(PLACES, len(pieces))
-        places = [_Place(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(number)]
-        if self._in is not None:  # the memory may be in use by what this stream was given before
-            self._in.wait_stream(torch.cuda.current_stream(self._device))
         coming: deque[tuple[Piece, _Place, list[Stored], torch.cuda.Event | None]] = deque()
         waiting = deque(pieces)
-        turn = 0
         while waiting or coming:
-            while waiting and len(coming) < max(number - 1, 1):
-                piece, place = waiting.popleft(), places[turn % number]
-                turn += 1
+            while waiting and len(coming) < PLACES - 1:
+                piece, place = waiting.popleft(), self._next_place()
                 here = _laid_out(piece, place.memory)
                 coming.append((piece, place, here, self._bring(piece, here, place.free)))
             piece, place, here, ready = coming.popleft()
@@ -94,8 +93,22 @@ class Transfers:
                 torch.cuda.current_stream(self._device).wait_event(ready)
             yield here
             place.free = self._take_back(piece, here)
-        for place in places:
-            self._still_used(place.memory)
+
+    def _next_place(self) -> _Place:
+        """The places, each in turn; what they had before may still be on its way out."""
+        if not self._places:
+            for _ in range(PLACES):
+                memory = torch.empty(self._largest, dtype=torch.uint8, device=self._device)
+                self._places.append(_Place(memory))
+            if self._in is not None:  # the memory may be in use by what this stream was given before
+                self._in.wait_stream(torch.cuda.current_stream(self._device))
+        self._places.rotate(-1)
+        return self._places[-1]
+
+    def end_step(self) -> None:
+        """Give the places back to the device. Not before: a host that is ahead would take others for each bucket."""
+        while self._places:
+            self._still_used(self._places.pop().memory)
 
     def bring(self, piece: Piece) -> list[Stored]:
         """A piece on the device, in memory of its own, ready for the current stream."""

@@ -50,14 +50,20 @@ class PackedMoments(StepCounts):
             self.first.append(cut[0])
             self.second.append(cut[1] if number == 2 else None)
             at += number * size
+        if transfers is not None:
+            for i, begin, end in self._cuts():
+                transfers.reserve(self.moments(i, begin, end))
 
     # -- updating ----------------------------------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """(position, begin, end) of what AdamW has to update: parameters with gradients, cut between rows."""
+        return (piece for piece in self._cuts() if self.bucket.params[piece[0]].grad is not None)
+
+    def _cuts(self) -> Iterator[tuple[int, int, int]]:
         most = PIECE_NUMEL if self.transfers is not None else MOST_NUMEL
-        for i, (fragment, parameter) in enumerate(zip(self.fragments, self.bucket.params, strict=True)):
-            if fragment.numel and parameter.grad is not None and fragment.name not in self.muon:
+        for i, fragment in enumerate(self.fragments):
+            if fragment.numel and fragment.name not in self.muon:
                 row = fragment.numel // max(fragment.rows, 1)
                 step = max(most // row, 1) * row
                 for begin in range(0, fragment.numel, step):

@@ -28,6 +28,7 @@ def adamw_packed(
     kept = [moments.moments(i, begin, end) for moments, i, begin, end in pieces]
     exact: dict[int, list[Exact]] = {}
     on_device: Iterable[list[Stored]] = kept if transfers is None else transfers.streamed(kept)
+    # What is streamed goes back when the next is asked for, and the last when there is no next: strict asks for it.
     for (moments, i, begin, end), (first, second) in zip(pieces, on_device, strict=True):
         bucket, fragment = moments.bucket, moments.fragments[i]
         assert bucket.grad is not None

@@ -66,6 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._may_step():
             for instruction in self._program:
                 self._run(instruction)
+            if self._transfers is not None:
+                self._transfers.end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
