@@ -126,16 +126,16 @@ class Numbers:
         """``step``: which of the parameter's steps this is, from 1 on."""
         one, two = (float(beta) for beta in group["betas"])
         lr = group["lr"]
-        if isinstance(lr, torch.Tensor):
-            lr = lr.to(device, torch.float32) if lr.device.type == "cuda" else float(lr)
+        on_device = isinstance(lr, torch.Tensor) and lr.device.type == "cuda"  # not to be waited for
+        lr = lr.to(device, torch.float32) if on_device else float(lr)
         return cls(
             lr / (1 - one**step),
-            1 - lr * group["weight_decay"],
+            1 - lr * float(group["weight_decay"]),
             1 - one,
             two,
             1 - two,
             (1 - two**step) ** 0.5,
-            group["eps"],
+            float(group["eps"]),
             bool(group.get("maximize", False)),
         )
 

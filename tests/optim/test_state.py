@@ -170,6 +170,38 @@ def check_nearest(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
         assert np.array_equal(found[key].numpy().reshape(-1), wanted), key
 
 
+class OneByOne(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [torch.nn.ModuleDict({"w1": torch.nn.Linear(70, 4, bias=False)}) for _ in range(3)]
+        self.experts = torch.nn.ModuleList(parts)
+
+
+class Together(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ParameterDict({"w1": torch.randn(3, 4, 70)})
+
+
+def test_experts_in_another_layout_keep_their_codes(tmp_path: Path) -> None:
+    """Blocks do not reach over rows, so those of an expert are the same alone and in a stack."""
+    choice = fxshard.AdamW(lr=LR, state="8bit", offload="host")
+    single = fxshard.shard(OneByOne(), optimizer=choice)
+    for seed in range(2):
+        deliver(single, random_gradients(OneByOne(), seed))
+        single.optimizer.step()
+    fxshard.save(single, tmp_path / "single")
+    stacked, again = fxshard.shard(Together(), optimizer=choice), fxshard.shard(OneByOne(), optimizer=choice)
+    fxshard.load(stacked, tmp_path / "single")
+    before, after = moments(single), moments(stacked)
+    for field in ("exp_avg", "exp_avg_sq"):
+        parts = [before[f"experts.{i}.w1.weight.{field}"] for i in range(3)]
+        assert torch.equal(after[f"experts.w1.{field}"], torch.stack(parts)) and parts[0].any()
+    fxshard.save(stacked, tmp_path / "stacked")
+    fxshard.load(again, tmp_path / "stacked")
+    assert same(moments(again), before)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_state_dicts_are_those_of_torch(place: str) -> None:
     model = sharded(fxshard.AdamW(lr=LR, state="8bit", offload=place))
