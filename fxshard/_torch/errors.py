@@ -44,10 +44,10 @@ class BudgetError(ConfigError):
 
     def __init__(self, budget: int, smallest: int, seconds: float) -> None:
         super().__init__(
-            f"memory_budget={budget} bytes ({budget / 2**30:.3f} GiB) is too small: shards, gradients, optimizer "
-            f"state, the buckets in use and activations need at least {smallest} bytes ({smallest / 2**30:.3f} GiB) on each "
-            f"rank, with a simulated step of {seconds * 1e3:.3g} ms; raise the budget, shard over more ranks, or make "
-            "batches or units smaller"
+            f"memory_budget={budget} bytes ({budget / 2**30:.3f} GiB) is too small: shards, gradients, optimizer state"
+            f", the buckets in use and activations need at least {smallest} bytes ({smallest / 2**30:.3f} GiB) on "
+            f"each rank, with a simulated step of {seconds * 1e3:.3g} ms; raise the budget, shard over more ranks, or "
+            "make batches or units smaller"
         )
         self.budget = budget
         self.smallest = smallest
