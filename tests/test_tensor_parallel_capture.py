@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -136,6 +136,32 @@ def loss_over_parts_of_logits(mesh: DeviceMesh) -> Found:
     return float(loss.detach().full_tensor()), gradients(model), float(expected.detach()), gradients(plain)
 
 
+class Counted(Model):
+    """A buffer that is a DTensor, and is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(x, y)
+
+
+def a_buffer(mesh: DeviceMesh) -> Found:
+    made = Counted()
+    made.calls = distribute_tensor(made.calls, mesh["tp"], [Replicate()])
+    model, plain = compiled(mesh, made), Counted()
+    found = loss_and_gradients(model, plain)
+    state = model.full_state_dict()
+    assert torch.equal(state["calls"], plain.calls)
+    state["calls"] += 5
+    model.load_state_dict(state)
+    model(*batch(0, 0))
+    assert model.full_state_dict()["calls"].tolist() == [7.0] * 3
+    return found
+
+
 def a_method(mesh: DeviceMesh) -> Found:
     model, plain = compiled(mesh, Logits()), Logits()
     with torch.no_grad():
@@ -150,22 +176,25 @@ CASES = (
     on_the_meta_device,
     micro_batches,
     loss_over_parts_of_logits,
+    a_buffer,
     a_method,
 )
 
 
-def all_cases() -> dict[str, Found]:
+def run(cases: Sequence[Callable[[DeviceMesh], Found]]) -> dict[str, Found]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     found = {}
-    for case in CASES:
+    for case in cases:
         found[case.__name__] = case(mesh)
         torch._dynamo.reset()
     return found
 
 
 @pytest.mark.shows("T1")
-def test_losses_and_gradients_are_the_plain_models(ranks: Pool) -> None:
-    for found in ranks(2, all_cases):
+@pytest.mark.parametrize("cases", [CASES[:4], CASES[4:]], ids=["captured", "used"])
+def test_losses_and_gradients_are_the_plain_models(ranks: Pool, cases: Sequence[Callable[[DeviceMesh], Found]]) -> None:
+    for found in ranks(2, run, cases):
+        assert len(found) == len(cases)
         for name, (loss, grads, expected, expected_grads) in found.items():
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6, msg=name)
             assert grads.keys() == expected_grads.keys()

@@ -71,6 +71,13 @@ def partial() -> None:
     fxshard.shard(placed(mesh["tp"], Partial()), mesh=mesh["dp"])
 
 
+def sharded_buffer() -> None:
+    mesh = one_by_two()
+    model = placed(mesh["tp"], Shard(0))
+    model.register_buffer("mask", distribute_tensor(torch.ones(8), mesh["tp"], [Shard(0)]))
+    fxshard.shard(model, mesh=mesh["dp"])
+
+
 def graph_breaks() -> None:
     mesh = one_by_two()
     fxshard.compile(parallel(mesh), mesh=mesh["dp"], fullgraph=False)
@@ -90,6 +97,7 @@ REFUSED: dict[Callable[[], None], str] = {
     two_meshes: "different meshes",
     uneven_parts: "which are not equal",
     partial: "expected Shard or Replicate",
+    sharded_buffer: "buffers are the same on all ranks",
     graph_breaks: "captured as one graph",
     quantized: "use Precision",
 }
@@ -120,6 +128,20 @@ def other_stage_on_one_tensor_parallel_rank() -> str:
     return str(error.value)
 
 
+def cut_otherwise_on_one_rank() -> str:
+    """Parts of equal shapes, along other dimensions."""
+    mesh = two_by_two()
+    model = nn.Linear(8, 8, bias=False)
+    part = model.weight.detach()[:4] if dist.get_rank() else model.weight.detach()[:, :4].contiguous().view(4, 8)
+    placement = Shard(0) if dist.get_rank() else Shard(1)
+    shape = torch.Size([8, 8] if dist.get_rank() else [4, 16])
+    weight = DTensor.from_local(part, mesh["tp"], [placement], run_check=False, shape=shape, stride=(shape[1], 1))
+    model.weight = nn.Parameter(weight)
+    with pytest.raises(fxshard.RankDivergenceError) as error:
+        fxshard.shard(model, mesh=mesh["dp"])
+    return str(error.value)
+
+
 def failure_on_one_rank() -> str:
     mesh = two_by_two()
     with pytest.raises(fxshard.FxshardError) as error:
@@ -131,6 +153,8 @@ def failure_on_one_rank() -> str:
 def test_ranks_of_both_dimensions_agree_before_they_communicate(ranks: Pool) -> None:
     for found in ranks(4, other_stage_on_one_tensor_parallel_rank):
         assert "the parameter plan is not what it is on rank" in found
+    for found in ranks(4, cut_otherwise_on_one_rank):
+        assert "weight: (8, 8) in 2 parts along 0" in found and "weight: (4, 16) in 2 parts along 1" in found
     for rank, found in enumerate(ranks(4, failure_on_one_rank)):
         assert "reduction='max'" in found and ("rank 3 failed" in found) is (rank != 3)
 

@@ -65,7 +65,7 @@ def of_model(model: ShardedModule) -> Iterator[Held]:
         yield Held(MODEL, names, tuple(parameter.shape), at, bucket.local(fragment.name))
     first = model._sharding.channels.is_first
     for identity, of_buffer in keys.items():
-        buffer = values[identity].detach()
+        buffer = private.local_part(values[identity]).detach()
         yield Held(MODEL, tuple(of_buffer), tuple(buffer.shape), (0,) * buffer.ndim, buffer, writes=first)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fxshard._torch import private
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.full_tensor import whole_parameters
 
@@ -26,7 +27,7 @@ def whole_tensors(
             yield tuple(names.pop(id(parameter))), view
     for value in state.values():
         if id(value) in names:
-            yield tuple(names.pop(id(value))), value.detach()
+            yield tuple(names.pop(id(value))), private.local_part(value).detach()
 
 
 class SafetensorsWriter:

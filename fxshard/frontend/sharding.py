@@ -163,7 +163,7 @@ def take_apart(
         plans = plan_model(model, [domain, *(other for other, _ in others.values())], options, matrices, state)
     except FxshardError as error:
         agreement.fail(error)
-    agreement.check(PARAMETERS, [_line(plan) for plan in plans])
+    agreement.check(PARAMETERS, [*(_line(plan) for plan in plans), *(tensor.lines() if tensor is not None else ())])
     warn_of_slow_products({plan.param_dtype for plan in plans}, device)
 
     tensor = connect_tensor_parallel(tensor)
@@ -173,9 +173,10 @@ def take_apart(
     }
     buckets, hollow = _fill(model, plans, channels, device, init)
     for name, buffer in model.named_buffers():
-        channels[domain_of(name)].broadcast(buffer)
+        value = private.local_part(buffer)
+        channels[domain_of(name)].broadcast(value)
         if tensor is not None:
-            tensor.broadcast(buffer)
+            tensor.broadcast(value)
     sharding = Sharding(
         plans,
         buckets,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.regroup import in_our_layout
@@ -34,7 +35,10 @@ def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[
     for bucket in buckets:
         for parameter, value in zip(bucket.params, whole_parameters(bucket), strict=True):
             full[id(parameter)] = value.cpu().clone()
-    return {key: full[id(value)] if id(value) in full else value.detach().cpu().clone() for key, value in state.items()}
+    buffers = {key: private.local_part(value) for key, value in state.items() if id(value) not in full}
+    return {
+        key: buffers[key].detach().cpu().clone() if key in buffers else full[id(value)] for key, value in state.items()
+    }
 
 
 def load(
@@ -61,7 +65,9 @@ def load(
         for key in shared:
             target, value = own[key], given[key]
             found = place.get(id(target))
-            if found is None or isinstance(value, DTensor):
+            if found is None:
+                private.local_part(target).copy_(private.local_part(value))
+            elif isinstance(value, DTensor):
                 target.copy_(value)
             else:
                 found[0].load({found[1]: found[0].part(found[1], value)})

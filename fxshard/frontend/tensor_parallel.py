@@ -35,6 +35,12 @@ def find_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None) -> TensorPar
                 f"{name!r} and {other!r} are DTensors on different meshes ({first.device_mesh} and "
                 f"{parameter.device_mesh}): one tensor-parallel dimension can be combined with data parallelism"
             )
+    for other, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor) and not all(placement.is_replicate() for placement in buffer.placements):
+            raise ConfigError(
+                f"the buffer {other!r} is a DTensor with placements {buffer.placements}: buffers are the same on all "
+                "ranks; keep this rank's part as a plain parameter, or make the buffer Replicate()"
+            )
     index, parts = first.device_mesh.get_local_rank(), first.device_mesh.size()
     pieces = {name: _piece(name, parameter, index, parts) for name, parameter in model.named_parameters()}
     return TensorParallel(ranks, pieces, frozenset(placed))

@@ -35,6 +35,11 @@ class TensorParallel:
     def ranks(self) -> int:
         return self.mesh.size(self.mesh.ndim - 1)
 
+    def lines(self) -> list[str]:
+        """What each parameter is cut along, for ranks to compare."""
+        cut = {name: piece for name, piece in self.pieces.items() if piece.dim is not None}
+        return [f"{name}: {piece.shape} in {piece.parts} parts along {piece.dim}" for name, piece in cut.items()]
+
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """What each rank of the dimension has in the place of ``local``, stacked. Collective."""
         gathered = local.new_empty((self.ranks, *local.shape))
