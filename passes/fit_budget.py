@@ -88,20 +88,22 @@ class Split:
             self.decided[key] = decide(self.draft.timeline, replace(self.context, observer=None), arena)
         return self.decided[key]
 
-    def options(self, budget: int) -> Iterator[Decisions]:
-        """Orders of the events that fit, those without a budget's rules among them; each once."""
-        tried: list[Decisions] = []
+    def options(self, budget: int) -> Iterator[tuple[int, Decisions]]:
+        """Orders of the events that fit, those without a budget's rules among them, with the budgets they need."""
+        tried: list[tuple[int, Decisions]] = []
         for arena in self.arenas():
             if self.taken + arena > budget:
                 break
-            tried.append(self.decide(arena))
-            if tried[-1] not in tried[:-1]:
-                yield tried[-1]
+            found = self.taken + arena, self.decide(arena)
+            if all(found[1] != each for _, each in tried):
+                tried.append(found)
+                yield found
         free = self.decide(None)
         # Gathers that an optimizer step starts may have to be moved out of the arena.
         moved = leading_bytes(free.timeline, free.memory.leading)
-        if self.taken + free.memory.bytes + moved <= budget and free not in tried:
-            yield free
+        needed = self.taken + free.memory.bytes + moved
+        if needed <= budget and all(free != each or needed < least for least, each in tried):
+            yield needed, free
 
     def scheduled(self, decisions: Decisions) -> Schedule:
         """What the graphs will do, once they are what was decided."""
@@ -134,7 +136,7 @@ def fit_budget(splits: Iterator[Split], budget: int) -> Fit:
         if smallest is None or split.taken + split.least < smallest.taken + smallest.least:
             smallest = split
         compute = 0.0
-        for decisions in split.options(budget):
+        for _, decisions in split.options(budget):
             simulation = split.simulated(decisions)
             compute = simulation.compute_seconds
             if best is None or simulation.step_seconds < best.seconds:
@@ -164,10 +166,9 @@ def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
     """Step time over budget: from the smallest that works, every budget from which on a step is faster."""
     found: list[Trade] = []
     for split in splits:
-        for decisions in split.options(NO_LIMIT):
+        for needed, decisions in split.options(NO_LIMIT):
             seconds = split.simulated(decisions).step_seconds
-            arena = decisions.memory.bytes
-            found.append(Trade(split.taken + arena, seconds, arena, split.recomputed))
+            found.append(Trade(needed, seconds, decisions.memory.bytes, split.recomputed))
     faster: list[Trade] = []
     for trade in sorted(found, key=lambda each: (each.bytes, each.seconds)):
         if not faster or trade.seconds < faster[-1].seconds:
