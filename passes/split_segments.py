@@ -27,8 +27,8 @@ def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
     home = {node: i for i, run in enumerate(runs) for node in run}
     inputs = [_inputs(run, i, home) for i, run in enumerate(runs)]
     bound = [node for node in module.graph.nodes if _binds_a_size(node)]
-    for i, (run, given) in enumerate(zip(runs, inputs, strict=True)):
-        earlier = [node for node in bound if home.get(node, -1) < i]
+    for number, (run, given) in enumerate(zip(runs, inputs, strict=True)):
+        earlier = [node for node in bound if home.get(node, -1) < number]
         given += [size for size in _sizes(earlier, [*run, *given]) if size not in given]
     needed = {node for of_run in inputs for node in of_run} | set(module.graph.output_node().all_input_nodes)
     needed.update(arg for node in module.graph.nodes if is_runtime(node) for arg in node.all_input_nodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +69,7 @@ class Captured:
         domain = data_parallel(ranks // replicas, replicas, "mean", "cuda", stride)
         return self._buckets(zero, domain, matrices(optimizer, self.model) if isinstance(optimizer, Muon) else ())
 
-    def _buckets(self, zero: int, domain: Domain, owned: Sequence[str]) -> tuple[BucketPlan, ...]:
+    def _buckets(self, zero: int, domain: Domain, owned: Collection[str]) -> tuple[BucketPlan, ...]:
         return plan_buckets(
             self.model,
             find_units(self.model),

@@ -77,8 +77,9 @@ def draws_a_random_number(node: fx.Node) -> bool:
     Operators for attention have a dropout of their own, and are marked for it even where it is 0.
     """
     operator = operator_of(node)
-    marked = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
-    return marked and _argument(node, operator, "dropout_p") != 0.0
+    if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    return bool(_argument(node, operator, "dropout_p") != 0.0)
 
 
 def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:

@@ -52,7 +52,7 @@ def group_ranks(group: Any) -> tuple[str, str, tuple[int, ...]]:
     """Name, description and ranks of a process group, which may be given by its name. torch 2.11, 2.13."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    found = _resolve_process_group(group) if isinstance(group, str) else group
+    found = _resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
     return found.group_name, found.group_desc, tuple(dist.get_process_group_ranks(found))
 
 
