@@ -72,9 +72,13 @@ class Search:
     stages: tuple[int, ...] = (1, 2, 3)
 
     def choices(self, tensor: int) -> Iterator[Choice]:
-        """The ways to use the ranks that ``tensor`` ranks to a model leave."""
+        """The ways to use the ranks that ``tensor`` ranks to a model leave.
+
+        What takes least memory comes first: with its activations known, others need not be scheduled to see that they
+        do not fit.
+        """
         ranks = self.world_size // tensor
-        for zero in self.stages:
+        for zero in sorted(self.stages, reverse=True):
             for replicas in REPLICAS:
                 fills = ranks // replicas * tensor >= self.machine.ranks_per_node
                 if replicas == 1 or (ranks % replicas == 0 and fills and zero > 0):

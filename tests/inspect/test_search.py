@@ -59,7 +59,7 @@ def test_inspect_with_tensor_parallel_ranks(tmp_path: Path) -> None:
 
 def test_which_choices_there_are() -> None:
     search = Search("llama-70b", 1024, hardware("h200"), stages=(0, 3))
-    assert list(search.choices(8)) == [Choice(8, 128, 1, 0), Choice(8, 128, 1, 3), Choice(8, 16, 8, 3)]
+    assert list(search.choices(8)) == [Choice(8, 128, 1, 3), Choice(8, 16, 8, 3), Choice(8, 128, 1, 0)]
     assert Choice(8, 16, 8, 3).mesh == "dp 128 × tp 8"
 
 
