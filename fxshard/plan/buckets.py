@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -24,8 +23,7 @@ from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized, choose_linears
-from fxshard.plan.shares import shares
-from fxshard.plan.state import StateChoice, most_bytes
+from fxshard.plan.state import StateChoice, bytes_of_moments
 from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
 from fxshard.plan.whole import check_padding
@@ -157,23 +155,7 @@ class BucketPlan:
     @cached_property
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments on the rank that has most of them, wherever they are kept."""
-        layout, size = self.layout, self.master_dtype.itemsize
-        if not self.trainable:
-            return 0
-        starts = [rank * layout.shard_numel for rank in range(layout.ranks)]
-        if self.shares_state:
-            parts = [shares(layout, rank, self.domain.replicas) for rank in range(layout.ranks)]
-            starts = [start + begin for start, of_rank in zip(starts, parts, strict=True) for begin, _ in of_rank]
-        if self.packs_state:
-            return most_bytes(layout, self.state, self.matrices, [*starts, layout.numel])
-        if self.shares_state:
-            return 2 * size * max(end - begin for begin, end in pairwise([*starts, layout.numel]))
-        return size * (layout.shard_numel + max(self.second_moment_numel(rank) for rank in range(layout.ranks)))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that one rank's host holds for this bucket."""
-        return self.moment_bytes if self.offload == "host" else 0
+        return bytes_of_moments(self) if self.trainable else 0
 
     def at_rest(self, state_tensors: int = 2) -> BytesPerRank:
         """Bytes one rank holds for this bucket between two steps, gradients not yet dropped: the table of its stage.
@@ -344,12 +326,8 @@ def _bucket(
     stage, trainable = rules.stage, kind.trainable
     placement = ZERO[0] if kind.scalar else stage if trainable else Placement(stage.param, False, stage.param)
     param_dtype, master_dtype, reduce_dtype = _dtypes(kind.dtype, rules.precision)
-    if trainable and not rules.state.plain and master_dtype != torch.float32:
-        raise ConfigError(
-            f"state={rules.state.format!r}, offload={rules.state.offload!r}: {specs[0].name} is updated in "
-            f"{str(master_dtype).removeprefix('torch.')}, and state in fewer bits or on the host is for fp32: pass "
-            "precision=fxshard.Precision(master=torch.float32, ...), or leave the state as it is"
-        )
+    if trainable:
+        rules.state.check_masters(specs[0].name, master_dtype)
     gathers = 2 if placement.param else 1
     owned = tuple(spec.name for spec in specs if trainable and spec.name in rules.matrices)
     chosen = choose_layout(

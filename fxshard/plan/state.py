@@ -10,8 +10,17 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
+import torch
+
+from fxshard._torch.errors import ConfigError
 from fxshard.plan.layout import Layout, aligned
+from fxshard.plan.shares import shares
+
+if TYPE_CHECKING:
+    from fxshard.plan.buckets import BucketPlan
 
 FORMATS = ("fp32", "bf16", "8bit")
 OFFLOADS = ("none", "host")
@@ -33,6 +42,15 @@ class StateChoice:
     def plain(self) -> bool:
         """Whether moments are flat tensors like the masters, beside them."""
         return self.format == "fp32" and self.offload == "none"
+
+    def check_masters(self, name: str, dtype: torch.dtype) -> None:
+        """Raise ``ConfigError`` if state cannot be kept so of a parameter that is updated in this dtype."""
+        if not self.plain and dtype != torch.float32:
+            raise ConfigError(
+                f"state={self.format!r}, offload={self.offload!r}: {name} is updated in "
+                f"{str(dtype).removeprefix('torch.')}, and state in fewer bits or on the host is for fp32: pass "
+                "precision=fxshard.Precision(master=torch.float32, ...), or leave the state as it is"
+            )
 
 
 def line_numel(shape: Sequence[int]) -> int:
@@ -64,7 +82,22 @@ def moment_bytes(numel: int, shape: Sequence[int], format: str) -> int:
     return aligned(numel) * value_bytes(format, line) + 4 * aligned(scales)
 
 
-def most_bytes(layout: Layout, format: str, matrices: Collection[str], cuts: Sequence[int]) -> int:
+def bytes_of_moments(bucket: BucketPlan) -> int:
+    """Bytes of the moments of a bucket that is trained, on the rank that has most of them."""
+    layout, size = bucket.layout, bucket.master_dtype.itemsize
+    cuts = [rank * layout.shard_numel for rank in range(layout.ranks)]
+    if bucket.shares_state:
+        parts = [shares(layout, rank, bucket.domain.replicas) for rank in range(layout.ranks)]
+        cuts = [start + begin for start, of_rank in zip(cuts, parts, strict=True) for begin, _ in of_rank]
+    cuts.append(layout.numel)
+    if bucket.packs_state:
+        return _most_bytes(layout, bucket.state, bucket.matrices, cuts)
+    if bucket.shares_state:
+        return 2 * size * max(end - begin for begin, end in pairwise(cuts))
+    return size * (layout.shard_numel + max(bucket.second_moment_numel(rank) for rank in range(layout.ranks)))
+
+
+def _most_bytes(layout: Layout, format: str, matrices: Collection[str], cuts: Sequence[int]) -> int:
     """Bytes of the moments between two neighbouring ``cuts`` of a bucket, where they are most.
 
     AdamW has two moments, ``matrices``, which are Muon's, have one.

@@ -104,7 +104,7 @@ class Schedule:
     @property
     def host_bytes(self) -> int:
         """What one rank's host holds: optimizer state that is not on the device."""
-        return sum(bucket.host_bytes for bucket in self.buckets)
+        return sum(bucket.moment_bytes for bucket in self.buckets if bucket.offload == "host")
 
     @property
     def replicated(self) -> str:
