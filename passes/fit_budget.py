@@ -30,8 +30,6 @@ from fxshard.schedule.simulate import Simulation, simulate
 GROWTH = 2
 """From what is added to the smallest arena to what is added for the next try."""
 
-NO_LIMIT = 2**62
-
 Graphs = dict[Phase, fx.GraphModule]
 
 
@@ -88,22 +86,19 @@ class Split:
             self.decided[key] = decide(self.draft.timeline, replace(self.context, observer=None), arena)
         return self.decided[key]
 
-    def options(self, budget: int) -> Iterator[tuple[int, Decisions]]:
-        """Orders of the events that fit, those without a budget's rules among them, with the budgets they need."""
-        tried: list[tuple[int, Decisions]] = []
-        for arena in self.arenas():
-            if self.taken + arena > budget:
-                break
-            found = self.taken + arena, self.decide(arena)
-            if all(found[1] != each for _, each in tried):
-                tried.append(found)
-                yield found
-        free = self.decide(None)
-        # Gathers that an optimizer step starts may have to be moved out of the arena.
-        moved = leading_bytes(free.timeline, free.memory.leading)
-        needed = self.taken + free.memory.bytes + moved
-        if needed <= budget and all(free != each or needed < least for least, each in tried):
-            yield needed, free
+    def options(self) -> Iterator[Decisions]:
+        """Orders of the events, those without a budget's rules among them; each once."""
+        tried: list[Decisions] = []
+        for arena in (*self.arenas(), None):
+            decisions = self.decide(arena)
+            if decisions not in tried:
+                tried.append(decisions)
+                yield decisions
+
+    def needs(self, decisions: Decisions) -> int:
+        """What a rank may hold. Gathers that an optimizer step starts may have to be moved out of the arena."""
+        memory = decisions.memory
+        return self.taken + memory.bytes + leading_bytes(decisions.timeline, memory.leading)
 
     def scheduled(self, decisions: Decisions) -> Schedule:
         """What the graphs will do, once they are what was decided."""
@@ -136,7 +131,9 @@ def fit_budget(splits: Iterator[Split], budget: int) -> Fit:
         if smallest is None or split.taken + split.least < smallest.taken + smallest.least:
             smallest = split
         compute = 0.0
-        for _, decisions in split.options(budget):
+        for decisions in split.options() if split.taken + split.least <= budget else ():
+            if split.needs(decisions) > budget:
+                continue
             simulation = split.simulated(decisions)
             compute = simulation.compute_seconds
             if best is None or simulation.step_seconds < best.seconds:
@@ -166,9 +163,9 @@ def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
     """Step time over budget: from the smallest that works, every budget from which on a step is faster."""
     found: list[Trade] = []
     for split in splits:
-        for needed, decisions in split.options(NO_LIMIT):
+        for decisions in split.options():
             seconds = split.simulated(decisions).step_seconds
-            found.append(Trade(needed, seconds, decisions.memory.bytes, split.recomputed))
+            found.append(Trade(split.needs(decisions), seconds, decisions.memory.bytes, split.recomputed))
     faster: list[Trade] = []
     for trade in sorted(found, key=lambda each: (each.bytes, each.seconds)):
         if not faster or trade.seconds < faster[-1].seconds:

@@ -101,9 +101,10 @@ class _Joint:
         if cut is None:
             return None
         partitioned, saved = cut
+        most = self.peak(partitioned)  # now: events will be inserted into its graphs
 
         def tighter() -> Partitioned | None:
-            done, most = tried, self.peak(partitioned)
+            done = tried
             for candidate in candidates(joint.graph, saved, self.asked, self.machine):
                 if candidate.key not in done:
                     done |= {candidate.key}

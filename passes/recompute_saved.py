@@ -50,7 +50,8 @@ class Candidate:
 
 def candidates(joint: fx.Graph, saved: Collection[str], asked: Collection[str], machine: Hardware) -> list[Candidate]:
     """What can be dropped of ``saved``, the cheapest first. ``asked``: nodes whose saving the model itself decides."""
-    kept = {_root(node) for node in joint.nodes if node.name in saved and node.op != "placeholder"}
+    # In the order of the graph: all ranks must come to the same.
+    kept = dict.fromkeys(_root(node) for node in joint.nodes if node.name in saved and node.op != "placeholder")
     total = sum(map(owned_bytes, kept))
     keys = _keys(joint)
     kinds: dict[Key, list[fx.Node]] = {}
@@ -62,10 +63,10 @@ def candidates(joint: fx.Graph, saved: Collection[str], asked: Collection[str], 
         size = sum(map(owned_bytes, members))
         if size <= SMALL * total:
             continue
-        nodes = _made_of(members, kept - set(members), asked)
+        nodes = _made_of(members, kept.keys() - set(members), asked)
         if nodes is not None:
-            again = [node for node in nodes if not _is_recomputed(node)]
-            seconds = sum(_seconds(node, machine) for node in again)
+            # Sorted, because sums of floats depend on the order.
+            seconds = sum(sorted(_seconds(node, machine) for node in nodes if not _is_recomputed(node)))
             name = f"{key[0]} {key[1]}".strip()
             marks = frozenset(node.name for node in nodes)
             found.append(Candidate(key, Recomputed(name, len(members), size, seconds), marks))
@@ -121,10 +122,10 @@ def _made_of(members: Sequence[fx.Node], kept: Collection[fx.Node], asked: Colle
         stack = [member]
         while stack:
             node = stack.pop()
-            if node in found:
-                continue
             if _maker(_root(node)) in makers - {_maker(member)}:
                 return None  # the layer before would be computed again for this one, and so on
+            if node in found:
+                continue
             if node.name in asked or not _runs_twice(node):
                 return None
             found.add(node)
