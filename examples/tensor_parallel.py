@@ -1,4 +1,4 @@
-"""Tensor parallelism in the model, ZeRO-3 over the data-parallel dimension: look at placements, losses and schedule.
+"""Tensor parallelism, ZeRO-3 over the data-parallel dimension. What to look at: placements and the schedule.
 
 torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py
 """

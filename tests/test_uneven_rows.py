@@ -49,12 +49,23 @@ class Narrow(nn.Module):
         return self.second(self.first(x).relu()).square().mean()
 
 
-def trained(**options: Any) -> tuple[nn.Module, nn.Module]:
+class Mixed(Narrow):
+    """With a matrix that two ranks cut in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Embedding(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.even.weight.square().mean()
+
+
+def trained(kind: type[nn.Module] = Narrow, **options: Any) -> tuple[nn.Module, nn.Module]:
     """The model after a backward, sharded and plain."""
     torch.manual_seed(0)
-    plain = Narrow()
+    plain = kind()
     torch.manual_seed(0)
-    sharded = fxshard.compile(Narrow(), lowering="eager", layout="rows", **options)
+    sharded = fxshard.compile(kind(), lowering="eager", layout="rows", **options)
     x = torch.arange(12.0).view(4, 3) / 12
     sharded(x).backward()
     plain(x).backward()
@@ -118,6 +129,27 @@ def use(folder: Path) -> dict[str, Any]:
         found["a copy, staged"] = there["copy"], other.grad
         found["saved"] = torch.load(file, weights_only=False).to_local(), own.grad.to_local()
     return found
+
+
+def optimizers() -> dict[str, Any]:
+    """Lists of parameters, some of them cut as torch would do it."""
+    found = {}
+    for name, options in (("fused", {"fused": True}), ("foreach", {"foreach": True}), ("plain", {"foreach": False})):
+        sharded, plain = trained(Mixed, units=["first", "second", "even"])
+        for model in (sharded, plain):
+            torch.optim.AdamW(model.parameters(), lr=0.1, **options).step()  # type: ignore[arg-type]
+        whole = sharded.full_state_dict()
+        for key, value in plain.state_dict().items():
+            found[f"{name} {key}"] = whole[key], value
+    found["kinds"] = sorted({type(p).__name__ for p in sharded.parameters()})
+    return found
+
+
+def test_optimizers_of_torch_over_parameters_cut_in_both_ways(ranks: Pool) -> None:
+    for rank in ranks(2, optimizers):
+        assert rank.pop("kinds") == ["ShardedParameter", "UnevenParameter"]
+        for name, (got, expected) in rank.items():
+            torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_using_them_otherwise(ranks: Pool, tmp_path: Path) -> None:

@@ -149,9 +149,8 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _alike(group: Sequence[DTensor]) -> bool:
-    """Whether all have the same rows on each rank, as far as every rank can tell."""
-    cuts = {(tuple(t.shape), t._cut) if isinstance(t, UnevenRows) else None for t in group}
-    return len(cuts) <= 1 and None not in cuts
+    """Whether all have the same rows on each rank, as far as every rank can tell; or are cut as torch does it."""
+    return len({(tuple(t.shape), t._cut) if isinstance(t, UnevenRows) else None for t in group}) <= 1
 
 
 def _is_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -171,8 +170,7 @@ def _by_rows(func: Any, args: Any, kwargs: Any, groups: Iterable[Sequence[DTenso
         return None if result is None else args[0]
     results = result if isinstance(result, list | tuple) else [result]
     for made, group in zip(results, groups, strict=False):
-        if isinstance(made, DTensor) and made.shape == group[0].shape:
-            like = group[0]
-            assert isinstance(like, UnevenRows)
+        like = group[0] if group else None
+        if isinstance(like, UnevenRows) and isinstance(made, DTensor) and made.shape == like.shape:
             uneven(made, like._cut)
     return result

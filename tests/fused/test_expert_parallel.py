@@ -65,11 +65,11 @@ def on_and_off() -> dict[bool, tuple[dict[str, Tensor], int]]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_dp", "ep"))
     where: Any = (mesh.get_group("ep").group_name, dist.get_rank(), 2)
     found = {}
-    for defer in (True, False):
+    for overlap in (True, False):
         groups = {"gate_up": mesh["ep_dp"], "down": mesh["ep_dp"]}
-        model = fxshard.compile(Layer(*where), groups=groups, lowering="eager", debug=fxshard.Debug(defer_wgrad=defer))
+        model = fxshard.compile(Layer(*where), groups=groups, lowering="eager", debug=fxshard.Debug(overlap=overlap))
         model(*(value.chunk(2)[dist.get_rank()] for value in batch())).backward()
-        found[defer] = full_gradients(model), while_tokens_travel(model.graphs["backward"].graph)
+        found[overlap] = full_gradients(model), while_tokens_travel(model.graphs["backward"].graph)
     return found
 
 
