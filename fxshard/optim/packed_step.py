@@ -43,13 +43,14 @@ def adamw_packed(
         if transfers is None:
             exact.setdefault(id(group), []).append(tensors)
         else:  # before the next piece comes
-            _fused(group, [tensors], refused)
+            fused_(group, [tensors], refused)
     groups = {id(group): group for group in group_of.values()}
     for key, together in exact.items():
-        _fused(groups[key], together, refused)
+        fused_(groups[key], together, refused)
 
 
-def _fused(group: Group, together: Sequence[Exact], refused: torch.Tensor | None) -> None:
+def fused_(group: Group, together: Sequence[Sequence[torch.Tensor]], refused: torch.Tensor | None) -> None:
+    """AdamW by torch's kernel over (master, gradient, moments, step) of each piece."""
     masters, grads, firsts, seconds, steps = (list(column) for column in zip(*together, strict=True))
     private.fused_adamw(
         masters,

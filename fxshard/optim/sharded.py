@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.groups import check_group, check_states, in_our_order, saved
 from fxshard.optim.host import Transfers
 from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
 from fxshard.optim.packed_moments import PackedMoments
-from fxshard.optim.packed_step import adamw_packed
+from fxshard.optim.packed_step import adamw_packed, fused_
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
 from fxshard.runtime.engine import Engine
@@ -221,20 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 pieces[of_group].append(moments.tensors(positions))
         for group, together in zip(self.param_groups, pieces, strict=True):
             if together:
-                masters, grads, firsts, seconds, steps = (list(column) for column in zip(*together, strict=True))
-                private.fused_adamw(
-                    masters,
-                    grads,
-                    firsts,
-                    seconds,
-                    steps,
-                    lr=group["lr"],
-                    betas=group["betas"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=group.get("maximize", False),
-                    refused=self._refused,
-                )
+                fused_(group, together, self._refused)
 
     def _bind_state(self) -> None:
         for moments in self._moments.values():
