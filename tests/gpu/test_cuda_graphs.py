@@ -164,7 +164,7 @@ def test_memory_is_what_it_was() -> None:
             model(x, x).backward()
             model.optimizer.step()
             model.optimizer.zero_grad()
-        captures = model.cuda_graphs
+        captures = model.report.cuda_graphs
         peaks.append(torch.cuda.max_memory_allocated() - before + (captures.idle_bytes if captures else 0))
         del model, plain
     print(f"peak {peaks[0] / 2**20:.0f} MiB, with graphs {peaks[1] / 2**20:.0f} MiB")

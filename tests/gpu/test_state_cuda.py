@@ -15,6 +15,7 @@ import torch
 import fxshard
 from fxshard.optim.formats import Noise
 from fxshard.optim.packed import Numbers, Stored, adamw_
+from fxshard.plan import step as planned_step
 from fxshard.plan.state import moment_bytes
 from tests.gpu.waiting import no_waiting
 from tests.optim.state_reference import LINES, Kinds, drawn, eight_bits, expected
@@ -117,7 +118,7 @@ def large(offload: str, format: str) -> fxshard.ShardedModule:
 def test_pieces_on_their_way_do_not_disturb_each_other(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces, several steps without a wait in between: the same bits as on the device."""
     monkeypatch.setattr("fxshard.optim.packed_moments.PIECE_NUMEL", 2**18)
-    monkeypatch.setattr("fxshard.plan.step.ADAMW_NUMEL", 2**23)
+    monkeypatch.setattr(planned_step, "ADAMW_NUMEL", 2**23)
     results = []
     for place in ("none", "host"):
         model = large(place, format)
@@ -134,7 +135,7 @@ def test_pieces_on_their_way_do_not_disturb_each_other(format: str, monkeypatch:
 
 def test_the_device_holds_no_moments_and_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxshard.optim.packed_moments.PIECE_NUMEL", 2**20)
-    monkeypatch.setattr("fxshard.plan.step.ADAMW_NUMEL", 1)  # as a large model: one bucket after another
+    monkeypatch.setattr(planned_step, "ADAMW_NUMEL", 1)  # as a large model: one bucket after another
     before = torch.cuda.memory_allocated()
     model = large("host", "fp32")
     deliver(model, {name: torch.randn(p.shape, device="cuda") for name, p in model.named_parameters()})
