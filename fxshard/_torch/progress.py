@@ -1,4 +1,6 @@
-"""Progress on a terminal's stderr. Nothing where that is no terminal, or ``FXSHARD_PROGRESS=0`` says so.
+"""Progress on a terminal's stderr: nothing or, of long benchmarks, lines where that is none.
+
+``FXSHARD_PROGRESS=0`` turns it off.
 
 Nothing here imports torch.
 """
@@ -28,11 +30,16 @@ _commands = 0
 
 
 @contextmanager
-def progress(steps: int, *, shown: bool = True) -> Iterator[Report]:
-    """A bar for a command, gone when the work is done. Call it when a step begins."""
+def progress(steps: int, *, shown: bool = True, lines: bool = False) -> Iterator[Report]:
+    """A bar for a command, gone when the work is done. Call it when a step begins.
+
+    ``lines``: where stderr is no terminal, a line for each step, so that a log shows how far a long run came.
+    """
     global _commands
     if not shown or not _wanted():
-        yield lambda what: None
+        started = time.monotonic()
+        written = shown and lines and os.environ.get(VARIABLE) != "0"
+        yield lambda what: _line(time.monotonic() - started, what) if written else None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -82,6 +89,10 @@ def long_work(what: str) -> Iterator[Done]:
     finally:
         if written:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+def _line(seconds: float, what: str) -> None:
+    print(f"{seconds:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 def _wanted() -> bool:

@@ -224,7 +224,7 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
     held = allocated()
     contenders: list[Contender] = []
     stages = len(arguments.contenders) + 2 * arguments.rounds + (arguments.trace is not None)
-    with progress(stages, shown=dist.get_rank() == 0) as begin:
+    with progress(stages, shown=dist.get_rank() == 0, lines=True) as begin:
         for name in arguments.contenders:
             begin(f"{workload.name}: compiling {name}")
             contenders.append(Contender(name, workload, device, bf16=device.type == "cuda"))

@@ -72,6 +72,17 @@ def test_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("a figure\n", "")
 
 
+def test_a_benchmark_writes_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("1", "0"):
+        monkeypatch.setenv(shown.VARIABLE, value)
+        with progress(2, lines=True) as begin:
+            begin(f"compiling {value}")
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith(" s  compiling 1\n") and err.count("\n") == 1
+
+
 def test_stdout_in_a_file_stays_complete(capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed below a command's bar does not go to the terminal with it. Nor is there a second bar."""
     screen = on_a_terminal(command)
