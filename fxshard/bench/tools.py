@@ -1,6 +1,6 @@
 """Steps of ``transformers.Trainer`` and of a LoRA fine-tune, with fxshard and with FSDP2, each in a process of its own.
 
-fxshard bench tools --device cuda
+fxshard bench tools --device cuda --contenders loop,trainer,trainer-fsdp2 --rounds 2 --steps 20
 fxshard bench tools --device cuda --contenders lora,lora-fsdp2 --steps 10
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import fxshard
 from fxshard.bench.arguments import DEVICES, listed
@@ -102,14 +103,16 @@ def trainer(device: str, steps: int, **arguments: Any) -> dict[str, float]:
         kind = Trainer if arguments else sharded(Trainer, zero=3)
         trains = kind(model=model, args=settings, train_dataset=rows * (WARM + steps), callbacks=[Clock()])
         result = trains.train()
+        if arguments and not any(isinstance(part, FSDPModule) for part in trains.model_wrapped.modules()):
+            raise RuntimeError(f"this Trainer trained a {type(trains.model_wrapped).__name__}, and not with FSDP2")
     taken = (found[str(WARM + steps)] - found[str(WARM)]) * 1e3 / steps
     return {"step_ms": taken, "loss": float(result.training_loss), "peak_gib": _peak(device)}
 
 
 def trainer_fsdp2(device: str, steps: int) -> dict[str, float]:
-    """The same with the Trainer's own FSDP2 and ``torch_compile``."""
+    """The same with the Trainer's own FSDP2 and ``torch_compile``; Accelerate has no FSDP for CPUs, and takes DDP."""
     wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    return trainer(device, steps, fsdp="full_shard auto_wrap", fsdp_config=wrap, torch_compile=True)
+    return trainer(device, steps, fsdp=True, fsdp_config=wrap, torch_compile=True)
 
 
 def _precision(device: str) -> fxshard.Precision | None:
@@ -165,6 +168,7 @@ CONTENDERS: dict[str, Callable[[str, int], dict[str, float]]] = {
     "lora": lora,
     "lora-fsdp2": lambda device, steps: lora(device, steps, peer=True),
 }
+GPU_ONLY = {"trainer-fsdp2"}
 
 
 def run_alone(name: str, device: str, steps: int) -> dict[str, float]:
@@ -182,6 +186,7 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default=best, help=f"small models on a CPU (default here: {best})")
     parser.add_argument("--contenders", type=listed(tuple(CONTENDERS)), metavar="NAME,...", help=", ".join(CONTENDERS))
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each contender runs, in turns (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
     parser.add_argument("--alone", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -193,14 +198,42 @@ def main() -> None:
         found = CONTENDERS[arguments.alone](arguments.device, arguments.steps)
         print(json.dumps(found), flush=True)
         os._exit(0)  # what tools leave running does not count
-    figures = {}
-    print(f"{'':<16}{'step ms':>9}{'peak GiB':>10}{'loss':>9}")
-    for name in arguments.contenders or CONTENDERS:
-        figures[name] = found = run_alone(name, arguments.device, arguments.steps)
-        print(f"{name:<16}{found['step_ms']:>9.1f}{found['peak_gib']:>10.2f}{found['loss']:>9.4f}", flush=True)
+    names = arguments.contenders or [name for name in CONTENDERS if arguments.device == "cuda" or name not in GPU_ONLY]
+    for name in names:
+        if arguments.device == "cpu" and name in GPU_ONLY:
+            parser.error(f"{name} needs --device cuda: Accelerate has no FSDP for CPUs")
+    figures = compare(names, arguments.device, arguments.steps, arguments.rounds)
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(figures, file, indent=2)
+
+
+def compare(
+    names: list[str], device: str, steps: int, rounds: int, run: Callable[[str, str, int], dict[str, float]] = run_alone
+) -> dict[str, dict[str, float]]:
+    """The contenders in turns; of each, the round with the median step."""
+    print(f"{'':<16}{'step ms':>9}{'steps/s':>9}{'ratio':>8}{'peak GiB':>10}{'loss':>9}  base: {names[0]}")
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names:
+            found[name].append(run(name, device, steps))
+            _show(name, found[name][-1], found[names[0]][-1])
+        print(f"round {turn + 1} of {rounds}", flush=True)
+    figures = {name: sorted(turns, key=lambda one: one["step_ms"])[len(turns) // 2] for name, turns in found.items()}
+    if rounds > 1:
+        print("medians")
+        for name in names:
+            _show(name, figures[name], figures[names[0]])
+    return figures
+
+
+def _show(name: str, one: dict[str, float], base: dict[str, float]) -> None:
+    took = one["step_ms"]
+    print(
+        f"{name:<16}{took:>9.1f}{1e3 / took:>9.3f}{took / base['step_ms']:>8.3f}{one['peak_gib']:>10.2f}"
+        f"{one['loss']:>9.4f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
