@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxshard.bench.contenders import blocks
+from fxshard.bench.train import Contender
 from fxshard.bench.workloads import SIZES, Workload, loss_of
 
 CPU = torch.device("cpu")
@@ -38,6 +39,14 @@ def test_variants_differ_from_the_llama_in_one_thing(variant: str, differs: dict
     assert all(getattr(model.config, name) == compared[name] for name in ("hidden_size", "vocab_size", *differs))
     assert len(blocks(model)) == len(blocks(plain)) and inputs["input_ids"].shape == expected["input_ids"].shape
     assert ("position_ids" in inputs) == (variant == "packed")
+
+
+@pytest.mark.parametrize(("variant", "billions"), [("llama_8b", 8.03), ("llama_8b_layers", 2.01), ("moe_16b", 16.1)])
+def test_large_models(variant: str, billions: float) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    model, inputs = Workload(f"fxshard.bench.variants:{variant}", cache=False).build(torch.device("meta"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
+    assert inputs["input_ids"].shape[1] == 4096
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,3 +93,18 @@ def test_blocks_are_layers_and_not_the_experts_of_one() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(experts), "heads": nn.ModuleList([nn.Linear(1, 1)])})
     assert blocks(model) is model["layers"]
     assert len(blocks(nn.Linear(1, 1))) == 0
+
+
+def test_micro_batches_add_up_to_one_step() -> None:
+    """Twice the gradient of one: the learning rate is zero, so every micro-batch has the same."""
+    norms: list[float] = []
+
+    def make(model: nn.Module, _: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+        weight: torch.Tensor = model.head.weight  # type: ignore[assignment,union-attr]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer.register_step_pre_hook(lambda *_: norms.append(float(weight.grad.norm())))
+        return model, optimizer
+
+    for micro_batches in (1, 2):
+        Contender("plain", Workload("toy", layers=1, batch=1), CPU, False, make, micro_batches)
+    assert norms[-1] == pytest.approx(2 * norms[0], rel=1e-5)

@@ -25,18 +25,11 @@ import fxshard
 from fxshard.bench.arguments import DEVICES, listed
 from fxshard.bench.contenders import ADAMW, BF16, fsdp2
 from fxshard.bench.models import LlamaConfig
+from fxshard.bench.variants import LLAMA_8B
 from fxshard.bench.workloads import SIZES, Workload, loss_of
 
 WARM = 4
 """Steps before the clock starts."""
-LLAMA_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Step = Callable[[], torch.Tensor]
 

@@ -59,9 +59,16 @@ class Contender:
     """A model under training, and the times of its steps."""
 
     def __init__(
-        self, name: str, workload: Workload, device: torch.device, bf16: bool, make: Make | None = None
+        self,
+        name: str,
+        workload: Workload,
+        device: torch.device,
+        bf16: bool,
+        make: Make | None = None,
+        micro_batches: int = 1,
     ) -> None:
         self.name = name
+        self.micro_batches = micro_batches
         self.workload = replace(workload, sharing=PARTS) if name in TENSOR_PARALLEL else workload
         self.device = device
         before = allocated()
@@ -78,8 +85,9 @@ class Contender:
         self.peak = 0
 
     def step(self) -> torch.Tensor:
-        loss = loss_of(self.model, self.inputs)
-        loss.backward()
+        for _ in range(self.micro_batches):
+            loss = loss_of(self.model, self.inputs)
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -201,6 +209,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=DEVICES, default=best, help=f"(default here: {best})")
     add_models(parser, default="1b on CUDA, toy on a CPU")
     parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches in a step (default: 1)")
     parser.add_argument("--layers", type=int, help="another number of layers than the model has")
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns (default: 5)")
@@ -227,7 +236,8 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
     with progress(stages, shown=dist.get_rank() == 0, lines=True) as begin:
         for name in arguments.contenders:
             begin(f"{workload.name}: compiling {name}")
-            contenders.append(Contender(name, workload, device, bf16=device.type == "cuda"))
+            bf16 = device.type == "cuda"
+            contenders.append(Contender(name, workload, device, bf16, micro_batches=arguments.accumulate))
         for number in range(arguments.rounds):
             begin(f"{workload.name}: round {number + 1} of {arguments.rounds}")
             for contender in contenders:

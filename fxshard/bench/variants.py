@@ -1,6 +1,7 @@
-"""Models of ``transformers`` that differ from those of ``--model hf:...`` in one thing, in the sizes of our Llama.
+"""Models of ``transformers`` beside those of ``--model hf:...``: our Llama's sizes but for one thing, and large ones.
 
 fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:packed --contenders fsdp2-compile,fxshard
+fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:llama_8b --contenders fxshard-8bit
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from fxshard.bench.workloads import SIZES, Inputs
 
 DOCUMENTS = 16
 """In a packed row."""
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 
 
 def large_vocabulary() -> tuple[nn.Module, Inputs]:
@@ -35,11 +44,27 @@ def packed() -> tuple[nn.Module, Inputs]:
     return model, {**inputs, "position_ids": positions.expand(batch, length).contiguous()}
 
 
-def _built(kind: str, **different: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def llama_8b() -> tuple[nn.Module, Inputs]:
+    """The shapes of Llama 3 8B, two sequences of 4096."""
+    return _built("LlamaConfig", batch=2, **LLAMA_8B)
+
+
+def llama_8b_layers() -> tuple[nn.Module, Inputs]:
+    """Eight of its 32 layers and a quarter of its vocabulary: its products, in the memory of a small model."""
+    return _built("LlamaConfig", **{**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32000})
+
+
+def moe_16b() -> tuple[nn.Module, Inputs]:
+    """A Qwen3-MoE of 28 layers with 64 experts in each, six of them for a token: 16 B parameters, one sequence."""
+    sizes = {"num_hidden_layers": 28, "num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+    return _built("Qwen3MoeConfig", batch=1, **sizes)
+
+
+def _built(kind: str, batch: int | None = None, **different: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     import transformers
 
     size = SIZES["1b"]
     shapes = {**hugging_face.shapes("llama", size.config, size.length), **different}
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**shapes)).train()
-    tokens = torch.randint(shapes["vocab_size"], (size.batch, size.length))
+    tokens = torch.randint(shapes["vocab_size"], (batch or size.batch, size.length))
     return model, {"input_ids": tokens, "labels": tokens}
