@@ -84,6 +84,13 @@ def test_tensor_parallel_on_four_processes(ranks: Pool) -> None:
     assert len((ROOT / "examples" / "tensor_parallel.py").read_text().splitlines()) <= 40
 
 
+def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
+    shown = ranks(4, as_under_torchrun, "examples/pipeline_parallel.py", "eager")
+    assert [bool(said) for said in shown] == [False, True, False, False]
+    accumulate, last = shown[1].split("train:")
+    assert "over 4 micro-batches" in accumulate and " reduce " not in accumulate and " reduce " in last
+
+
 def as_under_torchrun(script: str, *options: str) -> str:
     """Run an example on this rank of the pool; it finds what torchrun would have told it."""
     about = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1"}

@@ -67,6 +67,8 @@ class Bucket:
         """Full gradients of this rank's own micro-batches inside ``no_sync``, not reduced yet."""
         self.kept_for: frozenset[int] = frozenset()
         """The parameters, by position, that those micro-batches used."""
+        self.discarded = False
+        """Whether the last backward was for gradients of inputs alone."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
         self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
         self.fragments = layout.fragments(self.rank)
@@ -343,6 +345,7 @@ class Bucket:
 
     def publish_gradients(self, positions: Collection[int]) -> None:
         """Let parameters have their part of the gradient: those of which there is one."""
+        self.discarded = False
         for i in positions:
             self.params[i].grad = self.grads[i]
 

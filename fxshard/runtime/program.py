@@ -16,6 +16,7 @@ import torch
 
 from fxshard._torch import private
 from fxshard.runtime.engine import Engine
+from fxshard.runtime.hollow import is_hollow
 from fxshard.runtime.reductions import Needs
 from fxshard.runtime.replay import Take
 from fxshard.schedule.events import Event, Kind, Phase
@@ -117,12 +118,13 @@ class Program:
         self._registers = lowered.registers
         self._returns = lowered.returns
         self._instructions = [self._bind(instruction) for instruction in lowered.instructions]
-        self._accumulating = [
-            bound
-            for instruction, own in zip(lowered.instructions, self._instructions, strict=True)
-            for bound in self._without_reducing(own, instruction.event)
-        ]
+        gradients = engine.gradients
+        self._accumulating = self._without_reducing(
+            lowered, {Kind.REDUCE: gradients.accumulate, Kind.FINISH: gradients.put_back}
+        )
         """The same inside ``no_sync``: gradients are kept where they would be reduced."""
+        self._for_inputs = self._without_reducing(lowered, {Kind.FINISH: gradients.discard})
+        """The same where gradients of parameters are not asked for."""
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         with contextlib.ExitStack() as frame:
@@ -141,6 +143,7 @@ class Program:
             self._before_first_run = None
         engine.begin(self.phase, self._arena_bytes, self.owner, self._carries)
         engine.gradients.without_loss, self.without_loss = self.without_loss, frozenset()
+        engine.gradients.stores = self.phase is not Phase.BACKWARD or private.backward_reaches(is_hollow)
         results = self.run_through(args) if engine.replays is None else engine.replays.run(engine, self, args)
         engine.gradients.publishing.publish()
         return results
@@ -157,6 +160,8 @@ class Program:
         """The instructions, one after the other."""
         engine = self._engine
         instructions = self._instructions if engine.gradients.synchronises else self._accumulating
+        if not engine.gradients.stores:
+            instructions = self._for_inputs
         recorder = engine.recorder
         registers: list[Any] = [*args, *[None] * (self._registers - len(args))]
         args.clear()
@@ -192,16 +197,19 @@ class Program:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _without_reducing(self, instruction: _Bound, event: Event | None) -> list[_Bound]:
-        """What stands for an instruction inside ``no_sync``."""
-        if event is None or event.kind not in (Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH):
-            return [instruction]
-        if event.kind is Kind.ALL_REDUCE:
-            return []
-        index = event.bucket_index
-        act = self._engine.gradients.accumulate if event.kind is Kind.REDUCE else self._engine.gradients.put_back
-        what = Kind.ACCUMULATE if event.kind is Kind.REDUCE else event.kind
-        return [replace(instruction, run=lambda _: act(index), label=f"{what} {event.bucket}")]
+    def _without_reducing(self, lowered: Lowered, instead: Mapping[Kind, Callable[[int], None]]) -> list[_Bound]:
+        """The instructions with something else ``instead`` of those that reduce gradients, or nothing."""
+        chosen: list[_Bound] = []
+        for instruction, bound in zip(lowered.instructions, self._instructions, strict=True):
+            event = instruction.event
+            if event is None or event.kind not in (Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH):
+                chosen.append(bound)
+            elif event.kind in instead:
+                act, index = instead[event.kind], event.bucket_index
+                what = Kind.ACCUMULATE if event.kind is Kind.REDUCE else event.kind
+                run = lambda _, act=act, index=index: act(index)  # noqa: E731
+                chosen.append(replace(bound, run=run, label=f"{what} {event.bucket}"))
+        return chosen
 
     def _bind(self, instruction: Instruction) -> _Bound:
         run = instruction.segment or self._action(instruction)

@@ -51,6 +51,9 @@ class Reductions:
         """Of the backward that runs: gradients of forward's results that autograd does not have ."""
         self.synchronises = True
         """Whether backward reduces gradients; inside ``no_sync`` it keeps them. Ranks choose alike."""
+        self.stores = True
+        """Whether a backward is for parameters: not one that ``torch.autograd.grad`` asks for gradients of inputs,
+        which leaves theirs as they are. Ranks ask alike."""
         self._averages = frame.device.type == "cuda"
         self._reducing: dict[int, Reducing] = {}
         self._unsettled: list[Reducing] = []
@@ -179,6 +182,14 @@ class Reductions:
         if not self._keeps(self._frame.buckets[index]):
             self.finish(index)
             return
+        self._release(index)
+
+    def discard(self, index: int) -> None:
+        """In place of ``reduce`` and ``finish`` where gradients of parameters are not asked for."""
+        self._release(index)
+        self._frame.buckets[index].discarded = True
+
+    def _release(self, index: int) -> None:
         state = self._reducing.pop(index)
         if state.slot is not None:
             self._frame.arena.release(state.slot, self._frame.streams.mark())

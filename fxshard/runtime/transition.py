@@ -23,6 +23,8 @@ def hindrance(engine: Engine) -> str | None:
         return "it is being profiled"
     if engine.gradients.alive or any(bucket.kept is not None for bucket in engine.buckets):
         return "gradients of no_sync() are not reduced yet"
+    if not engine.gradients.stores:
+        return "it is for gradients of inputs alone"
     if not engine.gradients.synchronises and any(b.reducing is not None for b in engine.buckets):
         return "no_sync() keeps gradients"
     if any(bucket.home is not None and not bucket.home.free_but_for(bucket.grad) for bucket in engine.buckets):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,5 +50,17 @@ def refuse_unreduced(buckets: Iterable[Bucket], what: str) -> None:
         )
 
 
+def refuse_discarded(buckets: Sequence[Bucket]) -> None:
+    """Raise if there is no gradient, because what was called was ``torch.autograd.grad`` for inputs of the model."""
+    if any(bucket.discarded for bucket in buckets) and not any(bucket.with_gradient for bucket in buckets):
+        raise StateError(
+            "optimizer.step(): no parameter has a gradient, and the last backward asked for those of inputs alone "
+            "(torch.autograd.grad); call backward() on a loss. Pipeline schedules that compute gradients of inputs and "
+            "of weights apart (zero bubble) do this: use GPipe, 1F1B, interleaved 1F1B or looped BFS"
+        )
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    refuse_unreduced(buckets_of(optimizer), "optimizer.step()")
+    buckets = buckets_of(optimizer)
+    refuse_unreduced(buckets, "optimizer.step()")
+    refuse_discarded(buckets)

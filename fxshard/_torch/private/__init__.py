@@ -311,6 +311,19 @@ def forbid_writes(tensor: torch.Tensor) -> None:
     torch._C._set_throw_on_mutable_data_ptr(tensor)  # type: ignore[attr-defined]
 
 
+def backward_reaches(wanted: Callable[[torch.Tensor], bool]) -> bool:
+    """Inside a backward function: whether the leaves that are ``wanted`` among its inputs get gradients.
+
+    ``torch.autograd.grad`` of other tensors leaves them alone. True where there is no such leaf. torch 2.11, 2.13.
+    """
+    node = torch._C._current_autograd_node()
+    for following, _ in node.next_functions if node is not None else ():
+        leaf = getattr(following, "variable", None)
+        if following is not None and leaf is not None and wanted(leaf):
+            return torch._C._will_engine_execute_node(following)
+    return True
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Call something when the backward that runs now is over, on the thread that started it. torch 2.11, 2.13."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
