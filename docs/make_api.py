@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent / "api.md"
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Sharding and planning": ("compile", "shard", "plan", "explain"),
-    "What a model is compiled with": ("AdamW", "Muon", "Split", "Precision", "MXFP8", "Group", "grouped_mm"),
+    "What a model is compiled with": ("AdamW", "Muon", "NorMuon", "Split", "Precision", "MXFP8", "Group", "grouped_mm"),
     "Saving and loading": ("save", "load", "latest"),
     "What comes back": ("ShardedModule", "EMA", "Schedule", "Profile"),
 }

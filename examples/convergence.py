@@ -47,10 +47,10 @@ def adamw(**choices: Any) -> Callable[[float], fxshard.AdamW]:
     return lambda lr: fxshard.AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.1, **choices)
 
 
-def muon(**choices: Any) -> Callable[[float], fxshard.Muon]:
+def muon(kind: type[fxshard.Muon] = fxshard.Muon, **choices: Any) -> Callable[[float], fxshard.Muon]:
     """With updates of AdamW's size, so that one learning rate suits both."""
     inner = adamw()
-    return lambda lr: fxshard.Muon(lr=lr, scale="rms", weight_decay=0.1, adamw=inner(lr), **choices)
+    return lambda lr: kind(lr=lr, scale="rms", weight_decay=0.1, adamw=inner(lr), **choices)
 
 
 RECIPES = {
@@ -64,6 +64,7 @@ RECIPES = {
     "float8-block": Recipe(adamw(), scaling="block"),
     "muon": Recipe(muon()),
     "muon-8bit": Recipe(muon(state="8bit")),
+    "normuon": Recipe(muon(fxshard.NorMuon)),
 }
 
 

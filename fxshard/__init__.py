@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fxshard.frontend.module import ShardedModule
     from fxshard.frontend.planning import plan
     from fxshard.kernels.op import grouped_mm
-    from fxshard.optim.config import AdamW, Muon, Split
+    from fxshard.optim.config import AdamW, Muon, NorMuon, Split
     from fxshard.passes.options import Debug
     from fxshard.passes.pass_list import PassList
     from fxshard.passes.pipeline import PASSES
@@ -61,6 +61,7 @@ _HOME = {
     "LayoutError": "_torch.errors",
     "MXFP8": "plan.mxfp8_policy",
     "Muon": "optim.config",
+    "NorMuon": "optim.config",
     "PASSES": "passes.pipeline",
     "PassError": "_torch.errors",
     "PassList": "passes.pass_list",
@@ -124,6 +125,7 @@ __all__ = [
     "LayoutError",
     "MXFP8",
     "Muon",
+    "NorMuon",
     "PASSES",
     "PassError",
     "PassList",

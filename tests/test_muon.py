@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
+from fxshard.plan.state import second_moment_numel
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack
@@ -246,7 +247,7 @@ def momentum_bytes() -> tuple[int, int, int]:
     model = fxshard.shard(llama(), optimizer=MUON, zero=3, layout="rows")
     plans = model._sharding.plans
     own = sum(
-        plan.second_moment_numel(bucket.rank) for plan, bucket in zip(plans, model._sharding.buckets, strict=True)
+        second_moment_numel(plan, bucket.rank) for plan, bucket in zip(plans, model._sharding.buckets, strict=True)
     )
     shards = sum(plan.layout.shard_numel for plan in plans)
     return model.bytes_at_rest()["state"], 4 * shards, 4 * own

@@ -120,6 +120,7 @@ CONTENDERS: dict[str, Make] = {
     "fxshard-graphs": lambda model, precision: ours(model, precision, 3, cuda_graphs=True),
     "fxshard-unfused": lambda model, precision: ours(model, precision, 3, experts="off"),
     "fxshard-muon": lambda model, precision: ours(model, precision, 3, MUON),
+    "fxshard-normuon": lambda model, precision: ours(model, precision, 3, fxshard.NorMuon(lr=1e-3, adamw=ADAMW)),
     "fxshard-muon-zero1": lambda model, precision: ours(model, precision, 1, MUON),
     "fxshard-bf16-state": lambda model, precision: ours(model, precision, 3, replace(ADAMW, state="bf16")),
     "fxshard-8bit": lambda model, precision: ours(model, precision, 3, replace(ADAMW, state="8bit")),

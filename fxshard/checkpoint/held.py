@@ -14,6 +14,7 @@ from fxshard._torch.errors import ConfigError
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.packed_moments import Deferred, Unpacked
 from fxshard.plan.layout import Fragment
+from fxshard.plan.state import state_shape
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.rows import Rows
 
@@ -91,7 +92,7 @@ def _unpacked(bucket: Bucket, fragment: Fragment, parameter: torch.nn.Parameter,
             yield _state(bucket, fragment, parameter, field, state[field])
             continue
         rows = state.deferred(field)
-        shapes = tuple(parameter.shape), torch.empty(rows.shape, device="meta")
+        shapes = state_shape(field, parameter.shape), torch.empty(rows.shape, device="meta")
         yield Held(OPTIMIZER, (fragment.name,), shapes[0], rows.offsets, shapes[1], field, deferred=rows)
 
 
@@ -107,7 +108,7 @@ def parameter_names(model: ShardedModule) -> dict[int, str]:
 
 
 def _state(bucket: Bucket, fragment: Fragment, parameter: torch.nn.Parameter, field: str, value: object) -> Held:
-    if not isinstance(value, torch.Tensor) or value.shape not in (parameter.shape, torch.Size([])):
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) not in (state_shape(field, parameter.shape), ()):
         raise ConfigError(
             f"optimizer state {field!r} of {fragment.name} is {_described(value)}; tensors of the parameter's shape "
             "and scalar tensors can be saved"

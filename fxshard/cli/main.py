@@ -150,7 +150,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     look.add_argument(
         "--optimizer",
-        choices=("adamw", "muon"),
+        choices=("adamw", "muon", "normuon"),
         help="one of fxshard's own: the schedule then has its step and the gathers that start in it "
         "(default, as in fxshard.compile: none of them, and an optimizer of torch.optim is taken for AdamW)",
     )
@@ -242,7 +242,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
     """The schedule, or with ``--sweep`` what budgets give."""
     import torch
 
-    from fxshard.optim.config import AdamW, Muon
+    from fxshard.optim.config import AdamW, Muon, NorMuon
     from fxshard.plan.float8_policy import Float8
     from fxshard.plan.mxfp8_policy import MXFP8
     from fxshard.plan.precision import Precision
@@ -250,7 +250,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
     kept = {"state": arguments.state, "offload": arguments.offload}
     if arguments.optimizer is None and kept != {"state": "fp32", "offload": "none"}:
         raise UsageError("--state and --offload are for fxshard's own optimizers: add --optimizer adamw or muon")
-    optimizers: dict[str, AdamW | Muon] = {"adamw": AdamW(**kept), "muon": Muon(**kept)}
+    optimizers = {"adamw": AdamW(**kept), "muon": Muon(**kept), "normuon": NorMuon(**kept)}
     precisions: dict[str, Precision] = {
         "bf16": Precision(param=torch.bfloat16, reduce=torch.float32),
         "float8": Float8(),

@@ -72,6 +72,8 @@ def method(model: ShardedModule, original: types.MethodType) -> Callable[..., An
     def call(*args: Any, **kwargs: Any) -> Any:
         if name in REFUSED:
             raise StateError(f"{name}() would change parameters that are spread over ranks: {REFUSED[name]}")
+        if model._unsharded is not None:
+            model._unsharded.refuse(f"{name}() was called")
         before = _structure(plain)
         with borrowed(sharding.engine, sharding.hollow_places(), name, all_at_once=name in WITH_ALL_WEIGHTS):
             result = original(*args, **kwargs)

@@ -102,9 +102,13 @@ class Mirror(nn.Module):
         self._original.register_buffer(name, tensor, persistent)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        root = self._root()
+        unsharded = root.__dict__.get("_unsharded") if root is not None else None
+        if unsharded is not None:
+            return unsharded.run(self._original, args, kwargs)
         raise StateError(
             f"a part of a sharded model ({self._get_name()}) does not run on its own, its parameters are not in "
-            "memory: call the whole model, or let its forward return what is needed"
+            "memory: call the whole model, let its forward return what is needed, or call it inside model.unshard()"
         )
 
     def train(self, mode: bool = True) -> Self:

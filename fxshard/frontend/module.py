@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,19 +18,19 @@ from fxshard.frontend.capture import FAILURES, cast_floats, explained
 from fxshard.frontend.emptied import refuse_uses
 from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
 from fxshard.frontend.parameter_identity import ParameterIdentity
+from fxshard.frontend.profiling import profiled
 from fxshard.frontend.report import Compilations, Report
 from fxshard.frontend.saved_tensors import hooks_for_activations
 from fxshard.frontend.sharding import Sharding
+from fxshard.frontend.unsharded import Unsharded
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads
 from fxshard.runtime.hollow import is_hollow
 from fxshard.runtime.norms import clip_gradients, norms_by_name
-from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.unreduced import refuse_unreduced
 from fxshard.schedule.attention_report import AttentionReport
-from fxshard.schedule.events import Phase
 from fxshard.schedule.loss_report import LossReport
-from fxshard.schedule.profile import Profile, structure
+from fxshard.schedule.profile import Profile
 from fxshard.schedule.schedule import Schedule
 
 
@@ -54,6 +53,7 @@ class ShardedModule(nn.Module):
         backend.compiled.live_as_long_as(self)
         self._optimizer: torch.optim.Optimizer | None = None
         self._reads: EagerReads | None = None
+        self._unsharded: Unsharded | None = None
         self._identity = ParameterIdentity(sharding.buckets)
         by_name = {name: parameter for _, name, parameter in state.places(sharding.buckets)}
         by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
@@ -117,6 +117,8 @@ class ShardedModule(nn.Module):
             # Code between graphs, or ahead of the first one, would find parameters without memory.
             return private.call_unbroken(self._inner, *args, **kwargs)
         self._identity.check()
+        if self._unsharded is not None:
+            self._unsharded.refuse("the model was called")
         if self._compiled is None:
             raise StateError(
                 "this model is sharded but not compiled, and its parameters are not in memory: "
@@ -171,27 +173,8 @@ class ShardedModule(nn.Module):
         ...         train(model, x, y)
         >>> model.reschedule(profile)
         """
-        engine = self._sharding.engine
-        if engine.recorder is not None:
-            raise StateError("this model is being profiled already")
-        if steps < 1:
-            raise ConfigError(f"profile(steps={steps}): expected at least one step")
-        profile, options = Profile(), engine.frame.options
-        recorder = engine.recorder = Recorder(engine.device, steps)
-        engine.frame.options = replace(options, debug=replace(options.debug, overlap=False))
-        try:
+        with profiled(self, steps) as profile:
             yield profile
-        finally:
-            engine.recorder, engine.frame.options = None, options
-        recorder.close()
-        events = self.schedule.events
-        phases = {
-            phase: [event for event in events if event.phase is phase] for phase in (Phase.FORWARD, Phase.BACKWARD)
-        }
-        shared = self._sharding.agreement.share(recorder.samples)
-        filled = Profile.from_samples(shared, {str(phase): structure(own) for phase, own in phases.items() if own})
-        profile.seconds.update(filled.seconds)
-        profile.structure.update(filled.structure)
 
     def reschedule(self, profile: Profile | None) -> None:
         """Order gathers by recorded durations from the next call on, or by estimates again (None).
@@ -316,6 +299,28 @@ class ShardedModule(nn.Module):
     def bytes_at_rest(self) -> dict[str, int]:
         """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state."""
         return state.bytes_at_rest(self._sharding.buckets, self._optimizer)
+
+    def unshard(self, *parts: nn.Module | str, writeback: bool = True) -> Unsharded:
+        """Whole parameters in place of the sharded ones, on every rank, of the model or of ``parts`` of it. Collective.
+
+        A context, or until ``reshard()``. Parameters are in the dtype that is kept; ``model.layers[0].weight``,
+        ``state_dict()`` and calls of parts see them. What is written goes back to the shards at the end: each rank
+        keeps its own rows, so all ranks must write the same. With ``writeback=False`` having written is an error; so
+        is calling the model inside, or a gradient. If the block raises, shards are as they were.
+
+        >>> with model.unshard("layers.0") as whole:
+        ...     model.layers[0].norm.weight.data.fill_(1.0)
+        """
+        if self._unsharded is not None:
+            raise StateError("this model is unsharded already: leave that block, or call model.reshard(), first")
+        self._unsharded = Unsharded(self, parts, writeback=writeback)
+        return self._unsharded
+
+    def reshard(self) -> None:
+        """End what ``unshard()`` began, where it is not used as a context. To be called on every rank."""
+        if self._unsharded is None:
+            raise StateError("this model is not unsharded: model.unshard() comes first")
+        self._unsharded.close()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -119,7 +119,9 @@ def state_choice(choice: AdamW | Muon | None) -> StateChoice:
     """How the state of an optimizer is kept; that of one that is not fxshard's own is taken for torch's."""
     if choice is None:
         return StateChoice()
-    return StateChoice(choice.state, choice.offload, isinstance(choice, AdamW) and choice.over_replicas)
+    if isinstance(choice, Muon):
+        return StateChoice(choice.state, choice.offload, row_moments=choice.beta2 is not None)
+    return StateChoice(choice.state, choice.offload, choice.over_replicas)
 
 
 def _check_groups(choice: AdamW | Muon, known: tuple[str, ...]) -> None:
@@ -153,7 +155,8 @@ class Muon:
     Newton–Schulz is computed. ``nan``: what to do when a gradient is not finite: "raise" a ``StateError``, or "skip"
     the step with a warning. Nothing is changed either way. On a GPU the host does not wait to know: it raises or warns
     when the next step begins, or when the optimizer's state is read. ``state`` and ``offload`` are those of
-    :class:`fxshard.AdamW`, for the momentum and for AdamW's part alike.
+    :class:`fxshard.AdamW`, for the momentum and for AdamW's part alike. ``beta2``: normalize each row of an update by
+    its running second moment, as :class:`fxshard.NorMuon` does.
 
     >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
     """
@@ -173,20 +176,23 @@ class Muon:
     groups: Mapping[str, Mapping[str, Any]] | None = None
     state: str = "fp32"
     offload: str = "none"
+    beta2: float | None = None
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
         _check_state(self)
-        _check_groups(self, ("lr", "momentum", "nesterov", "weight_decay", "scale"))
+        of_rows = ("beta2",) if self.beta2 is not None else ()
+        _check_groups(self, ("lr", "momentum", "nesterov", "weight_decay", "scale", *of_rows))
         coefficient_sets.check(self.coefficients, self.steps)
         checks: dict[str, bool] = {
             "lr": 0 <= self.lr < math.inf,
             "momentum": 0 <= self.momentum < 1,
             "weight_decay": self.weight_decay >= 0,
+            "beta2": self.beta2 is None or 0 <= self.beta2 < 1,
         }
         for field, fine in checks.items():
             if not fine:
-                raise ConfigError(f"Muon({field}={getattr(self, field)!r}) is out of range")
+                raise ConfigError(f"{type(self).__name__}({field}={getattr(self, field)!r}) is out of range")
         for field, known in (("form", FORMS), ("nan", NAN)):
             if getattr(self, field) not in known:
                 raise ConfigError(
@@ -231,3 +237,23 @@ class Muon:
                 "rank too"
             )
         return PlainMuon(model, self)
+
+
+@dataclass(frozen=True)
+class NorMuon(Muon):
+    """NorMuon: Muon whose updates are normalized by row, that is for every neuron, after Newton–Schulz.
+
+    A running mean (``beta2``) of the squares of a row is kept, one number for a row; the row is divided by its root,
+    and the matrix scaled to the norm that it had. Everything else is :class:`fxshard.Muon`'s: options, layouts, state
+    and learning rates. With ``scale="rms"`` it is the algorithm of the paper (arXiv 2510.05491), with "spectral" that
+    of its authors' code.
+
+    >>> fxshard.NorMuon(lr=2e-2, beta2=0.95, adamw=fxshard.AdamW(lr=3e-4))
+    """
+
+    beta2: float | None = 0.95
+
+    def __post_init__(self) -> None:
+        if self.beta2 is None:
+            raise ConfigError("NorMuon(beta2=None): without second moments it is fxshard.Muon")
+        super().__post_init__()

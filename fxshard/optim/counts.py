@@ -71,11 +71,11 @@ class StepCounts:
         self.steps[i] = float(steps)
 
 
-def own_rows(bucket: Bucket, tensor: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-    """This rank's elements of sharded or of whole state, flat."""
+def own_rows(bucket: Bucket, tensor: torch.Tensor, fragment: Fragment, numel: int | None = None) -> torch.Tensor:
+    """This rank's elements of sharded or of whole state, flat. ``numel``: how many, if not one for each parameter's."""
     if isinstance(tensor, dist.tensor.DTensor):
         local = tensor.to_local()
-        if local.numel() != fragment.numel:
+        if local.numel() != (fragment.numel if numel is None else numel):
             raise StateError(
                 f"the state of {fragment.name} is sharded in another way than the parameter: fxshard.save and "
                 "fxshard.load move state between layouts and numbers of ranks"

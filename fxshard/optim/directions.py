@@ -10,6 +10,7 @@ import torch
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Scale, Split
 from fxshard.optim.newton_schulz import orthogonalize
+from fxshard.optim.row_moments import row_factors_, scaled
 from fxshard.optim.start import Momentum
 
 
@@ -17,7 +18,7 @@ def alike(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     """Positions of groups that go through the same iteration with the same momentum: their matrices share batches."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for i, group in enumerate(groups):
-        key = tuple(group[field] for field in ("momentum", "nesterov", "steps", "coefficients"))
+        key = tuple(group.get(field) for field in ("momentum", "nesterov", "steps", "coefficients", "beta2"))
         found.setdefault(key, []).append(i)
     return list(found.values())
 
@@ -44,10 +45,12 @@ def moved_directions(
     scales: Sequence[Scale],
     form: str,
     refused: torch.Tensor | None = None,
+    seconds: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Bring the momenta up to date; the orthogonalized updates, and the factors that remain to be applied to them.
 
-    ``group`` says how momentum and iteration go, which is the same for all; scales may differ.
+    ``group`` says how momentum and iteration go, which is the same for all; scales may differ. With ``seconds``, the
+    second moments of rows, these are brought up to date and rows are normalized by them (NorMuon).
     Unless the number ``refused`` is there and not zero: then the momenta stay, and the updates mean nothing.
     """
     in_place = [_cut_in_place(buffer, split) for buffer, split in zip(momenta, splits, strict=True)]
@@ -60,6 +63,9 @@ def moved_directions(
             buffers = rule.momentum_(of_chosen, buffers, group["momentum"], group["nesterov"], refused)
         done = orthogonal_pieces(buffers, cuts, group, form, of_chosen if moving else None, refused)
         pieces.update(zip(chosen, done, strict=True))
+    if seconds is not None:
+        factors = row_factors_([pieces[i] for i in range(len(momenta))], seconds, splits, group["beta2"], refused)
+        pieces = {i: scaled(pieces[i], of_rows) for i, of_rows in enumerate(factors)}
     joined = [
         rule.join_directions(pieces[i], split, buffer.shape, scale)
         for i, (split, buffer, scale) in enumerate(zip(splits, momenta, scales, strict=True))

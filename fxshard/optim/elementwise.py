@@ -28,6 +28,7 @@ except ImportError:  # torch for the CPU comes without Triton
 
 _BLOCK = 4096
 _PARTS = 1024
+_ROWS, _COLUMNS = 4, 1024
 
 
 def fits(*lists: Sequence[torch.Tensor]) -> bool:
@@ -112,6 +113,49 @@ if HAS_TRITON:
         x = tl.load(_pointer(table, 0, count, DTYPE) + where, mask=inside).to(tl.float32)
         tl.store(out + tl.program_id(1).to(tl.int64) * size + where, tl.div_rn(x, norm), mask=inside)
 
+    @triton.jit
+    def _row_squares_kernel(
+        table, count, rows, columns, out, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        source = _pointer(table, 0, count, DTYPE)
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for start in range(0, columns, BLOCK):
+            inside = (row[:, None] < rows) & (start + column[None, :] < columns)
+            x = tl.load(source + row[:, None] * columns + start + column[None, :], mask=inside, other=0.0)
+            x = x.to(tl.float32)
+            total += x * x
+        tl.store(out + tl.program_id(1) * rows + row, tl.sum(total, axis=1) / columns, mask=row < rows)
+
+    @triton.jit
+    def _row_factors_kernel(
+        table, count, rows, squares, out, beta2, eps, refused, STATE: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """One program for a matrix: rows are few, and both sums are taken in an order of their own."""
+        second = _pointer(table, 1, count, STATE)
+        squares += tl.program_id(1) * rows
+        out += tl.program_id(1) * rows
+        before = tl.zeros((BLOCK,), dtype=tl.float32)
+        after = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, rows, BLOCK):
+            where = start + tl.arange(0, BLOCK)
+            s = tl.load(squares + where, mask=where < rows, other=0.0)
+            v = tl.load(second + where, mask=where < rows, other=0.0).to(tl.float32)
+            factor = 1.0 / (tl.sqrt(v + (1 - beta2) * (s - v)) + eps)
+            before += s
+            after += s * factor * factor
+        ratio = tl.sqrt(tl.sum(before)) / (tl.sqrt(tl.sum(after)) + eps)
+        for start in range(0, rows, BLOCK):
+            where = start + tl.arange(0, BLOCK)
+            s = tl.load(squares + where, mask=where < rows, other=0.0)
+            v = tl.load(second + where, mask=where < rows, other=0.0).to(tl.float32)
+            moved = v + (1 - beta2) * (s - v)
+            tl.store(out + where, ratio / (tl.sqrt(moved) + eps), mask=where < rows)
+            if refused is not None:
+                moved = tl.where(tl.load(refused) != 0, v, moved)
+            tl.store(second + where, moved, mask=where < rows)
+
 
 def finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """See ``muon_rule.finite``."""
@@ -176,6 +220,36 @@ def apply_(
                 BLOCK=_BLOCK,
                 num_warps=8,
             )
+
+
+def row_factors_(
+    matrices: Sequence[torch.Tensor],
+    seconds: Sequence[torch.Tensor],
+    beta2: float,
+    eps: float,
+    refused: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """See ``row_moments.row_factors_``: for each [rows, columns], with its [rows, 1] of second moments, [rows, 1].
+
+    Sums are taken in an order that depends on the shape of a matrix alone.
+    """
+    made: dict[int, torch.Tensor] = {}
+    kinds = [(matrix.shape, matrix.dtype, second.dtype) for matrix, second in zip(matrices, seconds, strict=True)]
+    for kind in dict.fromkeys(kinds):  # each is one launch
+        chosen = [i for i, other in enumerate(kinds) if other == kind]
+        rows, columns = kind[0]
+        for _, (dtype, state), table in launches([matrices[i] for i in chosen], [seconds[i] for i in chosen]):
+            count = table.shape[1]
+            squares = torch.empty(count, rows, dtype=torch.float32, device=matrices[0].device)
+            out = torch.empty_like(squares)
+            _row_squares_kernel[(triton.cdiv(rows, _ROWS), count)](
+                table, count, rows, columns, squares, DTYPE=dtype, ROWS=_ROWS, BLOCK=_COLUMNS, num_warps=4
+            )
+            _row_factors_kernel[(1, count)](
+                table, count, rows, squares, out, beta2, eps, refused, STATE=state, BLOCK=_COLUMNS, num_warps=4
+            )
+            made.update(zip(chosen, out.unsqueeze(-1), strict=True))
+    return [made[i] for i in range(len(matrices))]
 
 
 def normalize(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -> None:

@@ -12,6 +12,7 @@ import torch
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.config import AdamW, Muon, check_scale
 from fxshard.plan.regroup import join_state
+from fxshard.plan.state import ROW_MOMENTS, state_shape
 from fxshard.plan.stored_names import find_sources, wrapping
 
 Named = tuple[str, torch.Tensor]
@@ -70,7 +71,8 @@ def _adamw_options(choice: AdamW) -> Group:
 
 def _muon_options(choice: Muon) -> Group:
     fields = ("lr", "momentum", "nesterov", "weight_decay", "scale", "coefficients", "steps")
-    return {field: getattr(choice, field) for field in fields}
+    options = {field: getattr(choice, field) for field in fields}
+    return options if choice.beta2 is None else {**options, "beta2": choice.beta2}
 
 
 # -- what a group says -------------------------------------------------------------------------------------------------
@@ -82,6 +84,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     checks: dict[str, Callable[[Any], bool]] = {"lr": _not_negative, "weight_decay": _not_negative}
     if muon:
         checks["momentum"] = lambda value: 0 <= value < 1
+        if "beta2" in group:
+            checks["beta2"] = lambda value: value is not None and 0 <= value < 1
     else:
         checks["betas"] = lambda value: len(value) == 2 and all(0 <= _number(beta) < 1 for beta in value)
         checks["eps"] = _not_negative
@@ -174,7 +178,8 @@ def _members(group: Group) -> Iterable[tuple[str, Any]]:
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...]:
-    tensors = [value for field, value in state.items() if isinstance(value, torch.Tensor) and field != "step"]
+    others = ("step", ROW_MOMENTS)
+    tensors = [value for field, value in state.items() if isinstance(value, torch.Tensor) and field not in others]
     return tuple(tensors[0].shape) if tensors else ()
 
 
@@ -216,7 +221,9 @@ def check_states(
             if set(state) != wanted:
                 raise StateError(f"the state of {name} has {sorted(state)}, this optimizer needs {sorted(wanted)}")
             for field, value in state.items():
-                if isinstance(value, torch.Tensor) and field != "step" and value.shape != parameter.shape:
+                if not isinstance(value, torch.Tensor) or field == "step":
+                    continue
+                if value.shape != state_shape(field, parameter.shape):
                     raise StateError(
                         f"the state {field!r} of {name} has shape {tuple(value.shape)}, the parameter "
                         f"{tuple(parameter.shape)}: is it the state of another parameter? State without names is "

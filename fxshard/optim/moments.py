@@ -9,19 +9,20 @@ import torch
 
 from fxshard.optim.counts import StepCounts, own_rows
 from fxshard.plan.layout import Fragment, aligned
+from fxshard.plan.state import ROW_MOMENTS, second_moment_numel, second_numel
 from fxshard.runtime.bucket import Bucket
 
 
 class Moments(StepCounts):
     """State tensors of a bucket, as its master is.
 
-    ``first`` is as long as the shard: AdamW's first moment, and the momentum of what Muon updates. ``second`` is
-    AdamW's alone, so it has room for AdamW's parameters only.
+    ``first`` is as long as the shard: AdamW's first moment, and the momentum of what Muon updates. ``second`` has room
+    for the second moments of AdamW's parameters, and under NorMuon for one of each row of Muon's.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         super().__init__(bucket)
-        length = bucket.plan.second_moment_numel(bucket.rank)
+        length = second_moment_numel(bucket.plan, bucket.rank)
         if bucket.plan.shares_state:
             length = self.end - self.begin
             self.first = bucket.master.new_zeros(length)
@@ -37,7 +38,7 @@ class Moments(StepCounts):
         places, cursor = [], 0
         for fragment in self.fragments:
             places.append(cursor)
-            cursor += aligned(fragment.numel) if fragment.name not in self.muon else 0
+            cursor += aligned(second_numel(self.bucket.plan, fragment))
         return places
 
     # -- AdamW -------------------------------------------------------------------------------------------------------
@@ -83,15 +84,24 @@ class Moments(StepCounts):
     def state_of(self, i: int) -> dict[str, torch.Tensor]:
         """What ``optimizer.state`` holds for a parameter: views of the flat tensors."""
         bucket, name = self.bucket, self.bucket.plan.params[i]
-        fragment, at = self.fragments[i], self._second_at[i]
+        fragment = self.fragments[i]
         first = bucket.as_state(self._first_of(fragment), name, fragment=fragment)
         if name in self.muon:
-            return {"momentum_buffer": first}
-        return {
-            "step": self.steps[i],
-            "exp_avg": first,
-            "exp_avg_sq": bucket.as_state(self.second[at : at + fragment.numel], name, fragment=fragment),
-        }
+            found = {"momentum_buffer": first}
+            if bucket.plan.row_moments:
+                of_rows = self._second_of(i)
+                found[ROW_MOMENTS] = bucket.as_state(of_rows, name, fragment=fragment, field=ROW_MOMENTS)
+            return found
+        second = bucket.as_state(self._second_of(i), name, fragment=fragment)
+        return {"step": self.steps[i], "exp_avg": first, "exp_avg_sq": second}
+
+    def row_moments(self, name: str) -> torch.Tensor:
+        """The second moments of this rank's rows of a matrix, as [..., rows, 1]."""
+        return self.bucket.shaped(self._second_of(self.bucket.plan.layout.index[name]), name, field=ROW_MOMENTS)
+
+    def _second_of(self, i: int) -> torch.Tensor:
+        at = self._second_at[i]
+        return self.second[at : at + second_numel(self.bucket.plan, self.fragments[i])]
 
     def _first_of(self, fragment: Fragment) -> torch.Tensor:
         at = fragment.offset - self.begin
@@ -99,10 +109,8 @@ class Moments(StepCounts):
 
     def clear(self, i: int) -> None:
         """As if a parameter had never been stepped."""
-        fragment, at = self.fragments[i], self._second_at[i]
-        self._first_of(fragment).zero_()
-        if fragment.name not in self.muon:
-            self.second[at : at + fragment.numel].zero_()
+        self._first_of(self.fragments[i]).zero_()
+        self._second_of(i).zero_()
         self.set_count(i, 0)
 
     def load(self, i: int, state: Mapping[str, Any]) -> None:
@@ -111,8 +119,10 @@ class Moments(StepCounts):
         first = self._first_of(fragment)
         if fragment.name in self.muon:
             first.copy_(own_rows(self.bucket, state["momentum_buffer"], fragment))
+            if self.bucket.plan.row_moments:
+                second = self._second_of(i)
+                second.copy_(own_rows(self.bucket, state[ROW_MOMENTS], fragment, second.numel()))
             return
         first.copy_(own_rows(self.bucket, state["exp_avg"], fragment))
-        at = self._second_at[i]
-        self.second[at : at + fragment.numel].copy_(own_rows(self.bucket, state["exp_avg_sq"], fragment))
+        self._second_of(i).copy_(own_rows(self.bucket, state["exp_avg_sq"], fragment))
         self.set_count(i, int(state["step"]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fxshard._torch.errors import ConfigError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon, Scale, Split
 from fxshard.optim.directions import alike, apply_by_group, moved_directions, orthogonal_pieces
@@ -15,16 +16,21 @@ from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
 from fxshard.optim.packed_moments import PackedMoments
 from fxshard.optim.parts import is_cut, orthogonal_parts
+from fxshard.optim.row_moments import row_factors_
 from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
-from fxshard.plan.exchange import Batch, Travel
+from fxshard.plan.exchange import ROW_HALVES, Batch, Travel
 from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
 from fxshard.runtime.engine import Engine, Sent
 from fxshard.runtime.tensor_parallel import TensorParallel
 
 ROUNDED = "rounded"
 """How often the momentum of a group was rounded at random: Muon counts no steps, and no two roundings may be alike."""
+
+
+_Kept = tuple[torch.Tensor, torch.Tensor | PackedMoments, torch.Tensor | PackedMoments | None]
+"""Of a parameter: this rank's rows, where their momentum is, and where NorMuon's second moments are."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class _Rows:
     value: torch.Tensor
     grad: torch.Tensor | None
     kept: torch.Tensor | PackedMoments
+    row_moments: torch.Tensor | PackedMoments | None
+    """NorMuon's second moments of these rows."""
 
     def momentum(self) -> torch.Tensor:
         """Of what is kept as it is computed with, the memory itself; of the rest, a copy in fp32."""
@@ -44,6 +52,18 @@ class _Rows:
         """Where ``momentum`` gave a copy, take it back."""
         if isinstance(self.kept, PackedMoments):
             self.kept.keep_momentum(self.name, momentum, step, refused)
+
+    def second(self) -> torch.Tensor:
+        """NorMuon's second moments as [..., rows, 1]: the memory itself, or a copy of what is on the host."""
+        assert self.row_moments is not None
+        if isinstance(self.row_moments, PackedMoments):
+            return self.row_moments.row_moments(self.name)
+        return self.row_moments
+
+    def keep_second(self, second: torch.Tensor) -> None:
+        """Where ``second`` gave a copy, take it back."""
+        if isinstance(self.row_moments, PackedMoments):
+            self.row_moments.keep_row_moments(self.name, second)
 
 
 class ShardedMuon(ShardedOptimizer):
@@ -73,9 +93,16 @@ class ShardedMuon(ShardedOptimizer):
             for travel in instruction.batch.travels
         }
         self._on_the_way: dict[int, Sent] = {}
-        self._views: dict[str, tuple[torch.Tensor, torch.Tensor | PackedMoments]] = {}
+        self._views: dict[str, _Kept] = {}
         self._row_factors: dict[tuple[str, Scale], torch.Tensor | float] = {}
         self._tensor = engine.buckets[0].tensor
+        if self._tensor is not None and choice.beta2 is not None:
+            cut = [name for name in splits if is_cut(self._tensor.pieces[name])]
+            if cut:
+                raise ConfigError(
+                    f"{type(choice).__name__}: {cut[0]} is cut over tensor-parallel ranks, and second moments of rows "
+                    "are kept for whole rows: use fxshard.Muon there, or leave such parameters to AdamW with use="
+                )
         self._shapes = {name: bucket.shape(name) for bucket in engine.buckets for name in bucket.plan.params}
         """Of whole parameters."""
 
@@ -112,11 +139,15 @@ class ShardedMuon(ShardedOptimizer):
     def _rows(self, moments: Moments | PackedMoments, name: str) -> _Rows:
         bucket = moments.bucket
         if name not in self._views:  # parameters and momentum stay where they are, gradients do not
-            kept = moments if isinstance(moments, PackedMoments) else bucket.as_rows(moments.first, name)
-            self._views[name] = (bucket.local(name), kept)
+            if isinstance(moments, PackedMoments):
+                self._views[name] = (bucket.local(name), moments, moments if bucket.plan.row_moments else None)
+            else:
+                second = moments.row_moments(name) if bucket.plan.row_moments else None
+                self._views[name] = (bucket.local(name), bucket.as_rows(moments.first, name), second)
         has_grad = bucket.params[bucket.plan.layout.index[name]].grad is not None
         grad = bucket.as_rows(bucket.grad, name) if has_grad and bucket.grad is not None else None
-        return _Rows(name, self._views[name][0], grad, self._views[name][1])
+        value, kept, of_rows = self._views[name]
+        return _Rows(name, value, grad, kept, of_rows)
 
     def _update(self, chosen: Sequence[_Rows]) -> None:
         tensor = self._tensor
@@ -130,8 +161,11 @@ class ShardedMuon(ShardedOptimizer):
             grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum() for rows in batch]
             splits, scales = [self._splits[rows.name] for rows in batch], [group["scale"] for group in own]
             form = self._choice.form
-            directions, factors = moved_directions(grads, momenta, splits, own[0], scales, form, refused)
+            seconds = [rows.second() for rows in batch] if "beta2" in own[0] else None
+            directions, factors = moved_directions(grads, momenta, splits, own[0], scales, form, refused, seconds)
             apply_by_group([rows.value for rows in batch], directions, factors, own, refused)
+            for rows, second in zip(batch, seconds or (), strict=False):
+                rows.keep_second(second)
             self._keep(batch, momenta)
 
     def _keep(self, batch: Sequence[_Rows], momenta: Sequence[torch.Tensor]) -> None:
@@ -201,6 +235,9 @@ class ShardedMuon(ShardedOptimizer):
         updates = self._momentum(ready)
         # A gradient that is missing here counts as zero: the exchange has the same shape whatever happens.
         parts = [updates.get(travel.name, torch.zeros_like(rows[travel.name].value)) for travel in held]
+        if self._choice.beta2 is not None:
+            seconds = [rows[travel.name].second() for travel in held]
+            parts = [torch.cat((part, second), -1) for part, second in zip(parts, seconds, strict=True)]
         flat = self._flat(parts, torch.float32)
         return self._engine.exchange(batch.buckets[0], flat, batch.to_owners(rank), batch.from_holders(rank))
 
@@ -209,35 +246,67 @@ class ShardedMuon(ShardedOptimizer):
         rank = self._rank(batch)
         parts = _received(batch, rank, sent.wait())
         owned = [travel for travel in batch.travels if travel.owner == rank]
-        whole = [torch.cat(parts[travel.name]).view(travel.shape) for travel in owned]
-        found = self._directions([travel.name for travel in owned], whole)
+        whole = [torch.cat(parts[travel.name]).view(*travel.shape[:-1], -1) for travel in owned]
+        names = [travel.name for travel in owned]
+        found = self._directions(names, whole) if self._choice.beta2 is None else self._with_factors(names, whole)
         directions = {travel.name: direction.reshape(-1) for travel, direction in zip(owned, found, strict=True)}
         back = [
-            directions[travel.name][begin : begin + numel]
+            directions[travel.name][travel.back(begin) : travel.back(begin + numel)]
             for holder in range(batch.ranks)
             for travel in owned
             for begin, numel in [_part(travel, holder)]
             if numel
         ]
         flat = self._flat(back, torch.bfloat16)
-        return self._engine.exchange(batch.buckets[0], flat, batch.from_holders(rank), batch.to_owners(rank))
+        sizes = batch.from_holders(rank, back=True), batch.to_owners(rank, back=True)
+        return self._engine.exchange(batch.buckets[0], flat, *sizes)
+
+    def _with_factors(self, names: Sequence[str], whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """NorMuon: of updates with second moments in their last column, directions in bf16 with, beside each row, its
+        factor and its new second moment, each fp32 in two halves. Holders multiply: so nothing is rounded twice.
+        """
+        updates = [matrix[..., :-1].contiguous() for matrix in whole]
+        seconds = [matrix[..., -1:].contiguous() for matrix in whole]
+        made: dict[int, torch.Tensor] = {}
+        for members in alike(self._group_of[name] for name in names):
+            splits, group = [self._splits[names[i]] for i in members], self._group_of[names[members[0]]]
+            pieces = orthogonal_pieces([updates[i] for i in members], splits, group, self._choice.form)
+            factors = row_factors_(pieces, [seconds[i] for i in members], splits, group["beta2"])
+            for i, split, of_one, of_rows in zip(members, splits, pieces, factors, strict=True):
+                direction = rule.join_matrices(of_one, split, updates[i].shape)
+                factor = rule.join_matrices(of_rows, split, seconds[i].shape).contiguous()
+                halves = [numbers.view(torch.bfloat16) for numbers in (factor, seconds[i])]
+                made[i] = torch.cat((direction, *halves), -1)
+        return [made[i] for i in range(len(names))]
 
     def _apply_returned(self, batch: Batch, sent: Sent) -> None:
         rank = self._rank(batch)
         held = _held(batch, rank)
         values, directions, factors, groups = [], [], [], []
-        sizes = [_part(travel, rank)[1] for travel in held]
+        sizes = [travel.back(_part(travel, rank)[1]) for travel in held]
         for travel, part in zip(held, sent.wait().split(sizes), strict=True):
             rows = self._rows(self._moments[travel.bucket], travel.name)
             if rows.grad is None:
                 continue
             first_row = _part(travel, rank)[0] // travel.shape[-1]
-            direction, factor = self._scaled(travel.name, part.view(rows.value.shape), first_row)
+            came = part.view(*rows.value.shape[:-1], -1)
+            if travel.row_moments:
+                came = self._normalized(rows, came)
+            direction, factor = self._scaled(travel.name, came, first_row)
             values.append(rows.value)
             directions.append(direction)
             factors.append(factor)
             groups.append(self._group_of[travel.name])
         apply_by_group(values, directions, factors, groups, self._refused)
+
+    def _normalized(self, rows: _Rows, came: torch.Tensor) -> torch.Tensor:
+        """Of what ``_with_factors`` made of this rank's rows: keep the second moments, and multiply."""
+        direction, beside = came.split((came.shape[-1] - ROW_HALVES, ROW_HALVES), -1)
+        factor, moved = beside.clone(memory_format=torch.contiguous_format).view(torch.float32).split(1, -1)
+        second = rows.second()
+        second.copy_(moved if self._refused is None else torch.where(self._refused != 0, second, moved))
+        rows.keep_second(second)
+        return direction * factor
 
     def _scaled(self, name: str, direction: torch.Tensor, first_row: int = 0) -> tuple[torch.Tensor, float]:
         """Some rows of a direction, and what is left to scale them by: matrices of a split may differ in that."""
@@ -295,7 +364,7 @@ def _received(batch: Batch, rank: int, flat: torch.Tensor) -> dict[str, list[tor
     cursor = 0
     for holder in range(batch.ranks):
         for travel in batch.travels:
-            numel = _part(travel, holder)[1] if travel.owner == rank else 0
+            numel = travel.there(_part(travel, holder)[1]) if travel.owner == rank else 0
             if numel:
                 parts[travel.name].append(flat[cursor : cursor + numel])
                 cursor += numel

@@ -12,7 +12,8 @@ from fxshard.optim.counts import StepCounts, own_rows
 from fxshard.optim.formats import Noise
 from fxshard.optim.host import Transfers, host_memory
 from fxshard.optim.packed import Stored
-from fxshard.plan.state import moment_bytes
+from fxshard.plan.layout import aligned
+from fxshard.plan.state import ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
 
 PIECE_NUMEL = 2**24
@@ -24,7 +25,8 @@ MOST_NUMEL = 2**30
 class PackedMoments(StepCounts):
     """State of a bucket, one parameter after another in one piece of memory, and a step count per parameter.
 
-    ``first`` and ``second`` by position of the parameter; what Muon updates has no second moment.
+    ``first`` and ``second`` by position of the parameter; what Muon updates has no second moment, or, under NorMuon,
+    one of each row, in fp32.
     """
 
     def __init__(self, bucket: Bucket, transfers: Transfers | None) -> None:
@@ -34,7 +36,9 @@ class PackedMoments(StepCounts):
         shapes = [slot.spec.shape for slot in plan.layout.slots]
         sizes = [moment_bytes(f.numel, shape, plan.state) for f, shape in zip(self.fragments, shapes, strict=True)]
         moments = [1 if fragment.name in self.muon else 2 for fragment in self.fragments]
+        of_rows = [second_numel(plan, f) if f.name in self.muon else 0 for f in self.fragments]
         length = sum(size * number for size, number in zip(sizes, moments, strict=True))
+        length += sum(4 * aligned(numel) for numel in of_rows)
         if transfers is None:
             self.memory = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
         else:
@@ -42,14 +46,17 @@ class PackedMoments(StepCounts):
         self.first: list[Stored] = []
         self.second: list[Stored | None] = []
         at = 0
-        for fragment, shape, size, number in zip(self.fragments, shapes, sizes, moments, strict=True):
+        for fragment, shape, size, number, rows in zip(self.fragments, shapes, sizes, moments, of_rows, strict=True):
             cut = [
                 Stored.cut(self.memory[at + i * size :], fragment.numel, shape, plan.state, signed=i == 0)
                 for i in range(number)
             ]
             self.first.append(cut[0])
-            self.second.append(cut[1] if number == 2 else None)
             at += number * size
+            if plan.row_moments and number == 1:  # too few for fewer bits
+                cut.append(Stored.cut(self.memory[at:], rows, (rows, 1), "fp32", signed=False))
+                at += 4 * aligned(rows)
+            self.second.append(cut[1] if len(cut) == 2 else None)
         if transfers is not None:
             for i, begin, end in self._cuts():
                 transfers.reserve(self.moments(i, begin, end))
@@ -103,13 +110,33 @@ class PackedMoments(StepCounts):
             here.write_(momentum.view(-1), noise, refused)
         self.transfers.take_back([stored], [here])
 
+    def row_moments(self, name: str) -> torch.Tensor:
+        """The second moments of this rank's rows of a matrix, as [..., rows, 1]: the memory itself, or, where that is
+        the host's, a copy to be changed and given back."""
+        stored = self._of_rows(name)
+        if self.transfers is not None:
+            (stored,) = self.transfers.bring([stored])
+        return self.bucket.shaped(stored.values, name, field=ROW_MOMENTS)
+
+    def keep_row_moments(self, name: str, moments: torch.Tensor) -> None:
+        """Take them back, where ``row_moments`` gave a copy."""
+        if self.transfers is not None:
+            stored = self._of_rows(name)
+            self.transfers.take_back([stored], [stored.holding(moments.view(-1))])
+
+    def _of_rows(self, name: str) -> Stored:
+        stored = self.second[self.bucket.plan.layout.index[name]]
+        assert stored is not None
+        return stored
+
     # -- state dicts -------------------------------------------------------------------------------------------------
 
     def fields(self, i: int) -> dict[str, Stored]:
         """The moments of a parameter by the names they have in ``optimizer.state``."""
         second = self.second[i]
-        if second is None:
-            return {"momentum_buffer": self.first[i]}
+        if self.fragments[i].name in self.muon:
+            return {"momentum_buffer": self.first[i], **({} if second is None else {ROW_MOMENTS: second})}
+        assert second is not None
         return {"exp_avg": self.first[i], "exp_avg_sq": second}
 
     def state_of(self, i: int) -> Mapping[str, torch.Tensor]:
@@ -126,7 +153,7 @@ class PackedMoments(StepCounts):
     def load(self, i: int, state: Mapping[str, Any]) -> None:
         """Take over loaded state of a parameter, rounded to the nearest."""
         for field, stored in self.fields(i).items():
-            given = own_rows(self.bucket, state[field], self.fragments[i])
+            given = own_rows(self.bucket, state[field], self.fragments[i], stored.values.numel())
             stored.write_(given.to(stored.values.device, torch.float32).contiguous())
         if "step" in state:
             self.set_count(i, int(state["step"]))
@@ -157,7 +184,7 @@ class Unpacked(Mapping[str, torch.Tensor]):
         if field == "step" and "exp_avg" in self._fields:
             return self._moments.steps[self._i]
         bucket, fragment = self._moments.bucket, self._moments.fragments[self._i]
-        return bucket.as_state(self._fields[field].read(), fragment.name, fragment=fragment)
+        return bucket.as_state(self._fields[field].read(), fragment.name, fragment=fragment, field=field)
 
     def __iter__(self) -> Iterator[str]:
         return iter((*(["step"] if "exp_avg" in self._fields else []), *self._fields))
@@ -168,7 +195,8 @@ class Unpacked(Mapping[str, torch.Tensor]):
     def deferred(self, field: str) -> Deferred:
         """A moment for a checkpoint, which reads and writes one after another."""
         stored, fragment = self._fields[field], self._moments.fragments[self._i]
-        shape = self._moments.bucket.shaped(torch.empty(fragment.numel, device="meta"), fragment.name, fragment).shape
+        flat = torch.empty(stored.values.numel(), device="meta")
+        shape = self._moments.bucket.shaped(flat, fragment.name, fragment, field).shape
 
         def read() -> torch.Tensor:
             return stored.read().view(shape)

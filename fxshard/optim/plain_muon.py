@@ -14,6 +14,7 @@ from fxshard.optim.config import Muon
 from fxshard.optim.directions import alike, apply_by_group, moved_directions
 from fxshard.optim.groups import check_group, check_patterns, check_states, in_our_order, param_groups, saved
 from fxshard.optim.verdict import Verdicts
+from fxshard.plan.state import ROW_MOMENTS
 
 MUON_STATE, ADAMW_STATE = ("momentum_buffer",), ("step", "exp_avg", "exp_avg_sq")
 
@@ -67,7 +68,8 @@ class PlainMuon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = in_our_order(self.param_groups, state_dict)
         muon = {id(p) for group in self.param_groups if group["kind"] == "muon" for p in group["params"]}
-        check_states(self.param_groups, state_dict, lambda p: MUON_STATE if id(p) in muon else ADAMW_STATE)
+        of_muon = MUON_STATE if self._choice.beta2 is None else (*MUON_STATE, ROW_MOMENTS)
+        check_states(self.param_groups, state_dict, lambda p: of_muon if id(p) in muon else ADAMW_STATE)
         self._verdicts.settle(may_raise=False)  # what the step would have spoilt is about to be replaced
         super().load_state_dict(state_dict)
 
@@ -95,8 +97,10 @@ class PlainMuon(torch.optim.Optimizer):
             own = [with_grad[i][2] for i in members]
             momenta = [self._momentum(parameter) for parameter in params]
             scales, refused = [group["scale"] for group in own], self._verdicts.refused
-            form = self._choice.form
-            directions, factors = moved_directions(_grads(params), momenta, splits, own[0], scales, form, refused)
+            form, seconds = self._choice.form, self._row_moments(params)
+            directions, factors = moved_directions(
+                _grads(params), momenta, splits, own[0], scales, form, refused, seconds
+            )
             apply_by_group(params, directions, factors, own, refused)
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -104,6 +108,14 @@ class PlainMuon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         return state["momentum_buffer"]
+
+    def _row_moments(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        if self._choice.beta2 is None:
+            return None
+        for parameter in params:
+            if ROW_MOMENTS not in self.state[parameter]:
+                self.state[parameter][ROW_MOMENTS] = parameter.new_zeros((*parameter.shape[:-1], 1))
+        return [self.state[parameter][ROW_MOMENTS] for parameter in params]
 
     def _adamw(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> None:
         if not params:

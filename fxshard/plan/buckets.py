@@ -18,7 +18,7 @@ from fxshard.plan.dealing import Dealt, Member, deal
 from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
 from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.gather_modes import Copies, Gather
-from fxshard.plan.layout import Layout, TensorSpec, aligned
+from fxshard.plan.layout import Layout, TensorSpec
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
@@ -57,6 +57,8 @@ class BucketPlan:
     """The format of the optimizer's moments: "fp32" (as the masters are), "bf16" or "8bit"."""
     offload: str = "none"
     """Where they are between steps: "none", on the device, or on the "host"."""
+    row_moments: bool = False
+    """Whether Muon keeps a second moment of every row of the matrices (NorMuon)."""
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -180,13 +182,6 @@ class BucketPlan:
         if self.offload == "none":
             state += self.moment_bytes if state_tensors == 2 else masters * state_tensors
         return BytesPerRank(param, masters + (self.grad_bytes if keeps_full_grad else 0), state)
-
-    def second_moment_numel(self, rank: int) -> int:
-        """Elements of AdamW's second moment on one rank: those of the parameters that Muon does not update."""
-        if not self.matrices:
-            return self.layout.shard_numel
-        own = (fragment for fragment in self.layout.fragments(rank) if fragment.name not in self.matrices)
-        return sum(aligned(fragment.numel) for fragment in own)
 
 
 @dataclass(frozen=True)
@@ -360,6 +355,7 @@ def _bucket(
         float8=rules.float8 if kind.quantized else None,
         state=rules.state.format if trainable else "fp32",
         offload=rules.state.offload if trainable else "none",
+        row_moments=rules.state.row_moments and bool(owned),
     )
 
 

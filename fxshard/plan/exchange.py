@@ -13,10 +13,13 @@ from functools import cached_property
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.choice import crosses
 from fxshard.plan.matrices import least_loaded, matrix_cost
+from fxshard.plan.state import row_numel
 from fxshard.plan.tuning import BATCH_BYTES
 
 SENT_ITEMSIZE = 4
 """Matrices travel in fp32: an owner that normalises what was rounded before would compute something else."""
+ROW_HALVES = 4
+"""Numbers of 16 bits that hold what comes back for a row under NorMuon: two in fp32."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,16 @@ class Travel:
     owner: int
     parts: tuple[tuple[int, int], ...]
     """(rank, elements) of the ranks that hold rows of it, in the order of the rows."""
+    row_moments: bool = False
+    """Whether the second moments of its rows travel beside them (NorMuon)."""
+
+    def there(self, numel: int) -> int:
+        """Numbers in fp32 that go to the owner with that many elements: they, and a second moment for each row."""
+        return numel + (row_numel(numel, self.shape) if self.row_moments else 0)
+
+    def back(self, numel: int) -> int:
+        """Numbers in bf16 that come back: elements, and two in fp32 for each row, its factor and its second moment."""
+        return numel + (ROW_HALVES * row_numel(numel, self.shape) if self.row_moments else 0)
 
 
 @dataclass(frozen=True)
@@ -46,17 +59,26 @@ class Batch:
     def numel(self) -> int:
         return sum(numel for travel in self.travels for _, numel in travel.parts)
 
-    def elements(self, holder: int, owner: int) -> int:
-        """How much of this batch goes from one rank to another."""
-        return sum(n for travel in self.travels if travel.owner == owner for rank, n in travel.parts if rank == holder)
+    def sent(self, *, back: bool = False) -> int:
+        """Numbers that travel to owners, or back from them."""
+        return sum(_numbers(travel, numel, back) for travel in self.travels for _, numel in travel.parts)
 
-    def to_owners(self, rank: int) -> list[int]:
-        """Elements that ``rank`` sends to each rank: its rows of what the other owns."""
-        return [self.elements(rank, owner) for owner in range(self.ranks)]
+    def elements(self, holder: int, owner: int, *, back: bool = False) -> int:
+        """Numbers of this batch that go from one rank to another, or come back."""
+        own = (travel for travel in self.travels if travel.owner == owner)
+        return sum(_numbers(travel, n, back) for travel in own for rank, n in travel.parts if rank == holder)
 
-    def from_holders(self, rank: int) -> list[int]:
-        """Elements that ``rank`` gets from each rank: their rows of what it owns."""
-        return [self.elements(holder, rank) for holder in range(self.ranks)]
+    def to_owners(self, rank: int, *, back: bool = False) -> list[int]:
+        """Numbers that ``rank`` sends to each rank: its rows of what the other owns."""
+        return [self.elements(rank, owner, back=back) for owner in range(self.ranks)]
+
+    def from_holders(self, rank: int, *, back: bool = False) -> list[int]:
+        """Numbers that ``rank`` gets from each rank: their rows of what it owns."""
+        return [self.elements(holder, rank, back=back) for holder in range(self.ranks)]
+
+
+def _numbers(travel: Travel, numel: int, back: bool) -> int:
+    return travel.back(numel) if back else travel.there(numel)
 
 
 def plan_exchange(buckets: Sequence[BucketPlan], limit: int = BATCH_BYTES) -> tuple[Batch, ...]:
@@ -109,7 +131,7 @@ def _with_owners(buckets: Sequence[BucketPlan], ranks: int) -> list[Travel]:
     for bucket, spec in crossing:
         parts = [(rank, bucket.layout.fragment(rank, spec.name).numel) for rank in range(ranks)]
         held = tuple((rank, numel) for rank, numel in parts if numel)
-        travels.append(Travel(bucket.index, spec.name, spec.shape, owners[spec.name], held))
+        travels.append(Travel(bucket.index, spec.name, spec.shape, owners[spec.name], held, bucket.row_moments))
     return travels
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fxshard._torch.errors import ConfigError
-from fxshard.plan.layout import Layout, aligned
+from fxshard.plan.layout import Fragment, Layout, aligned
 from fxshard.plan.shares import shares
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ FORMATS = ("fp32", "bf16", "8bit")
 OFFLOADS = ("none", "host")
 BLOCK = 256
 """Elements that share a scale; the last block of a line may be shorter."""
+ROW_MOMENTS = "second_momentum_buffer"
+"""The state of NorMuon's that has one number for each row, as its authors call it."""
 SHORTEST = 64
 """Elements of the shortest line that is worth scales of its own."""
 
@@ -37,6 +39,8 @@ class StateChoice:
     format: str = "fp32"
     offload: str = "none"
     over_replicas: bool = False
+    row_moments: bool = False
+    """Whether Muon keeps a second moment of every row of a matrix (NorMuon)."""
 
     @property
     def plain(self) -> bool:
@@ -82,6 +86,35 @@ def moment_bytes(numel: int, shape: Sequence[int], format: str) -> int:
     return aligned(numel) * value_bytes(format, line) + 4 * aligned(scales)
 
 
+def row_numel(numel: int, shape: Sequence[int]) -> int:
+    """Rows in that many elements of a matrix, or of a stack of matrices: each has one second moment under NorMuon.
+
+    >>> row_numel(4096 * 1024, (8192, 1024)), row_numel(2 * 4096 * 1024, (8, 4096, 1024))
+    (4096, 8192)
+    """
+    return numel // shape[-1] if numel else 0
+
+
+def state_shape(field: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor in the state of a parameter of that shape."""
+    return (*shape[:-1], 1) if field == ROW_MOMENTS else tuple(shape)
+
+
+def second_moment_numel(bucket: BucketPlan, rank: int) -> int:
+    """Elements of second moments on one rank: those of the parameters that Muon does not update, and of rows."""
+    if not bucket.matrices:
+        return bucket.layout.shard_numel
+    return sum(aligned(second_numel(bucket, fragment)) for fragment in bucket.layout.fragments(rank))
+
+
+def second_numel(bucket: BucketPlan, fragment: Fragment) -> int:
+    """Elements of the second moment of some rows of a parameter."""
+    if fragment.name not in bucket.matrices:
+        return fragment.numel
+    shape = bucket.layout.slots[bucket.layout.index[fragment.name]].spec.shape
+    return row_numel(fragment.numel, shape) if bucket.row_moments else 0
+
+
 def bytes_of_moments(bucket: BucketPlan) -> int:
     """Bytes of the moments of a bucket that is trained, on the rank that has most of them."""
     layout, size = bucket.layout, bucket.master_dtype.itemsize
@@ -91,23 +124,27 @@ def bytes_of_moments(bucket: BucketPlan) -> int:
         cuts = [start + begin for start, of_rank in zip(cuts, parts, strict=True) for begin, _ in of_rank]
     cuts.append(layout.numel)
     if bucket.packs_state:
-        return _most_bytes(layout, bucket.state, bucket.matrices, cuts)
+        return _most_bytes(layout, bucket.state, bucket.matrices, cuts, row_moments=bucket.row_moments)
     if bucket.shares_state:
         return 2 * size * max(end - begin for begin, end in pairwise(cuts))
-    return size * (layout.shard_numel + max(bucket.second_moment_numel(rank) for rank in range(layout.ranks)))
+    return size * (layout.shard_numel + max(second_moment_numel(bucket, rank) for rank in range(layout.ranks)))
 
 
-def _most_bytes(layout: Layout, format: str, matrices: Collection[str], cuts: Sequence[int]) -> int:
+def _most_bytes(
+    layout: Layout, format: str, matrices: Collection[str], cuts: Sequence[int], *, row_moments: bool
+) -> int:
     """Bytes of the moments between two neighbouring ``cuts`` of a bucket, where they are most.
 
-    AdamW has two moments, ``matrices``, which are Muon's, have one.
+    AdamW has two moments, ``matrices``, which are Muon's, have one, and perhaps one of their rows in fp32.
     """
     totals = [0] * (len(cuts) - 1)
     for slot in layout.slots:
         part = max(bisect_right(cuts, slot.offset) - 1, 0)
         while part < len(totals) and cuts[part] < slot.end:
-            numel = min(slot.end, cuts[part + 1]) - max(slot.offset, cuts[part])
+            numel = max(min(slot.end, cuts[part + 1]) - max(slot.offset, cuts[part]), 0)
             moments = 1 if slot.spec.name in matrices else 2
-            totals[part] += moments * moment_bytes(max(numel, 0), slot.spec.shape, format)
+            totals[part] += moments * moment_bytes(numel, slot.spec.shape, format)
+            if row_moments and moments == 1:
+                totals[part] += 4 * aligned(row_numel(numel, slot.spec.shape))
             part += 1
     return max(totals, default=0)

@@ -25,7 +25,8 @@ def find_units(model: nn.Module, patterns: UnitPatterns | None = None) -> tuple[
     """Split the parameters of ``model`` into units, in the order in which forward is expected to use them.
 
     Without ``patterns`` every block of a repeated ``ModuleList`` or ``Sequential`` is a unit. With them, every module
-    whose name matches a pattern is one (a sequence of patterns puts all its matches into one unit). What is left is
+    whose name matches a pattern is one (a sequence of patterns puts all its matches into one unit). A unit may lie
+    within another: a parameter belongs to the innermost, and the outer one has what its inner ones leave. The rest is
     grouped by registration order: what stands between two blocks belongs together. A shared parameter belongs to the
     unit that names it first, so a tied embedding is stored, gathered and updated once.
     """
@@ -74,12 +75,11 @@ def _matched_modules(model: nn.Module, patterns: UnitPatterns) -> dict[str, list
                 )
             matched += hits
         for name in matched:
-            for other, by in claimed.items():
-                if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}."):
-                    raise ConfigError(
-                        f"units: {name!r} (pattern {pattern!r}) overlaps {other!r} (pattern {by!r}); "
-                        "make the patterns disjoint, a parameter can be in one unit only"
-                    )
+            if name in claimed:
+                raise ConfigError(
+                    f"units: {name!r} (pattern {pattern!r}) is a unit by the pattern {claimed[name]!r} already; make "
+                    "the patterns disjoint, a parameter can be in one unit only"
+                )
             claimed[name] = str(pattern)
         if isinstance(pattern, str):
             roots.update({name: [name] for name in matched})

@@ -16,6 +16,7 @@ from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
 from fxshard.plan.layout import Fragment
 from fxshard.plan.pieces import row_offsets
+from fxshard.plan.state import state_shape
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_optimizers import mark
 from fxshard.runtime.freshness import watch
@@ -77,8 +78,9 @@ class Bucket:
         self.grads: list[torch.Tensor] = []
         self.hooks: dict[int, dict[int, Hook]] = {}
         """What to call once parameters, by position, have their gradients."""
-        self._wrappers: dict[str, tuple[private.UnevenDTensor, Cut | None]] = {}
-        """What makes a DTensor of a parameter's rows, and how they are cut, if that is not as torch cuts them."""
+        self._wrappers: dict[tuple[str, torch.Size], tuple[private.UnevenDTensor, Cut | None]] = {}
+        """What makes a DTensor of a parameter's rows, or of a number for each row, and how they are cut, if that is not
+        as torch cuts them."""
         self._handed_out: dict[str, torch.Tensor] = {}
         """What state dicts hold of the shard, kept to see what is written through them."""
         self.gathered_version = -1
@@ -133,21 +135,22 @@ class Bucket:
         local = self.shaped(part, name)
         return local if self.mesh is None else self._wrapped(local, name)
 
-    def _wrapped(self, local: torch.Tensor, name: str, all_rows: bool = True) -> torch.Tensor:
+    def _wrapped(self, local: torch.Tensor, name: str, field: str = "", all_rows: bool = True) -> torch.Tensor:
         assert self.mesh is not None
         tensor = self.tensor if self.tensor is not None and name in self.tensor.placed else None
         mesh = self.mesh if tensor is None else tensor.mesh
-        if name not in self._wrappers:
+        shape = torch.Size(state_shape(field, self.shape(name)))
+        if (name, shape) not in self._wrappers:
             make = private.UnevenDTensor(
                 local,
                 mesh,
-                self.shape(name),
+                shape,
                 sharded=self.plan.layout.ranks > 1,
                 tensor_parallel=tensor is not None,
                 tensor_dim=tensor.pieces[name].dim if tensor is not None else None,
             )
-            self._wrappers[name] = make, self._cut(name, mesh.ndim - (1 if tensor is None else 2))
-        make, cut = self._wrappers[name]
+            self._wrappers[name, shape] = make, self._cut(name, mesh.ndim - (1 if tensor is None else 2))
+        make, cut = self._wrappers[name, shape]
         if cut is None:
             return make(local)
         return uneven(make(local), cut if all_rows else replace(cut, counts=None))
@@ -186,25 +189,18 @@ class Bucket:
         name: str,
         written: Callable[[], None] = _nothing,
         fragment: Fragment | None = None,
+        field: str = "",
     ) -> torch.Tensor:
         """``wrap`` for state dicts: torch's checkpoints ask such tensors where their rows lie, and get it right.
 
-        ``fragment``: which rows, where they are not all that this rank holds.
+        ``fragment``: which rows, where they are not all that this rank holds. ``field``: which state of the parameter.
         """
+        local = self.shaped(part, name, fragment, field)
         if self.mesh is None:
-            return self.wrap(part, name)
-        rows = self.rows(self.shaped(part, name, fragment), name, written, fragment)
-        return self._wrapped(rows, name, all_rows=not (fragment is not None and self.plan.shares_state))
-
-    def rows(
-        self,
-        local: torch.Tensor,
-        name: str,
-        written: Callable[[], None] = _nothing,
-        fragment: Fragment | None = None,
-    ) -> torch.Tensor:
-        """A tensor of the shape of this rank's rows of a parameter, as rows that know which they are."""
-        return rows_of(local, self.offsets(name, fragment), self.shape(name), written)
+            return local
+        whole = torch.Size(state_shape(field, self.shape(name)))
+        rows = rows_of(local, self.offsets(name, fragment), whole, written)
+        return self._wrapped(rows, name, field, all_rows=not (fragment is not None and self.plan.shares_state))
 
     def name_of(self, parameter: torch.Tensor) -> str:
         return next(n for n, own in zip(self.plan.params, self.params, strict=True) if own is parameter)
@@ -379,11 +375,11 @@ class Bucket:
         fragment = self.fragments[self.plan.layout.index[name]]
         return flat[fragment.offset : fragment.offset + fragment.numel]
 
-    def shaped(self, part: torch.Tensor, name: str, fragment: Fragment | None = None) -> torch.Tensor:
+    def shaped(self, part: torch.Tensor, name: str, fragment: Fragment | None = None, field: str = "") -> torch.Tensor:
         """Flat elements in the shape of this rank's rows of a parameter, or of the rows of a ``fragment``."""
         index = self.plan.layout.index[name]
         fragment, spec = fragment or self.fragments[index], self.plan.layout.slots[index].spec
-        return part.view((fragment.rows, *spec.shape[1:])) if spec.shape else part.view(())
+        return part.view((fragment.rows, *state_shape(field, spec.shape)[1:])) if spec.shape else part.view(())
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)

@@ -96,6 +96,8 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
         yield f"has the matrices {bucket.matrices}, which are not parameters of it"
     if bucket.matrices and not bucket.trainable:
         yield "is frozen, but has matrices for Muon"
+    if bucket.row_moments and not bucket.matrices:
+        yield "has second moments of rows, but no matrices for Muon"
     if bucket.quantized and bucket.param_dtype != torch.bfloat16:
         yield f"is quantized from {bucket.param_dtype}, not from bfloat16"
     if bucket.rests_quantized and bucket.float8 is None and (bucket.gather is Gather.STAGED) != bucket.resident:

@@ -16,6 +16,8 @@ from fxshard.schedule.events import Event, Kind, Phase
 TRAFFIC = 7
 """Passes over a shard. AdamW reads master, gradient and two moments, and writes three of them; Muon has one moment, but
 writes and reads what it orthogonalizes. Moments in fewer bits are fewer bytes, twice."""
+ROW_TRAFFIC = 2
+"""More of them with second moments of rows: directions are read for their squares, and multiplied in fp32."""
 
 
 def updates(
@@ -29,11 +31,11 @@ def updates(
     for instruction in program:
         match instruction:
             case Exchange(batch):
-                events.append(_exchange(batch, _group(batch, buckets, group), torch.float32, "to their owners"))
+                events.append(_exchange(batch, _group(batch, buckets, group), back=False))
             case Orthogonalize(batch):
                 events.append(_orthogonalize(batch))
-                back = _exchange(batch, _group(batch, buckets, group), torch.bfloat16, "back from their owners")
-                events.append(replace(back, writes=batch.buckets))
+                returning = _exchange(batch, _group(batch, buckets, group), back=True)
+                events.append(replace(returning, writes=batch.buckets))
             case Share(indices):
                 events += [_share(buckets[index], group) for index in indices if index in reduced]
             case Done(indices):
@@ -51,7 +53,8 @@ def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
     """The optimizer's work on one bucket."""
     shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
     fewer = 2 * (2 * shard - bucket.moment_bytes) if bucket.packs_state and not bucket.matrices else 0
-    how = f"Muon, {'whole' if bucket.layout.whole else 'row'} layout: {bucket.why}" if bucket.matrices else "AdamW"
+    muon = "NorMuon" if bucket.row_moments else "Muon"
+    how = f"{muon}, {'whole' if bucket.layout.whole else 'row'} layout: {bucket.why}" if bucket.matrices else "AdamW"
     return replace(
         reduction,
         kind=Kind.UPDATE,
@@ -61,7 +64,7 @@ def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
         stream="compute",
         why=how,
         flops=flops,
-        traffic=TRAFFIC * shard - fewer,
+        traffic=(TRAFFIC + (ROW_TRAFFIC if bucket.row_moments else 0)) * shard - fewer,
         slot=None,
     )
 
@@ -93,15 +96,16 @@ def _group(batch: Batch, buckets: Sequence[BucketPlan], default: str) -> str:
     return buckets[batch.buckets[0]].group(default)
 
 
-def _exchange(batch: Batch, group: str, dtype: torch.dtype, where: str) -> Event:
+def _exchange(batch: Batch, group: str, *, back: bool) -> Event:
     names = _names(batch)
+    dtype, where = (torch.bfloat16, "back from their owners") if back else (torch.float32, "to their owners")
     return Event(
         kind=Kind.EXCHANGE,
         phase=Phase.OPTIMIZER,
         bucket="",
         bucket_index=-1,
         params=names,
-        bytes=batch.numel * dtype.itemsize // batch.ranks,
+        bytes=batch.sent(back=back) * dtype.itemsize // batch.ranks,
         dtype=dtype,
         group=group,
         stream="gather",

@@ -15,6 +15,7 @@ from fxshard.optim import elementwise, halves, symmetric
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import choose, iterate, orthogonalize
+from fxshard.optim.row_moments import row_factors_
 from fxshard.optim.start import Momentum, normalized, unscaled
 from tests.gpu.waiting import no_waiting
 from tests.optim.reference import distance, orthogonalized
@@ -288,3 +289,51 @@ def test_a_skipped_step_leaves_no_trace() -> None:
         results.append([*params.values(), *(value for p in params.values() for value in optimizer.state[p].values())])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(512, 768), (1000, 300), (3, 256, 320)])
+def test_row_factors_by_kernels_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    """And a matrix has the same bits alone and among others; a refused step moves no second moment."""
+    directions = [torch.randn(shape, device=CUDA).bfloat16() for _ in range(5)]
+    starts = [torch.rand(*shape[:-1], 1, device=CUDA) for _ in range(5)]
+    assert elementwise.fits([d.reshape(-1, *shape[-2:])[0] for d in directions])
+    seconds = [start.clone() for start in starts]
+    together = row_factors_([[d] for d in directions], seconds, [None] * 5, 0.9)
+    for i, direction in enumerate(directions):
+        second = starts[i].clone()
+        ((alone,),) = row_factors_([[direction]], [second], [None], 0.9)
+        assert torch.equal(alone, together[i][0]) and torch.equal(second, seconds[i])
+        second = starts[i].cpu()
+        ((wanted,),) = row_factors_([[direction.cpu()]], [second], [None], 0.9)
+        torch.testing.assert_close(alone.cpu(), wanted, rtol=1e-5, atol=0)
+        torch.testing.assert_close(seconds[i].cpu(), second, rtol=1e-5, atol=0)
+    kept = [second.clone() for second in seconds]
+    row_factors_([[d] for d in directions], seconds, [None] * 5, 0.9, torch.ones((), device=CUDA))
+    assert all(torch.equal(now, before) for now, before in zip(seconds, kept, strict=True))
+
+
+def test_normuon_trains_without_waiting() -> None:
+    """A step beside the plain optimizer on the CPU: equal up to products in bf16; and the host waits for nothing."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab=64, dim=256, layers=2, heads=4, hidden=768)
+    plain = Llama(config)
+    choice = fxshard.NorMuon(lr=2e-2, adamw=fxshard.AdamW(lr=1e-3))
+    model = fxshard.shard(copy.deepcopy(plain).cuda(), optimizer=choice)
+    reference = choice.build(plain)
+    for step in range(3):
+        torch.manual_seed(step)
+        grads = {name: torch.randn_like(p) for name, p in plain.named_parameters()}
+        for name, parameter in plain.named_parameters():
+            parameter.grad = grads[name]
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads[name].cuda()
+        reference.step()
+        if step < 2:
+            model.optimizer.step()
+        else:
+            with no_waiting():
+                model.optimizer.step()
+        model.optimizer.zero_grad()
+    found = model.full_state_dict()
+    for name, parameter in plain.named_parameters():
+        assert distance(found[name].cpu(), parameter.detach()) < 0.03, name

@@ -37,8 +37,8 @@ def _evaluation() -> fxshard.Schedule:
     return fxshard.plan(model, batch(0, 0), world_size=2, lowering="eager")
 
 
-def _muon(layout: Any, zero: int = 3) -> fxshard.Schedule:
-    options: dict[str, Any] = {"optimizer": MUON, "layout": layout, "zero": zero}
+def _muon(layout: Any, zero: int = 3, optimizer: fxshard.Muon = MUON) -> fxshard.Schedule:
+    options: dict[str, Any] = {"optimizer": optimizer, "layout": layout, "zero": zero}
     return fxshard.plan(wide(), wide_batch(0, 0), world_size=2, lowering="eager", **options)
 
 
@@ -78,6 +78,7 @@ SCHEDULES: dict[str, Callable[[], fxshard.Schedule]] = {
     "evaluation": _evaluation,
     "muon by rows": partial(_muon, "rows"),
     "muon whole": partial(_muon, "whole", zero=1),
+    "normuon by rows": partial(_muon, "rows", optimizer=fxshard.NorMuon(lr=1e-2, adamw=ADAMW)),
     "mxfp8 staged": partial(_mxfp8, 2),
     "mxfp8 direct": partial(_mxfp8, 3),
     "experts on ranks of their own": _experts,

@@ -134,17 +134,25 @@ def test_a_tuple_of_patterns_is_one_unit_at_the_place_of_its_first_parameter() -
         ([("emb", "nope")], "'nope' matches no module"),
         (
             ["layers.*", "layers.0"],
-            r"'layers\.0' \(pattern 'layers\.0'\) overlaps 'layers\.0' \(pattern 'layers\.\*'\)",
+            r"'layers\.0' \(pattern 'layers\.0'\) is a unit by the pattern 'layers\.\*' already",
         ),
-        (["layers.*", "layers.*.mlp"], r"'layers\.0\.mlp'.* overlaps 'layers\.0'"),
-        (["layers.1.mlp", "layers"], r"'layers' .*overlaps 'layers\.1\.mlp'"),
-        ([("emb", "emb")], "'emb' .*overlaps 'emb'"),
+        ([("emb", "emb")], "'emb' .*already"),
     ],
     ids=str,
 )
 def test_patterns_that_cannot_work_are_refused(patterns: UnitPatterns, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_units(Llama(layers=2), patterns)
+
+
+def test_a_unit_within_a_unit_has_its_parameters() -> None:
+    model = Llama(layers=2)
+    units = find_units(model, ["layers.1.mlp", "layers", "layers.1.mlp.w2"])
+    assert everything_once(model, units)
+    held = {unit.name: unit.params for unit in units}
+    assert held["layers.1.mlp"] == ("layers.1.mlp.w1.weight", "layers.1.mlp.w3.weight")
+    assert held["layers.1.mlp.w2"] == ("layers.1.mlp.w2.weight",)
+    assert all(not name.startswith("layers.1.mlp") for name in held["layers"]) and len(held["layers"]) == 15
 
 
 def test_names_that_only_begin_alike_do_not_overlap() -> None:
