@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fxshard.frontend.api import compile, shard
     from fxshard.frontend.ema import EMA
     from fxshard.frontend.explaining import explain
+    from fxshard.frontend.frozen_linears import quantize_frozen
     from fxshard.frontend.groups import Group
     from fxshard.frontend.module import ShardedModule
     from fxshard.frontend.planning import plan
@@ -81,6 +82,7 @@ _HOME = {
     "latest": "checkpoint",
     "load": "checkpoint",
     "plan": "frontend.planning",
+    "quantize_frozen": "frontend.frozen_linears",
     "save": "checkpoint",
     "shard": "frontend.api",
 }
@@ -146,6 +148,7 @@ __all__ = [
     "latest",
     "load",
     "plan",
+    "quantize_frozen",
     "save",
     "shard",
 ]

@@ -129,7 +129,9 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if page in ("docs/howto/accelerate.md", "docs/howto/trainer.md"):
         pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
         names["rows"] = [(x, y) for x, y in zip(names["x"], names["y"], strict=True)] * 4
-    if page in ("docs/howto/huggingface.md", "docs/howto/trainer.md"):
+    if page == "docs/howto/peft.md":
+        pytest.importorskip("peft", reason="needs peft: pip install '.[integrations]'")
+    if page in ("docs/howto/huggingface.md", "docs/howto/trainer.md", "docs/howto/peft.md"):
         pretrained("path/to/Qwen3-0.6B")
         names["data"] = [{"input_ids": row, "labels": row} for row in names["x"]]
         names["batches"] = [{"input_ids": names["x"], "labels": names["x"]}] * 2

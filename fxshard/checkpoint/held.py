@@ -53,8 +53,11 @@ class Held:
         return ".".join(self.path(name))
 
 
-def of_model(model: ShardedModule) -> Iterator[Held]:
-    """Parameters (masters, where there are any) and persistent buffers. Buffers are those of the first rank."""
+def of_model(model: ShardedModule, *, frozen: bool = True) -> Iterator[Held]:
+    """Parameters (masters, where there are any) and persistent buffers. Buffers are those of the first rank.
+
+    ``frozen``: whether parameters that do not train are among them.
+    """
     keys: dict[int, list[str]] = {}
     values = {}
     for key, value in model.state_dict(keep_vars=True).items():
@@ -62,8 +65,9 @@ def of_model(model: ShardedModule) -> Iterator[Held]:
         values[id(value)] = value
     for bucket, fragment, parameter in _places(model):
         names = tuple(keys.pop(id(parameter)))
-        at = bucket.offsets(fragment.name)
-        yield Held(MODEL, names, tuple(parameter.shape), at, bucket.local(fragment.name))
+        if frozen or bucket.plan.trainable:
+            at = bucket.offsets(fragment.name)
+            yield Held(MODEL, names, tuple(parameter.shape), at, bucket.local(fragment.name))
     first = model._sharding.channels.is_first
     for identity, of_buffer in keys.items():
         buffer = private.local_part(values[identity]).detach()

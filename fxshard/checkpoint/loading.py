@@ -39,7 +39,8 @@ class Loaded:
     manifest: dict[str, Any]
     """What else is known about it: ranks, versions, hyperparameters, digest of the schedule."""
     notes: list[str] = dataclass_field(default_factory=list)
-    """What is not as it was: experts in another layout, random states that were not restored."""
+    """What is not as it was: experts in another layout, frozen parameters that were not saved, random states that were
+    not restored."""
 
 
 def load(
@@ -55,7 +56,8 @@ def load(
     ``path``: a checkpoint, or a folder of checkpoints: the latest complete one is taken. Everything is checked first,
     checksums included: a damaged checkpoint, other keys, shapes, dtypes, groups or Newton–Schulz coefficients are a
     ``CheckpointError`` on every rank, and nothing is changed. Reading runs no code of the folder's. Hyperparameters
-    continue as saved. ``weights_only`` loads parameters and buffers and nothing else.
+    continue as saved. ``weights_only`` loads parameters and buffers and nothing else. What was saved with
+    ``frozen=False`` has no parameters that do not train: those of the model stay as they are.
 
     >>> loaded = fxshard.load(model, "runs/a")
     >>> scheduler.load_state_dict(loaded.extra["scheduler"])
@@ -110,7 +112,10 @@ class _Plan:
 
     def problems(self, weights_only: bool) -> list[str]:
         """Everything that does not fit. Plans the reading on the way."""
-        held = list(of_model(self.model))
+        frozen = self.manifest.get("frozen", True)
+        held = list(of_model(self.model, frozen=frozen))
+        if not frozen:
+            self.notes.append("parameters that do not train are not in it, and stayed as they are")
         match = match_model(held, self.stored)
         found = [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
         self.targets += targets(held, match.of, self.stored, found)

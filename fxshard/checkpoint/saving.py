@@ -70,6 +70,7 @@ def save(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     extra: Any = None,
+    frozen: bool = True,
     asynchronous: bool = False,
     keep: int | None = None,
     progress: Progress | None = None,
@@ -78,10 +79,11 @@ def save(
 
     Collective. ``path`` appears when the checkpoint is complete, and not before; it must not exist. ``optimizer``: one
     of ``torch.optim`` over ``model.parameters()``, where the model has none of its own. ``extra``: this rank's own
-    dictionary of numbers, strings, lists and tensors: LR scheduler, position in the data. ``asynchronous``: copy the
-    state to the host, return, and write during training; the next save waits, and so does ``.wait()`` on what is
-    returned. ``keep``: delete all but so many of the newest checkpoints in that folder. ``progress``: called with
-    (bytes done, bytes of this rank).
+    dictionary of numbers, strings, lists and tensors: LR scheduler, position in the data. ``frozen``: off, parameters
+    that do not train are left out, and ``load`` leaves those of the model as they are: checkpoints of adapters.
+    ``asynchronous``: copy the state to the host, return, and write during training; the next save waits, and so does
+    ``.wait()`` on what is returned. ``keep``: delete all but so many of the newest checkpoints in that folder.
+    ``progress``: called with (bytes done, bytes of this rank).
 
     >>> fxshard.save(model, f"runs/a/step-{step}", extra={"step": step, "scheduler": scheduler.state_dict()}, keep=3)
     """
@@ -102,8 +104,11 @@ def save(
             partial = prepare(path)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.settle()
-        held = [*of_model(model), *(of_optimizer(model, optimizer.state) if optimizer is not None else ())]
-        record = _record(model, optimizer, ranks)
+        held = [
+            *of_model(model, frozen=frozen),
+            *(of_optimizer(model, optimizer.state) if optimizer is not None else ()),
+        ]
+        record = _record(model, optimizer, ranks) | {"frozen": frozen}
         objects: dict[tuple[str, ...], bytes] = {("rng", str(ranks.rank)): packed(random_states(device))}
         objects["extra", str(ranks.rank)] = _packed_extra(extra)
     except FxshardError as error:

@@ -16,6 +16,7 @@ from torch import nn
 from fxshard._torch.errors import CheckpointError, ConfigError
 from fxshard.frontend.adapters import has_adapter, save_adapter
 from fxshard.frontend.exporting import SafetensorsWriter, whole_tensors
+from fxshard.frontend.frozen_linears import FrozenLinear
 
 if TYPE_CHECKING:
     from fxshard.frontend.module import ShardedModule
@@ -40,6 +41,12 @@ def save_pretrained(
     """
     if has_adapter(model._inner):
         return save_adapter(model, save_directory, **unknown)
+    kept = next((part for part in model._inner.modules() if isinstance(part, FrozenLinear)), None)
+    if kept is not None:
+        raise ConfigError(
+            f"save_pretrained: frozen weights are kept in {kept.format}, and are not what they were; save what trains "
+            "with fxshard.save(model, path, frozen=False), and take the frozen weights from where they came"
+        )
     if unknown:
         raise ConfigError(
             f"save_pretrained({', '.join(unknown)}=...): a sharded model writes its own weights, from its first rank; "

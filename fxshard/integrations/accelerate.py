@@ -20,6 +20,7 @@ from torch import nn
 
 import fxshard
 from fxshard import ConfigError, Precision, ShardedModule
+from fxshard.frontend.adapters import has_adapter
 from fxshard.integrations.optimizers import carry_over, check_unused, names_of, owns
 
 FOLDER = "fxshard"
@@ -105,13 +106,16 @@ class Accelerator(accelerate.Accelerator):
         return written
 
     def save_sharded(self, model: ShardedModule, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
-        """``fxshard.save`` in place of what an earlier run left there, which goes when the new one is complete."""
+        """``fxshard.save`` in place of what an earlier run left there, which goes when the new one is complete.
+
+        Of a peft model only what trains, as peft saves it.
+        """
         before = folder.with_name(f"{folder.name}.before")
         if self.is_main_process and folder.exists():
             shutil.rmtree(before, ignore_errors=True)
             folder.rename(before)
         self.wait_for_everyone()
-        fxshard.save(model, folder, optimizer=optimizer)
+        fxshard.save(model, folder, optimizer=optimizer, frozen=not has_adapter(model._inner))
         if self.is_main_process:
             shutil.rmtree(before, ignore_errors=True)
 

@@ -20,6 +20,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 import fxshard
 from fxshard import CheckpointError, ShardedModule
 from fxshard.checkpoint import load_safetensors
+from fxshard.frontend.adapters import has_adapter
 from fxshard.integrations.accelerate import FOLDER, Accelerator
 
 Class = TypeVar("Class", bound=type[Trainer])
@@ -140,4 +141,13 @@ class _Sharded(_Mixin):
     def _load_best_model(self) -> None:
         if not isinstance(self.model, ShardedModule):
             return super()._load_best_model()
-        load_safetensors(self.model, self.state.best_model_checkpoint)
+        best = Path(self.state.best_model_checkpoint)
+        if Path(best, FOLDER).is_dir():
+            fxshard.load(self.model, Path(best, FOLDER), weights_only=True)
+        elif has_adapter(self.model._inner):
+            raise CheckpointError(
+                f"{best} has an adapter as peft writes it, and no folder {FOLDER!r}: leave save_only_model out, or "
+                "load it with PeftModel.from_pretrained into a plain model"
+            )
+        else:
+            load_safetensors(self.model, best)

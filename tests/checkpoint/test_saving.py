@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fxshard
 from fxshard.checkpoint import check
@@ -197,3 +198,33 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(fxshard.CheckpointError, match="exists already"):
         fxshard.save(sharded, tmp_path / "a")
     assert json.loads((tmp_path / "a" / "fxshard.json").read_text()) == check(tmp_path / "a")
+
+
+def adapters_alone(folder: str) -> tuple[bool, bool, list[str], list[str]]:
+    """Save what trains; load it into a model with another base: whether what trains came, and the base stayed."""
+
+    def made(seed: int) -> fxshard.ShardedModule:
+        torch.manual_seed(seed)
+        plain = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+        return fxshard.compile(plain, optimizer=fxshard.AdamW(lr=0.1), lowering="eager")
+
+    model, other = made(0), made(1)
+    model(torch.ones(2, 8)).sum().backward()
+    model.optimizer.step()
+    fxshard.save(model, Path(folder, "adapter"), frozen=False)
+    before = other.full_state_dict()
+    notes = fxshard.load(other, Path(folder, "adapter")).notes
+    saved, after = model.full_state_dict(), other.full_state_dict()
+    came = all(torch.equal(after[name], saved[name]) for name in after if name.startswith("1."))
+    stayed = all(torch.equal(after[name], before[name]) for name in after if name.startswith("0."))
+    trains = fxshard.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), lowering="eager")
+    with pytest.raises(fxshard.CheckpointError) as refused:  # everything trains there
+        fxshard.load(trains, Path(folder, "adapter"), weights_only=True)
+    return came, stayed, notes, [str(refused.value)]
+
+
+def test_a_checkpoint_of_what_trains_leaves_the_rest_as_it_is(ranks: Pool, tmp_path: Path) -> None:
+    for came, stayed, notes, (refused,) in ranks(2, adapters_alone, str(tmp_path)):
+        assert came and stayed
+        assert notes == ["parameters that do not train are not in it, and stayed as they are"]
+        assert "0.weight" in refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
-from tests.integrations.launched import llama, rows
+from fxshard.kernels.blockwise import dequantize, nf4_pairs, quantize
+from tests.integrations.launched import launched, llama, rows
 from tests.pool import Pool
 
 pytest.importorskip("peft", reason="needs peft: pip install peft")
@@ -84,3 +86,98 @@ def test_adapters_train_and_the_base_stays(ranks: Pool, tmp_path: Path, dora: bo
     for name, value in mine["trained"].items():
         assert torch.equal(weights[name], value), name
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def peft_trainer(folder: Path) -> Any:
+    """With the "best" adapter at the end: the one with the larger loss, which is that of the first evaluation."""
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=1, max_steps=4, logging_steps=1, eval_strategy="steps", eval_steps=2,
+        save_steps=2, learning_rate=0.3, lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+    )  # fmt: skip
+    own = sharded(Trainer, lowering="eager")
+    return own(model=adapted(False, True), args=args, train_dataset=rows(12), eval_dataset=rows(2))
+
+
+def resumed_adapters(folder: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from tests.pool import forget
+
+    mine, again = Path(folder, "mine"), Path(folder, "again")
+    with launched():
+        straight = peft_trainer(mine)
+        straight.train()
+        best = straight.evaluate()["eval_loss"]
+        straight.accelerator.wait_for_everyone()
+        if straight.is_world_process_zero():
+            shutil.copytree(mine / "checkpoint-2", again / "checkpoint-2")
+        straight.accelerator.wait_for_everyone()
+        logs = [straight.state.log_history]
+    forget()
+    with launched():
+        resumed = peft_trainer(again)
+        resumed.train(resume_from_checkpoint=True)
+        logs.append(resumed.state.log_history)
+    losses = [[entry.get("loss", entry.get("eval_loss")) for entry in log] for log in logs]
+    return {
+        "straight": losses[0][:6],
+        "resumed": losses[1][:6],
+        "best": (best, straight.state.best_metric, losses[0][5]),
+        "stored": list(FileSystemReader(mine / "checkpoint-2" / "fxshard").read_metadata().state_dict_metadata),
+        "files": sorted(path.name for path in (mine / "checkpoint-2").iterdir()),
+    }
+
+
+def test_checkpoints_of_a_trainer_have_the_adapter_alone_and_resume(ranks: Pool, tmp_path: Path) -> None:
+    found = ranks(2, resumed_adapters, str(tmp_path))[0]
+    assert found["resumed"] == found["straight"] and len(set(found["straight"])) == 6
+    of_model = [key for key in found["stored"] if key.startswith("model.")]
+    assert len(of_model) == 4 and all("lora_" in key for key in of_model)
+    assert "adapter_model.safetensors" in found["files"] and "model.safetensors" not in found["files"]
+    last, best, other = found["best"]
+    assert last == best != other, "the best adapter was loaded at the end"
+
+
+def quantized(folder: str, format: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """QLoRA: every rank has the same batches, so that the mean of gradients is each of them."""
+    model = fxshard.compile(fxshard.quantize_frozen(wide(), format), lowering="eager")
+    losses = train(model, [0])
+    model.save_pretrained(folder)
+    whole = fxshard.compile(fxshard.quantize_frozen(llama(hidden_size=64).requires_grad_(False), format))
+    with pytest.raises(fxshard.ConfigError, match=rf"kept in {format}.*fxshard.save"):  # a base without an adapter
+        whole.save_pretrained(folder)
+    return losses, {name: value for name, value in model.full_state_dict().items() if "lora_" in name}
+
+
+def wide() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(llama(hidden_size=64, intermediate_size=128), config)
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_qlora_is_bitwise_lora_on_rounded_weights(ranks: Pool, tmp_path: Path, format: str) -> None:
+    from peft import PeftModel
+
+    found = ranks(2, quantized, str(tmp_path), format)
+    plain = wide()
+    with torch.no_grad():
+        for name, module in plain.named_modules():
+            if name.endswith("base_layer"):
+                rounded = quantize(module.weight, format)
+                pairs = nf4_pairs() if format == "nf4" else None
+                module.weight.copy_(dequantize(*rounded, pairs, torch.float32))
+    expected = train(plain, [0])
+    weights = plain.state_dict()
+    for losses, trained in found:
+        assert losses == expected
+        assert len(trained) == 14 and all(torch.equal(value, weights[name]) for name, value in trained.items())
+    loaded = PeftModel.from_pretrained(llama(hidden_size=64, intermediate_size=128), tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in found[0][1].items())

@@ -56,6 +56,19 @@ def test_a_constant_is_made_again_but_is_no_parameter() -> None:
     assert marked(module) == {"ones", "sin"}
 
 
+def test_what_codes_stand_for_is_made_again() -> None:
+    """A parameter looks it up in a table, an input. Tokens that look up a parameter, or a row of an input, do not."""
+    draft = Draft()
+    codes = draft.input("codes", 4, param=ParamRef(0, 0))
+    table, tokens = draft.input("table", 16), draft.input("tokens", 4)
+    values = draft.call(aten.index.Tensor, table, [draft.call(aten._to_copy.default, codes, dtype=torch.int64)])
+    scaled = draft.call(aten.mul.Tensor, values, codes)
+    position = draft.call(aten._to_copy.default, tokens, dtype=torch.int64)
+    others = [draft.call(aten.index.Tensor, source, [position]) for source in (codes, table)]
+    module = recompute_param_views(draft.output(scaled, *others), FRAME)
+    assert marked(module) == {"_to_copy", "index", "mul"}
+
+
 def saved(module: fx.GraphModule) -> list[str]:
     """What the partitioner hands from forward to backward."""
     inputs: list[Any] = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
