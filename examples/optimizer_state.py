@@ -23,7 +23,7 @@ import fxshard
 from fxshard._torch.progress import progress
 from fxshard.bench.models import Llama, LlamaConfig
 
-SMALL = LlamaConfig(vocab=256, dim=64, layers=2, heads=4, hidden=192)
+SMALL = LlamaConfig(vocab=256, dim=64, layers=1, heads=4, hidden=192)
 LARGE = LlamaConfig(vocab=256, dim=768, layers=14, heads=12, hidden=2048)
 RUNS = {
     "fp32": (0, {}),
