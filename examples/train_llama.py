@@ -11,6 +11,7 @@ the next step begins with. Try ``--zero 2``: parameters stay, and only gradients
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,10 @@ def main() -> None:
     os.environ.setdefault("FXSHARD_PROGRESS", "0")  # there is a bar here already
     torch.manual_seed(0)
     model = fxshard.compile(
-        Llama(CONFIG), zero=options.zero, optimizer=fxshard.AdamW(lr=2e-3), lowering=options.lowering
+        Llama(replace(CONFIG, layers=options.layers)),
+        zero=options.zero,
+        optimizer=fxshard.AdamW(lr=2e-3),
+        lowering=options.lowering,
     )
     # Under torchrun, compile has made the process group.
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -118,6 +122,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama on a poem.")
     parser.add_argument("--zero", type=int, default=3, help="what is sharded: 0 nothing, 3 everything (default 3)")
     parser.add_argument("--steps", type=int, default=60, help="training steps, at least 2 (default 60)")
+    parser.add_argument("--layers", type=int, default=CONFIG.layers, help="of the model (default 4)")
     parser.add_argument("--lowering", default="inductor", help="inductor, or eager to compile nothing")
     options = parser.parse_args()
     if options.steps < 2:

@@ -14,10 +14,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lowering", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--out", default="build/trainer")
     options = parser.parse_args()
 
-    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=4, use_cache=False)
+    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=176, use_cache=False)
+    config.num_hidden_layers = options.layers
     config.num_attention_heads = config.num_key_value_heads = 4
     generator = torch.Generator().manual_seed(0)
     rows = [torch.arange(32).add(int(torch.randint(224, (), generator=generator))) for _ in range(256)]

@@ -54,14 +54,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_trainer_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
-    options = ("--lowering", "eager", "--steps", "2", "--out", str(tmp_path))
+    options = ("--lowering", "eager", "--steps", "2", "--layers", "1", "--out", str(tmp_path))
     shown, silent = ranks(2, as_under_torchrun, "examples/trainer.py", *options)
     assert shown.count("loss after 2 steps") == 1 and "loss after" not in silent  # by rank 0 alone
     assert (tmp_path / "final" / "model.safetensors").exists()
 
 
 def test_train_llama_on_two_processes() -> None:
-    shown = torchrun("examples/train_llama.py", "--lowering", "eager", "--steps", "2")
+    shown = torchrun("examples/train_llama.py", "--lowering", "eager", "--steps", "2", "--layers", "1")
     assert "at the first step" in shown
     assert shown.count("ZeRO-3 on 2 ranks") == 1  # by rank 0 alone
     for event in ("unshard", "wait", "reshard", "grad", "reduce", "finish", "update"):

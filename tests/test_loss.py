@@ -83,7 +83,7 @@ def stages(make: Any, zeros: list[int]) -> list[Run]:
 
 
 @pytest.mark.shows("H4")
-@pytest.mark.parametrize(("make", "zeros"), [(Language, [0, 3]), (Tied, [1, 2, 3])])
+@pytest.mark.parametrize(("make", "zeros"), [(Language, [0, 3]), (Tied, [1, 2])])
 def test_two_ranks_train_like_plain_pytorch(ranks: Pool, make: Any, zeros: list[int]) -> None:
     expected = plain_run(make, 2, STEPS)
     for runs in ranks(2, stages, make, zeros):
@@ -210,7 +210,7 @@ def test_evaluation_computes_no_gradients() -> None:
 def test_the_plan_of_a_large_vocabulary() -> None:
     """2 × 4096 tokens and 131072 classes are 2 GiB of logits in bf16."""
     with torch.device("meta"):
-        model = Llama(LlamaConfig(vocab=2**17, dim=512, layers=2, heads=4, hidden=512))
+        model = Llama(LlamaConfig(vocab=2**17, dim=512, layers=1, heads=4, hidden=512))
     tokens = torch.empty(2, 4096, dtype=torch.int64, device="meta")
     precision = fxshard.Precision(torch.bfloat16, torch.float32)
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 
 ALTERNATING = (0, 0, 1, 0, 1, 1, 0, 1, 0, 0)
 
@@ -81,9 +82,15 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.shows("S7")
-@pytest.mark.parametrize("net", [Branches, Results])
-@pytest.mark.parametrize("kind", ["AdamW", "Muon", *TORCHS])
-@pytest.mark.parametrize("units", [ONE_UNIT, None])
+@pytest.mark.parametrize(
+    ("net", "kind", "units"),
+    [
+        *((Branches, kind, ONE_UNIT) for kind in ("AdamW", "Muon", *TORCHS)),
+        (Branches, "torch SGD", None),
+        (Results, "Muon", None),
+        (Results, "AdamW", ONE_UNIT),
+    ],
+)
 def test_ten_steps_are_those_of_plain_pytorch(net: type[Branches], kind: str, units: Any) -> None:
     choice = {"AdamW": fxshard.AdamW(**SETTINGS), "Muon": fxshard.Muon(**SETTINGS)}.get(kind)
     plain = net()
@@ -113,7 +120,7 @@ def beside_fsdp2(net: type[Branches], zero: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.shows("S7")
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [thorough(0), thorough(1), thorough(2), 3])
 def test_two_ranks_are_fsdp2s(ranks: Pool, zero: int) -> None:
     assert ranks(2, beside_fsdp2, Branches, zero, timeout=60) == [(True, True)] * 2
 
@@ -135,8 +142,14 @@ def beside_ddp(net: type[Branches], zero: int, first_alike: int) -> tuple[bool, 
 
 
 @pytest.mark.shows("S7")
-@pytest.mark.parametrize("net", [Branches, Results])
-@pytest.mark.parametrize(("zero", "alike"), [(0, 0), (1, 3), (2, 0), (3, 3)])
+@pytest.mark.parametrize(
+    ("net", "zero", "alike"),
+    [
+        *((Branches, zero, alike) for zero, alike in ((0, 0), (1, 3), (2, 0), (3, 3))),
+        (Results, 3, 3),
+        thorough(Results, 1, 0),
+    ],
+)
 def test_what_one_rank_used_is_updated_on_all(ranks: Pool, net: type[Branches], zero: int, alike: int) -> None:
     assert ranks(2, beside_ddp, net, zero, alike, timeout=60) == [(True, True, True)] * 2
 
@@ -170,7 +183,7 @@ def accumulated(zero: int) -> tuple[bool, bool]:
     return found == expected, close
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, thorough(1), 3])
 def test_micro_batches_count_together(ranks: Pool, zero: int) -> None:
     assert ranks(2, accumulated, zero, timeout=60) == [(True, True)] * 2
 

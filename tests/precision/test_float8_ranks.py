@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,26 @@ def trained(model: fxshard.ShardedModule, steps: int = 3) -> Run:
     return Run(losses, grads, model.full_state_dict())
 
 
-def both_gathers(scaling: str, zero: int) -> tuple[Run, Run, bool]:
-    """Trained with weights gathered in bf16 and in float8; and whether what was gathered is the quantized whole."""
+@dataclass
+class Gathered:
+    """What a model did whose weights are gathered in float8."""
+
+    off: Run
+    """Gathered in bf16."""
+    on: Run
+    same: bool
+    """Whether what was gathered is the quantized whole."""
+    held: tuple[int, int]
+    """Bytes of parameters at rest, measured and planned."""
+    quantized: set[int]
+    """How often copies were made."""
+
+
+def both_gathers(scaling: str, zero: int) -> Gathered:
     off, model = trained(made(scaling, zero, "bf16")), made(scaling, zero)
+    held = model.bytes_at_rest()["param"], sum(plan.at_rest().param for plan in model._sharding.plans)
     on = trained(model)
+    quantized = {bucket.copies.quantized for bucket in model._sharding.buckets if bucket.copies is not None}
     whole = model.full_state_dict()
     same = []
     for bucket in model._sharding.buckets:
@@ -69,7 +86,7 @@ def both_gathers(scaling: str, zero: int) -> tuple[Run, Run, bool]:
                     data, expected = float8_quantize(whole[name].to(BF16), scaling, axis)
                     same.append(torch.equal(data.view(torch.uint8), payload.view(torch.uint8)))
                     same.append(torch.equal(scales, expected))
-    return off, on, bool(same) and all(same)
+    return Gathered(off, on, bool(same) and all(same), held, quantized)
 
 
 @pytest.mark.shows("F2")
@@ -77,19 +94,22 @@ def both_gathers(scaling: str, zero: int) -> tuple[Run, Run, bool]:
     ("scaling", "ranks_", "zero"),
     [
         ("tensor", 2, 3),
-        ("row", 3, 2),
+        ("row", 3, 1),
         ("block", 2, 3),
         thorough("tensor", 4, 3),
+        thorough("row", 3, 2),
         thorough("row", 2, 3),
         thorough("row", 1, 3),
         thorough("block", 3, 1),
     ],
 )
 def test_quantizing_before_or_after_the_gather_is_the_same(ranks: Pool, scaling: str, ranks_: int, zero: int) -> None:
-    for off, on, same in ranks(ranks_, both_gathers, scaling, zero):
-        assert on.same(off)
-        assert len(set(on.losses)) == 6  # weights change in every step
-        assert same
+    for found in ranks(ranks_, both_gathers, scaling, zero):
+        assert found.on.same(found.off)
+        assert len(set(found.on.losses)) == 6  # weights change in every step
+        assert found.same
+        assert found.held[0] == found.held[1]
+        assert found.quantized == {4}  # at the start and after each step, evaluation or not
 
 
 def step_of(scaling: str, zero: int) -> tuple[dict[str, int], dict[str, int], list[int], list[Any]]:
@@ -121,7 +141,7 @@ def step_of(scaling: str, zero: int) -> tuple[dict[str, int], dict[str, int], li
 
 
 @pytest.mark.shows("F3", "F5")
-@pytest.mark.parametrize(("scaling", "zero"), [("tensor", 3), ("row", 3), ("tensor", 1)])
+@pytest.mark.parametrize(("scaling", "zero"), [("tensor", 3), thorough("row", 3), ("row", 1)])
 def test_one_collective_for_scales_and_the_bytes_that_were_planned(ranks: Pool, scaling: str, zero: int) -> None:
     for planned, wire, reduced, events in ranks(2, step_of, scaling, zero):
         assert planned == wire
@@ -189,7 +209,7 @@ def against_unsharded(scaling: str, mode: str) -> tuple[list[float], list[float]
     ranks, rank = dist.get_world_size(), dist.get_rank()
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (2, ranks // 2))} if mode == "hsdp" else {}
     model, whole = made(scaling, 3, **options), Unsharded(scaling, plain_adamw)
-    clip, micro = (0.05 if mode == "clip" else None), (2 if mode == "accumulate" else 1)
+    clip, micro = (None, 1) if mode == "hsdp" else (0.05, 2)
     mine, theirs = [], []
     for step in range(3):
         numbers = [step * micro + i for i in range(micro)]
@@ -222,7 +242,7 @@ def against_unsharded(scaling: str, mode: str) -> tuple[list[float], list[float]
 @pytest.mark.shows("F7")
 @pytest.mark.parametrize(
     ("scaling", "mode", "ranks_"),
-    [("tensor", "plain", 2), ("row", "clip", 2), ("tensor", "accumulate", 2), ("tensor", "hsdp", 4)],
+    [("row", "clip and accumulate", 2), ("tensor", "hsdp", 4)],
 )
 def test_losses_are_those_of_the_unsharded_model(ranks: Pool, scaling: str, mode: str, ranks_: int) -> None:
     for mine, theirs in ranks(ranks_, against_unsharded, scaling, mode):
@@ -230,17 +250,18 @@ def test_losses_are_those_of_the_unsharded_model(ranks: Pool, scaling: str, mode
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-def with_muon() -> list[tuple[Run, Run]]:
+def with_muon(zeros: list[int]) -> list[tuple[Run, Run]]:
     muon = fxshard.Muon(lr=1e-2, adamw=ADAMW)
     return [
         (trained(made("tensor", zero, "bf16", optimizer=muon)), trained(made("tensor", zero, optimizer=muon)))
-        for zero in (1, 3)
+        for zero in zeros
     ]
 
 
 @pytest.mark.shows("F7")
-def test_muon_in_float8(ranks: Pool) -> None:
-    for pairs in ranks(2, with_muon):
+@pytest.mark.parametrize("zeros", [[3], thorough([1])])
+def test_muon_in_float8(ranks: Pool, zeros: list[int]) -> None:
+    for pairs in ranks(2, with_muon, zeros):
         for off, on in pairs:
             assert on.same(off) and len(set(on.losses)) == 6
 
@@ -261,22 +282,6 @@ def what_is_not_finite() -> str:
 def test_weights_that_are_not_finite_are_named_on_every_rank(ranks: Pool) -> None:
     for message in ranks(2, what_is_not_finite):
         assert "weights of layers.1" in message and "are not finite" in message
-
-
-def held(scaling: str, zero: int) -> tuple[int, int, set[int]]:
-    """Bytes of parameters at rest, measured and planned, and how often copies were made in two steps."""
-    model = made(scaling, zero)
-    measured = model.bytes_at_rest()["param"]
-    trained(model, steps=2)
-    copies = [bucket.copies.quantized for bucket in model._sharding.buckets if bucket.copies is not None]
-    return measured, sum(plan.at_rest().param for plan in model._sharding.plans), set(copies)
-
-
-@pytest.mark.parametrize(("scaling", "zero"), [("row", 1), ("tensor", 3)])
-def test_what_rests_and_how_often_it_is_quantized(ranks: Pool, scaling: str, zero: int) -> None:
-    for measured, planned, quantized in ranks(2, held, scaling, zero):
-        assert measured == planned
-        assert quantized == {3}  # at the start and after each step, evaluation or not
 
 
 def in_precision(precision: fxshard.Precision) -> fxshard.ShardedModule:
