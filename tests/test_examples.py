@@ -91,6 +91,12 @@ def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
     assert "over 4 micro-batches" in accumulate and " reduce " not in accumulate and " reduce " in last
 
 
+def test_context_parallel_on_four_processes(ranks: Pool) -> None:
+    shown, *silent = ranks(4, as_under_torchrun, "examples/context_parallel.py", "eager")
+    assert "on 32 of 64 tokens" in shown and "ZeRO-3 on 4 ranks" in shown and "cp×2" in shown
+    assert silent == ["", "", ""]
+
+
 def as_under_torchrun(script: str, *options: str) -> str:
     """Run an example on this rank of the pool; it finds what torchrun would have told it."""
     about = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1"}

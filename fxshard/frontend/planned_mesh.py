@@ -29,6 +29,9 @@ Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
 DATA_PARALLEL = (("dp_replicate", "dp_shard"), ("dp",))
 """Dimensions that are data-parallel if a mesh has them; a mesh that has neither is data-parallel as a whole."""
 
+CONTEXT_PARALLEL = "cp"
+"""The dimension along which sequences are cut: parameters are sharded over it, too."""
+
 
 @dataclass(frozen=True)
 class PlannedMesh:
@@ -76,6 +79,8 @@ def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     for dimensions in DATA_PARALLEL:
         if set(dimensions) <= set(names):
+            if CONTEXT_PARALLEL in names:
+                return private.flattened(mesh, dimensions, CONTEXT_PARALLEL)
             return mesh[dimensions] if len(dimensions) > 1 else mesh[dimensions[0]]
     return mesh if mesh.ndim == 1 else init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("shard",))
 

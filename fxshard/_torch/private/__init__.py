@@ -324,6 +324,13 @@ def backward_reaches(wanted: Callable[[torch.Tensor], bool]) -> bool:
     return True
 
 
+def flattened(mesh: dist.DeviceMesh, dimensions: tuple[str, ...], inner: str) -> dist.DeviceMesh:
+    """Dimensions of a mesh, the last of them together with ``inner`` as one. torch 2.11, 2.13."""
+    *outer, last = dimensions
+    flat = mesh[last, inner]._flatten(f"{last}_{inner}")
+    return joined_meshes(mesh[tuple(outer)], flat) if outer else flat
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Call something when the backward that runs now is over, on the thread that started it. torch 2.11, 2.13."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

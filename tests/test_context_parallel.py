@@ -1,0 +1,213 @@
+"""Sequences cut over ranks: losses and gradients are those of plain PyTorch on whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fxshard
+from fxshard.integrations.context_parallel import ContextParallel, use_in
+from fxshard.schedule.events import Kind, Phase
+from tests.pool import Pool
+from tests.training import EPS, full_gradients
+
+VOCAB, DIM, HEADS, LENGTH, STEPS = 16, 16, 4, 16, 3
+
+
+class Layer(nn.Module):
+    """Attention with two heads of keys for four of queries."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.context: ContextParallel | None = None
+        self.q, self.k, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM // 2), nn.Linear(DIM, DIM // 2)
+        self.o = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (project(x).unflatten(2, (-1, DIM // HEADS)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        attend = F.scaled_dot_product_attention if self.context is None else self.context.attention
+        return x + self.o(attend(q, k, v, is_causal=self.causal, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(VOCAB, DIM), nn.Embedding(LENGTH, DIM)
+        self.layers = nn.ModuleList(Layer(causal) for _ in range(2))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) + self.place(positions)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+def cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The model with attention over the context-parallel ranks of a mesh."""
+    for layer in model.get_submodule("layers").children():
+        layer.context = ContextParallel(mesh["cp"])  # type: ignore[assignment]
+    return model
+
+
+def batch(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(8 * step + replica)
+    x, y = torch.randint(VOCAB, (2, 2, LENGTH), generator=generator)
+    return x, y
+
+
+def meshes(parts: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """All ranks, and the same in one dimension, over which parameters are sharded."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", "cp"))
+    return mesh, mesh._flatten("dp_cp")
+
+
+def trained(parts: int, zero: int, causal: bool) -> dict[str, Any]:
+    mesh, flat = meshes(parts)
+    context = ContextParallel(mesh["cp"])
+    options: Any = {"zero": zero, "optimizer": fxshard.AdamW(lr=1e-2, eps=EPS), "lowering": "eager"}
+    model = fxshard.compile(cut(Model(causal), mesh), mesh=flat, **options)
+    losses = []
+    for step in range(STEPS):
+        x, y = context.shard(*batch(step, mesh.get_local_rank("dp")))
+        loss = model(x, y, context.positions(LENGTH))
+        loss.backward()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        losses.append(float(mean))
+        if step < STEPS - 1:
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+    return {"losses": losses, "grads": full_gradients(model), "schedule": model.schedule}
+
+
+def reference(replicas: int, causal: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Plain PyTorch in one process, on the whole sequences of all replicas."""
+    model = Model(causal)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS, fused=True)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = (torch.cat(parts) for parts in zip(*(batch(step, i) for i in range(replicas)), strict=True))
+        loss = model(x, y, torch.arange(LENGTH).unsqueeze(0))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if step < STEPS - 1:
+            optimizer.step()
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.shows("T1")
+@pytest.mark.parametrize(
+    ("ranks_", "parts", "zero", "causal"), [(2, 2, 3, True), (4, 2, 3, True), (4, 4, 1, True), (2, 2, 2, False)]
+)
+def test_trains_as_on_whole_sequences(ranks_: int, parts: int, zero: int, causal: bool, ranks: Pool) -> None:
+    losses, grads = reference(ranks_ // parts, causal)
+    for run in ranks(ranks_, trained, parts, zero, causal):
+        assert run["losses"] == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(run["grads"], grads, rtol=1e-3, atol=1e-6)
+        started = [event for _, event in run["schedule"].of(Kind.COLLECTIVE)]
+        assert all(event.group.endswith(f"×{parts}") for event in started)
+        ops = [(event.phase, "gather" if "gather" in event.op else event.op) for event in started]
+        assert ops[:2] == [(Phase.FORWARD, "gather")] * 2 and len(ops) == 4
+        assert all(phase is Phase.BACKWARD and "reduce_scatter" in op for phase, op in ops[2:])
+
+
+def run_and_plan() -> tuple[str, str] | None:
+    """The schedule of the first rank on 2 × 2 ranks, and the one that is planned for it without them."""
+    mesh, flat = meshes(2)
+    options: Any = {"optimizer": fxshard.AdamW(lr=1e-2), "lowering": "eager"}
+    model = fxshard.compile(cut(Model(), mesh), mesh=flat, **options)
+    context = ContextParallel(mesh["cp"])
+    inputs = (*context.shard(*batch(0, 0)), context.positions(LENGTH))
+    model(*inputs).backward()
+    first = dist.get_rank() == 0
+    dist.barrier()
+    dist.destroy_process_group()  # planning makes a fake one
+    shape = {"dp": 2, "cp": 2}
+    plan = fxshard.plan(Model(), inputs, mesh=shape, parallelize=cut, hardware="cpu", **options) if first else None
+    return None if plan is None else (model.schedule.to_json(), plan.to_json())
+
+
+def test_a_plan_equals_the_run(ranks: Pool) -> None:
+    """Parameters are sharded over both dimensions."""
+    found = ranks(4, run_and_plan)[0]
+    assert found is not None
+    run, plan = (fxshard.Schedule.from_json(text) for text in found)
+    for mine, planned in zip(run.events, plan.events, strict=True):
+        assert mine == planned
+    assert run == plan
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def hugging_face() -> tuple[float, dict[str, torch.Tensor]]:
+    mesh, flat = meshes(2)
+    context, model = ContextParallel(mesh["cp"]), llama()
+    use_in(model, context)
+    model = fxshard.compile(model, mesh=flat, lowering="eager")
+    x, y = context.shard(*batch(0, 0))
+    loss = model(input_ids=x, labels=x, shift_labels=y, position_ids=context.positions(LENGTH)).loss
+    loss.backward()
+    mean = loss.detach() / 2
+    dist.all_reduce(mean)
+    return float(mean), full_gradients(model)
+
+
+def test_a_model_of_transformers(ranks: Pool) -> None:
+    model = llama()
+    x, y = batch(0, 0)
+    loss = model(input_ids=x, labels=x, shift_labels=y).loss
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for found, gradients in ranks(2, hugging_face):
+        assert found == pytest.approx(float(loss.detach()), rel=1e-5)
+        torch.testing.assert_close(gradients, grads, rtol=1e-3, atol=1e-6)
+
+
+def refused() -> list[str]:
+    mesh, _ = meshes(2)
+    context = ContextParallel(mesh["cp"])
+    x = torch.zeros(1, 2, 3, 4)
+
+    def said(call: Any) -> str:
+        with pytest.raises(fxshard.ConfigError) as error:
+            call()
+        return str(error.value)
+
+    return [
+        said(lambda: ContextParallel(mesh)),
+        said(lambda: context.shard(torch.zeros(2, 10))),
+        said(lambda: context.positions(6)),
+        said(lambda: context.attention(x, x, x)),
+        said(lambda: context.attention(x[:, :, :2], x[:, :, :2], x[:, :, :2, :2])),
+    ]
+
+
+def test_what_is_refused(ranks: Pool) -> None:
+    for several, length, positions, odd, shapes in ranks(2, refused):
+        assert "2 dimensions" in several and 'mesh["cp"]' in several
+        assert "sequences of 10 tokens" in length and "pad them to a multiple of 4" in length
+        assert "sequences of 6 tokens" in positions
+        assert "3 queries and 3 keys" in odd and "one shape" in shapes
