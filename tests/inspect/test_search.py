@@ -20,7 +20,7 @@ from fxshard.bench.tensor_parallel import cut as parallelize
 
 def build():
     with torch.device("meta"):
-        model = Llama(LlamaConfig(vocab=512, dim=256, layers=2, heads=8, hidden=512))
+        model = Llama(LlamaConfig(vocab=512, dim=256, layers=1, heads=8, hidden=512))
         return model, (torch.empty(1, 128, dtype=torch.long), torch.empty(1, 128, dtype=torch.long))
 """
 
