@@ -18,7 +18,7 @@ from fxshard.schedule.events import Kind
 from tests.parallel import Model, batch, parallel, two_by_two
 from tests.pool import Pool
 
-STAGES = (0, 1, 2, 3)
+STAGES = (1, 3)
 
 
 def options(zero: int) -> dict[str, Any]:
