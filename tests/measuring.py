@@ -9,7 +9,7 @@ import torch
 
 
 class NewBytes:
-    """Bytes of tensor storages that came into being since this object was made, and that can still be reached.
+    """Bytes of the storages of tensors that came into being since this object was made, and that can still be reached.
 
     It holds on to what was there before: garbage of an earlier test that goes away meanwhile would count negative.
     """
@@ -17,6 +17,7 @@ class NewBytes:
     def __init__(self) -> None:
         self._before = _tensors()
         self._known = {tensor.untyped_storage().data_ptr() for tensor in self._before}
+        gc.freeze()  # or every count would look at all modules that are loaded
 
     def count(self) -> int:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors()}

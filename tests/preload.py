@@ -1,6 +1,8 @@
 """What every rank imports, imported once: the workers of `tests.pool` are forked from a process that has done this."""
 
+import contextlib
 import gc
+import importlib
 import os
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no further processes, which would outlive a kill
@@ -16,6 +18,11 @@ import fxshard.frontend.planning
 import tests.training
 
 __all__ = ["fxshard", "tests", "torch"]
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # many tests are to come, and some of them take models from there
+    with contextlib.suppress(ImportError):
+        for name in ("transformers.models.llama.modeling_llama", "transformers.trainer"):
+            importlib.import_module(name)
 
 gc.collect()
 gc.freeze()  # none of this is garbage: do not look at it again

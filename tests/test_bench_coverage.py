@@ -125,21 +125,19 @@ def test_the_same_small_model_every_time(name: str) -> None:
     assert counts[0] < counts[1]
 
 
-def test_the_command_on_two_architectures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_on_an_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs the hf extra")
     found, made = tmp_path / "found.json", tmp_path / "models.md"
-    options = ["--only", "vit,llama", "--layers", "1,1,2", "--json", str(found), "--output", str(made)]
+    options = ["--only", "llama", "--layers", "1,1,2", "--json", str(found), "--output", str(made)]
     monkeypatch.setattr(sys, "argv", ["bench", *options])
     coverage.main()
-    rows = json.loads(found.read_text())["rows"]
-    assert [each["name"] for each in rows] == ["llama", "vit"]
-    for each in rows:
-        assert each["failed"] is None and trains(each) and is_one_graph(each)
-        assert list(each["compilations"]) == ["1", "2"]
-        losses = [rank["losses"] for rank in each["ranks"]]
-        assert len(losses[0]) == 5 and losses[0] != losses[1], "ranks see batches of their own"
-    assert rows[0]["recognised"]["causal"] == 1 and rows[1]["recognised"]["causal"] == 0
-    assert made.read_text().index("## Decoder") < made.read_text().index("## Vision")
+    (row,) = json.loads(found.read_text())["rows"]
+    assert row["name"] == "llama" and row["failed"] is None and trains(row) and is_one_graph(row)
+    assert list(row["compilations"]) == ["1", "2"]
+    losses = [rank["losses"] for rank in row["ranks"]]
+    assert len(losses[0]) == 5 and losses[0] != losses[1], "ranks see batches of their own"
+    assert row["recognised"]["causal"] == 1
+    assert "## Decoder" in made.read_text()
 
 
 def crash(config: Any, generator: torch.Generator) -> Batch:

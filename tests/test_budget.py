@@ -19,6 +19,7 @@ from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.stack import batch as stack_batch
+from tests.thorough import thorough
 from tests.toy import Llama, Mlp, batch
 from tests.training import VOCAB, Run, sharded_run, with_debug
 
@@ -60,10 +61,10 @@ def smallest(name: str, ranks: int, prefetch: int | None) -> int:
 
 
 @pytest.mark.shows("P4")
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     name=st.sampled_from(MODELS),
-    ranks=st.sampled_from([2, 3, 8, 64]),
+    ranks=st.sampled_from([2, 3, 64]),
     machine=st.sampled_from(sorted(PRESETS)),
     prefetch=st.sampled_from([None, 0, 1, 3]),
     share=st.floats(0.3, 3.0),
@@ -83,7 +84,7 @@ def test_peak_stays_under_any_feasible_budget(
 
 
 @pytest.mark.shows("P4")
-@pytest.mark.parametrize("ranks", [2, 5, 64])
+@pytest.mark.parametrize("ranks", [2, thorough(5), 64])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ranks: int) -> None:
     least = smallest(name, ranks, None)
@@ -97,8 +98,8 @@ def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ran
 def test_no_budget_is_exceeded_by_looking_ahead(name: str) -> None:
     """What is kept uses a budget up, so that no order but the one it was found with may fit."""
     least = smallest(name, 64, None)
-    for share in range(24):
-        budget = least + least * share // 12
+    for share in range(12):
+        budget = least + least * share // 6
         assert under(name, budget, ranks=64, machine="h100").peak_bytes <= budget
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fxshard
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.toy import SwiGlu
 from tests.training import VOCAB, full_gradients, this_ranks_batch
 
@@ -106,7 +107,7 @@ def dropped(policy: str) -> tuple[float, float, dict[str, torch.Tensor], dict[st
 
 
 @pytest.mark.shows("S18")
-@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+@pytest.mark.parametrize("policy", [thorough("none"), "full", "selective"])
 def test_dropout_is_that_of_plain_pytorch(ranks: Pool, policy: str) -> None:
     """Each rank draws what its own seed says, and backward uses the mask that forward drew."""
     for loss, expected, mine, gradients in ranks(2, dropped, policy):

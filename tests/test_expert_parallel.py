@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard.schedule.events import Kind, Phase
-from tests.expert_parallel import MESH, Model, batch, counts_in_the_graph, cut, options, part, plans
+from tests.expert_parallel import LAYERS, MESH, Model, batch, counts_in_the_graph, cut, options, part, plans
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.training import EPS, full_gradients
@@ -63,7 +63,7 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.T
 
 @pytest.fixture(scope="module")
 def found(ranks: Pool) -> list[dict[int, dict[str, Any]]]:
-    return ranks(4, trained, [1, 2, 3], "eager", timeout=300)
+    return ranks(4, trained, [1, 3], "eager", timeout=300)
 
 
 def check(found: list[dict[int, dict[str, Any]]]) -> None:
@@ -115,8 +115,8 @@ def test_dense_and_expert_buckets_and_the_models_collectives_are_in_one_schedule
         schedule.verify()
         assert {event.group for _, event in schedule.of(Kind.REDUCE)} == {"cpu×4", "*.experts.* cpu×2"}
         starts = [event for _, event in schedule.of(Kind.COLLECTIVE)]
-        # Counts, tokens there and back for each of two layers; backward sends tokens both ways.
-        assert len(starts) == 2 * 3 + 2 * 2
+        # Counts, tokens there and back for each layer; backward sends tokens both ways.
+        assert len(starts) == LAYERS * (3 + 2)
         assert {(event.op, event.group) for event in starts} == {("all_to_all_single", "ep×2")}
         for start, _ in schedule.of(Kind.COLLECTIVE, phase=Phase.BACKWARD):
             hidden = schedule.events[start + 1 : _await(schedule, start)]

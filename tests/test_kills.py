@@ -85,8 +85,8 @@ def second_call(act: Callable[..., Any], number: signal.Signals, mark: Path) -> 
 
 
 Case = tuple[str, str]
-CASES: list[Case] = [*((kind, "killed") for kind in KINDS), ("unshard", "stopped"), ("reduce", "stopped")]
-MORE: list[Case] = [(kind, "stopped") for kind in KINDS if (kind, "stopped") not in CASES]
+CASES: list[Case] = [("unshard", "killed"), ("reduce", "killed"), ("carry", "killed"), ("reduce", "stopped")]
+MORE: list[Case] = [(kind, how) for kind in KINDS for how in SIGNALS if (kind, how) not in CASES]
 
 
 @pytest.fixture(scope="module")

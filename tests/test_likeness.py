@@ -32,14 +32,15 @@ SMALL = {
 PROMPT = torch.tensor([[3, 4, 5], [6, 7, 8]])
 
 
-def make() -> nn.Module:
+def make(layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attention_dropout=0.1, attn_implementation="eager"))
+    sizes = {**SMALL, "num_hidden_layers": layers}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attention_dropout=0.1, attn_implementation="eager"))
 
 
 def trained(zero: int, *, between: bool) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
     """Losses and weights of four steps with dropout; half-way, evaluation and generation or nothing."""
-    model = fxshard.compile(make(), zero=zero, optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
+    model = fxshard.compile(make(1), zero=zero, optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
     torch.manual_seed(1 + dist.get_rank())
     losses, seen = [], []
     for step in range(4):
@@ -64,7 +65,7 @@ def trained(zero: int, *, between: bool) -> tuple[list[float], dict[str, torch.T
 def with_and_without(zero: int) -> tuple[bool, bool, bool]:
     losses, weights, _ = trained(zero, between=False)
     again, same, (evaluated, generated, state) = trained(zero, between=True)
-    plain = make().eval()
+    plain = make(1).eval()
     plain.load_state_dict(state)
     with torch.no_grad():
         expected = float(plain(input_ids=PROMPT, labels=PROMPT).loss)
@@ -117,7 +118,7 @@ def test_attributes_are_the_models_own(ranks: Pool) -> None:
 
 
 def test_gradient_checkpointing_may_be_switched_after_compile() -> None:
-    model = fxshard.compile(make(), lowering="eager")
+    model = fxshard.compile(make(1), lowering="eager")
     saved = []
     for _ in range(2):
         model(input_ids=PROMPT, labels=PROMPT).loss.backward()

@@ -257,7 +257,7 @@ def hugging_face(kind: str) -> nn.Module:
 
 
 @pytest.mark.shows("H4")
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", [thorough("llama"), "gemma2"])
 def test_models_of_transformers_without_their_logits(kind: str) -> None:
     tokens = torch.randint(64, (4, 12), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()

@@ -74,7 +74,7 @@ class Watched:
 
 
 def watched() -> Watched:
-    model = fxshard.compile(llama(), zero=3, optimizer=fxshard.AdamW(), lowering="eager")
+    model = fxshard.compile(llama(layers=2), zero=3, optimizer=fxshard.AdamW(), lowering="eager")
     engine = model._sharding.engine
     allocations: list[int] = []
     gathers: list[tuple[bool, bool]] = []

@@ -99,9 +99,9 @@ def test_a_meta_model_is_made_as_a_person_would_make_it(ranks: Pool) -> None:
 def peak() -> tuple[int, int, int]:
     """Bytes of one block, of this rank's shards, and the most that was alive while a module was initialised."""
     dim, layers = 64, 8
+    new, most = NewBytes(), 0
     model = on_meta(Net, dim, layers)
     unit = sum(p.numel() * 4 for p in model.layers[0].parameters())
-    new, most = NewBytes(), 0
 
     def init(module: nn.Module) -> None:
         nonlocal most

@@ -172,7 +172,7 @@ def test_optimizers_that_need_whole_parameters_are_refused_on_every_rank(ranks: 
     assert "fused=True" in said[0]["fused SGD"] and said[0]["later"] == said[0]["fused SGD"]
 
 
-@pytest.mark.parametrize("zero", [0, thorough(2), 3])
+@pytest.mark.parametrize("zero", [thorough(0), thorough(2), 3])
 def test_elementwise_torch_optimizers_work(ranks: Pool, zero: int) -> None:
     for runs in ranks(2, with_torch_optimizers, zero):
         for name, (mine, reference) in runs.items():

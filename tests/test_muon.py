@@ -71,7 +71,7 @@ def stages_and_layouts() -> dict[str, list[str]]:
 
 
 @pytest.mark.shows("O1", "L10")
-@pytest.mark.parametrize("world", [2, 3, thorough(4)])
+@pytest.mark.parametrize("world", [thorough(2), 3, thorough(4)])
 def test_equals_the_plain_step_on_the_full_gradient_bitwise(ranks: Pool, world: int) -> None:
     for found in ranks(world, stages_and_layouts):
         assert found == {name: [] for name in found}

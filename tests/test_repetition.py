@@ -106,7 +106,7 @@ def test_the_plan_is_that_of_the_whole_trace(
 
 
 @pytest.mark.shows("P2")
-@pytest.mark.parametrize("make", [lambda: Odd(8, 3), lambda: Odd(8, 3, again=True), Uneven])
+@pytest.mark.parametrize("make", [lambda: Odd(8, 3), thorough(lambda: Odd(8, 3, again=True)), Uneven])
 def test_what_does_not_repeat_is_traced_whole(make: Callable[[], nn.Module]) -> None:
     assert same((make(), (torch.ones(4, 16),))) == 0
 

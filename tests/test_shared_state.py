@@ -21,6 +21,7 @@ from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack, wide, wide_batch
 from tests.stack import batch as stack_batch
+from tests.thorough import thorough
 from tests.training import EPS, deliver, random_gradients
 
 ONE, EACH = fxshard.AdamW(lr=1e-2, eps=EPS, over_replicas=True), fxshard.AdamW(lr=1e-2, eps=EPS)
@@ -37,10 +38,12 @@ def trained(choice: fxshard.AdamW, **options: Any) -> tuple[dict[str, torch.Tens
     return model.full_state_dict(), model
 
 
-def equal() -> dict[str, Any]:
+BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
+
+
+def equal(settings: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     wrong, found = [], {}
-    precision = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
-    for zero, options in ((1, {}), (2, {"layout": "whole"}), (3, {}), (3, {"precision": precision})):
+    for zero, options in settings:
         mine, model = trained(ONE, zero=zero, **options)
         theirs, _ = trained(EACH, zero=zero, **options)
         wrong += [f"ZeRO-{zero} {name}" for name in theirs if not torch.equal(mine[name], theirs[name])]
@@ -54,8 +57,11 @@ def equal() -> dict[str, Any]:
 
 
 @pytest.mark.shows("X5")
-def test_equals_hsdp_bitwise(ranks: Pool) -> None:
-    found = ranks(4, equal)
+@pytest.mark.parametrize(
+    "settings", [[(1, {"layout": "whole"}), (3, {"precision": BF16})], thorough([(2, {"layout": "whole"}), (3, {})])]
+)
+def test_equals_hsdp_bitwise(ranks: Pool, settings: list[tuple[int, dict[str, Any]]]) -> None:
+    found = ranks(4, equal, settings)
     for rank in found:
         assert rank["wrong"] == []
         assert all(torch.equal(value, found[0]["parameters"][name]) for name, value in rank["parameters"].items())

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import fxshard
 from tests.parallel import batch, fsdp2, parallel, two_by_two, whole
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import EPS
 
 STEPS = 3
@@ -152,7 +153,7 @@ def with_replicas(shape: tuple[int, int, int]) -> dict[str, Any]:
 
 
 @pytest.mark.shows("T1", "T2", "S10")
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=["two replicas", "two shards"])
+@pytest.mark.parametrize("shape", [(2, 1, 2), thorough((1, 2, 2))], ids=["two replicas", "two shards"])
 def test_hsdp(ranks: Pool, shape: tuple[int, int, int]) -> None:
     found = ranks(4, with_replicas, shape)
     grads = found[0]["grads"]

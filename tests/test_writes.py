@@ -35,7 +35,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.temperature, self.extra, self.schedule = 1.0, None, 1.0
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(2))
         self.seq, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2)
         self.named, self.scales = nn.ModuleDict({"k": nn.Linear(8, 8)}), nn.ParameterList([torch.ones(8)])
 
@@ -57,7 +57,7 @@ def initialise(module: nn.Module) -> None:
 
 def without_dropout(model: Any) -> None:
     found = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    assert len(found) == 3
+    assert len(found) == 2
     for module in found:
         module.p = 1.0
 
@@ -78,7 +78,7 @@ def hook_that_is_removed(model: Any) -> None:
 
 REACH: dict[str, Callable[[Any], Any]] = {
     "data of the model": lambda m: setattr(m, "temperature", 3.0),
-    "data of a part": lambda m: setattr(m.layers[2], "gain", 3.0),
+    "data of a part": lambda m: setattr(m.layers[1], "gain", 3.0),
     "data that was None": lambda m: setattr(m, "extra", torch.ones(8)),
     "data that was not there": lambda m: setattr(m, "later", 3.0),
     "a rate of dropout": lambda m: setattr(m.layers[0].drop, "p", 1.0),
@@ -169,7 +169,7 @@ def test_the_tree_is_the_models() -> None:
     for (name, module), (ours, image) in zip(plain.named_modules(), model.named_modules(), strict=True):
         assert name == ours and (not name or isinstance(image, type(module)))
         assert not name or (type(image).__name__, str(image)) == (type(module).__name__, str(module))
-    assert len(model.layers) == 3 and len(model.layers[1:]) == 2 and model.layers[-1] is model.layers[2]
+    assert len(model.layers) == 2 and len(model.layers[1:]) == 1 and model.layers[-1] is model.layers[1]
     assert [type(layer).__name__ for layer in model.seq] == ["Linear", "ReLU"]
     assert list(model.named) == ["k"] and "k" in model.named and model.named["k"].in_features == 8
     assert len(model.scales) == 1 and model.scales[0] is dict(model.named_parameters())["scales.0"]

@@ -33,7 +33,7 @@ HARMLESS = {
 }
 """{kind of place: why it does no harm if the verifier lets it pass}. All else must be caught."""
 
-EACH = 3
+EACH = 1
 """Mutants of each kind of place that the suite tries; ``-m ''`` tries all."""
 
 
@@ -102,7 +102,7 @@ def test_what_does_harm_is_caught(name: str, each: int | None, record_property: 
     record_property("mutants", share)
     harmful = [f"{mutant.field}: {mutant.what}" for mutant, is_harmless in found if not is_harmless]
     assert not harmful, f"{len(harmful)} of {count} pass: {harmful[:20]}"
-    assert count > (300 if each else 2000)
+    assert count > (150 if each else 2000)
 
 
 @pytest.mark.parametrize("field", ["event.compute.flops", "event.wait.why", "budget"])

@@ -1,17 +1,21 @@
-"""``fxshard search`` and ``inspect --tp``: in processes of their own, where torch's fake process group may be made."""
+"""``fxshard search`` and ``inspect --tp``: in other processes, where torch's fake process group may be made."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from fxshard.bench.search import Choice, Search
 from fxshard.cli import main as cli
 from fxshard.plan.hardware import hardware
 from fxshard.schedule.files import from_json
+from tests.pool import Pool
 
 FACTORY = """
 import torch
@@ -20,7 +24,7 @@ from fxshard.bench.tensor_parallel import cut as parallelize
 
 def build():
     with torch.device("meta"):
-        model = Llama(LlamaConfig(vocab=512, dim=256, layers=2, heads=8, hidden=512))
+        model = Llama(LlamaConfig(vocab=512, dim=256, layers=1, heads=8, hidden=512))
         return model, (torch.empty(1, 128, dtype=torch.long), torch.empty(1, 128, dtype=torch.long))
 """
 
@@ -45,12 +49,18 @@ def test_every_mesh_and_stage_the_fastest_first(tmp_path: Path) -> None:
     assert steps == sorted(steps)
 
 
+def inspected(factory: str) -> str:
+    """On a rank that leaves its group, because this makes torch's fake one."""
+    dist.destroy_process_group()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(["inspect", factory, "--world-size", "64", "--tp", "4", "--shard-size", "4", "--json"]) == 0
+    return out.getvalue()
+
+
 @pytest.mark.shows("T7")
-def test_inspect_with_tensor_parallel_ranks(tmp_path: Path) -> None:
-    out = command(
-        "inspect", "mine.py:build", "--world-size", "64", "--tp", "4", "--shard-size", "4", "--json", where=tmp_path
-    )
-    schedule = from_json(out)
+def test_inspect_with_tensor_parallel_ranks(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    schedule = from_json(ranks(1, inspected, f"{tmp_path}/mine.py:build")[0])
     domain = schedule.buckets[0].domain
     assert (domain.shards, domain.replicas, domain.stride) == (4, 4, 4)
     assert [group.name for group in schedule.model_groups] == ["tp×4"]

@@ -78,7 +78,7 @@ def test_a_block_that_is_not_finite_is_no_number(value: float) -> None:
 def test_rounding_is_right_on_average(format: str) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(64, generator=generator) + 0.01
-    total, draws = torch.zeros(64, dtype=torch.float64), 4000
+    total, draws = torch.zeros(64, dtype=torch.float64), 4000 if format == "bf16" else 1000
     for step in range(draws):
         noise = Noise.of("w", step, 0).draw(64, values.device, second=format == "second")
         if format == "bf16":

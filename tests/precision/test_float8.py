@@ -17,6 +17,7 @@ from fxshard.kernels.float8_ops import float8_cast_both, float8_mm, float8_quant
 from fxshard.plan.quantized import choose_linears
 from tests.precision import float8_reference as reference
 from tests.precision.nets import VOCAB, net
+from tests.thorough import thorough
 from tests.toy import batch
 
 BF16 = torch.bfloat16
@@ -142,7 +143,7 @@ def test_the_report_says_what_runs_where() -> None:
 
 
 @pytest.mark.shows("F4")
-@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+@pytest.mark.parametrize("scaling", ["tensor", "row", thorough("block")])
 def test_casts_that_the_compiler_fuses_equal_separate_ones(scaling: str) -> None:
     """What produces a value, its largest magnitudes, scales and cast in one kernel, against operator by operator.
 

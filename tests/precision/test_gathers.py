@@ -53,16 +53,14 @@ def trained(model: fxshard.ShardedModule, *, steps: int, disturbed: bool = False
 
 
 def on_and_off(zero: int) -> dict[str, Run]:
-    runs = {
-        "off": run(zero, "off"),
-        "on": run(zero, "auto"),
-        "no overlap": run(zero, "auto", overlap=False),
-    }
+    runs = {"off": run(zero, "off"), "on": run(zero, "auto")}
+    if zero == 1:
+        runs["no overlap"] = run(zero, "auto", overlap=False)
     if zero == 2:
         runs["no arena"] = run(zero, "auto", arena=False)
-    if zero == 3:
         runs["whole"] = run(zero, "auto", layout="whole")
-        runs["ahead"] = run(zero, "auto", prefetch=AHEAD)
+    if zero == 3:
+        runs["ahead, whole, no overlap"] = run(zero, "auto", prefetch=AHEAD, layout="whole", overlap=False)
     return runs
 
 
