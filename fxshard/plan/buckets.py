@@ -50,7 +50,7 @@ class BucketPlan:
     why: str = ""
     """Why it has the layout it has."""
     shares_state: bool = False
-    """Whether replicas of a shard keep optimizer state of a part of it each (HSDP); not where Muon's matrices travel."""
+    """Whether replicas of a shard keep state of a part of it each (HSDP); not where Muon's matrices travel."""
     float8: Float8Recipe | None = None
     """How products with these parameters run in float8; what is quantized otherwise is so in MXFP8."""
     state: str = "fp32"
