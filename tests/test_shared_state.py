@@ -22,7 +22,7 @@ from tests.pool import Pool
 from tests.stack import Stack, wide, wide_batch
 from tests.stack import batch as stack_batch
 from tests.thorough import thorough
-from tests.training import EPS, deliver, random_gradients
+from tests.training import EPS, deliver, llama, random_gradients
 
 ONE, EACH = fxshard.AdamW(lr=1e-2, eps=EPS, over_replicas=True), fxshard.AdamW(lr=1e-2, eps=EPS)
 
@@ -102,9 +102,9 @@ def test_state_takes_half_and_moves_between_both(ranks: Pool, tmp_path: Path) ->
 
 
 def test_where_there_is_nothing_to_share_it_is_refused() -> None:
-    with pytest.raises(fxshard.ConfigError, match=r"over_replicas=True\) is for HSDP"):
+    with pytest.raises(fxshard.ConfigError, match=r"over_replicas=True is for HSDP"):
         fxshard.shard(Stack(), optimizer=ONE)
-    with pytest.raises(fxshard.ConfigError, match="AdamW alone"):
+    with pytest.raises(fxshard.ConfigError, match="say it to Muon alone"):
         fxshard.Muon(adamw=ONE)
 
 
@@ -145,3 +145,47 @@ def test_a_plan_has_it_too() -> None:
     again = fxshard.Schedule.from_json(shared.to_json())
     assert again == shared and all(bucket.shares_state for bucket in again.buckets)
     assert shared.simulate("h200").step_seconds > kept.simulate("h200").step_seconds
+
+
+def muons(path: Path) -> tuple[list[str], list[tuple[int, int]], list[str]]:
+    """Muon and NorMuon, each with state in all replicas and shared by them: bits, bytes, and how buckets lie."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    wrong, held, kinds = [], [], []
+    for zero, layout, kind in ((1, "auto", fxshard.Muon), (3, "whole", fxshard.NorMuon), (3, "rows", fxshard.Muon)):
+        options: dict[str, Any] = {"mesh": mesh, "zero": zero, "layout": layout}
+        choices = [kind(lr=1e-2, adamw=EACH, over_replicas=shared) for shared in (True, False)]
+        models = [fxshard.shard(llama(layers=4), optimizer=choice, **options) for choice in choices]
+        for model in models:
+            for seed in range(2):
+                deliver(model, random_gradients(llama(layers=4), seed))
+                model.optimizer.step()
+                model.optimizer.zero_grad()
+        mine, theirs = (model.full_state_dict() for model in models)
+        wrong += [f"ZeRO-{zero} {layout} {name}" for name in theirs if not torch.equal(mine[name], theirs[name])]
+        held.append(tuple(sum(model.optimizer.state_bytes().values()) for model in models))
+        plans = [bucket.plan for bucket in models[0]._sharding.buckets]
+        kinds.append(",".join(sorted({f"{'whole' if p.layout.whole else 'rows'} {p.shares_state}" for p in plans})))
+        planned = sum(plan.moment_bytes for plan in plans)
+        if held[-1][0] > planned:
+            wrong.append(f"{held[-1][0]} bytes held, {planned} planned")
+        if layout != "rows":
+            fxshard.save(models[0], path / layout)
+            other = fxshard.shard(llama(layers=4), optimizer=kind(lr=1e-2, adamw=EACH), zero=2)
+            fxshard.load(other, path / layout)
+            for model in (models[0], other):
+                deliver(model, random_gradients(llama(layers=4), 5))
+                model.optimizer.step()
+            mine, theirs = models[0].full_state_dict(), other.full_state_dict()
+            wrong += [f"loaded {layout} {n}" for n in theirs if not torch.allclose(mine[n], theirs[n], atol=1e-5)]
+    return wrong, held, kinds
+
+
+@pytest.mark.shows("X5")
+def test_muon_shares_state_and_work_of_whole_matrices(ranks: Pool, tmp_path: Path) -> None:
+    found = ranks(4, muons, tmp_path)
+    assert [wrong for wrong, _, _ in found] == [[], [], [], []]
+    for i, most in enumerate((0.6, 0.6)):  # of what two replicas keep together, each has a half
+        shared, kept = (sum(held[i][which] for _, held, _ in found) for which in (0, 1))
+        assert shared < most * kept
+    assert {kinds[1] for _, _, kinds in found} == {"whole True"}
+    assert all("rows False" in kinds[2] for _, _, kinds in found)  # matrices travel there: every replica keeps them

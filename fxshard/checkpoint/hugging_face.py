@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from fxshard._torch.errors import CheckpointError, ConfigError
-from fxshard.checkpoint.conversion import as_in_memory
+from fxshard.checkpoint.conversion import Slice, as_in_memory
 from fxshard.checkpoint.fit import Stored, match_model, targets
 from fxshard.checkpoint.held import MODEL, of_model
 from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Target
+from fxshard.checkpoint.ranks import Ranks
 from fxshard.checkpoint.saving import check_model, wait_for_save
 from fxshard.frontend.exporting import INDEX, SafetensorsWriter, whole_tensors
 from fxshard.frontend.module import ShardedModule
@@ -45,19 +46,30 @@ def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | Non
         except (CheckpointError, OSError) as error:
             where = {}
             problems.append(str(error))
-        held = list(of_model(model))
-        wanted: list[Target] = []
-        if where:
-            stored = {f"{MODEL}.{name}": Stored(tuple(at.get_shape()), None) for name, at in where.items()}
-            match = match_model(held, stored)
-            problems += [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
-            wanted = targets(held, match.of, stored, problems)
-            problems += _kinds(wanted, where)
-        ranks.settle(problems, "the files do not fit, nothing was loaded")
-        failed = _copy(wanted, where)
+        regrouped = fill_rows(model, where, ranks, problems)
+    return [f"experts stored in another layout: {', '.join(regrouped)}"] if regrouped else []
+
+
+def fill_rows(
+    model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, problems: Sequence[str] = ()
+) -> list[str]:
+    """Fill this rank's rows of the model from slices by name, if everything fits; returns names of experts that were
+    stored in another layout. Collective. ``problems``: what was found before."""
+    held, found = list(of_model(model)), list(problems)
+    wanted: list[Target] = []
+    regrouped: list[str] = []
+    if where:
+        stored = {f"{MODEL}.{name}": Stored(tuple(at.get_shape()), None) for name, at in where.items()}
+        match = match_model(held, stored)
+        found += [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
+        wanted = targets(held, match.of, stored, found)
+        found += _kinds(wanted, where)
+        regrouped = match.regrouped
+    ranks.settle(found, "the files do not fit, nothing was loaded")
+    failed = _copy(wanted, where)
     model.parameters_changed()
     ranks.settle(failed, "the files could not be read to the end, load others before training on")
-    return [f"experts stored in another layout: {', '.join(match.regrouped)}"] if match.regrouped else []
+    return regrouped
 
 
 def save_safetensors(
@@ -147,7 +159,7 @@ def _safe_open(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
-def _kinds(wanted: Sequence[Target], where: dict[str, Any]) -> list[str]:
+def _kinds(wanted: Sequence[Target], where: Mapping[str, Slice]) -> list[str]:
     """Whole numbers are not to become fractions, nor the other way round."""
     found = []
     for target in wanted:
@@ -158,7 +170,7 @@ def _kinds(wanted: Sequence[Target], where: dict[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def _copy(wanted: Sequence[Target], where: dict[str, Any]) -> list[str]:
+def _copy(wanted: Sequence[Target], where: Mapping[str, Slice]) -> list[str]:
     """Read one target after the other; returns what went wrong, if anything did."""
     for target in wanted:
         part = tuple(slice(at, at + n) for at, n in zip(target.offsets, target.tensor.shape, strict=True))

@@ -39,10 +39,11 @@ NAMES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata",),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),
 }
-"""What DCP's metadata is made of (torch 2.11, 2.13); dtypes are found by their name."""
+"""What DCP's metadata is made of (torch 2.11, 2.13), and Megatron's; dtypes are found by their name."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def read_metadata(path: Path, files: Mapping[str, int]) -> Metadata:
 
 
 def _metadata(found: Any, files: Mapping[str, int]) -> Metadata:
-    fields = _fields(found, "Metadata")
+    megatron = isinstance(found, _Record) and found.name == "MCoreMetadata"
+    fields = _fields(found, "MCoreMetadata" if megatron else "Metadata")
     stored = {_text(key): _stored(value) for key, value in _a(fields["state_dict_metadata"], dict).items()}
     places = {_index(key): _place(value, files) for key, value in _a(fields["storage_data"], dict).items()}
     return Metadata(state_dict_metadata=stored, storage_data=places)

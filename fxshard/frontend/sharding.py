@@ -211,7 +211,7 @@ def plan_model(
     own, *others = domains
     if state.over_replicas and (own.replicas == 1 or own.shards == 1 or not options.zero):
         raise ConfigError(
-            "AdamW(over_replicas=True) is for HSDP: give a mesh of two dimensions (replicas, shards) and zero=1, 2 or "
+            "over_replicas=True is for HSDP: give a mesh of two dimensions (replicas, shards) and zero=1, 2 or "
             "3, or leave it out"
         )
     domain_of = domain_by_name(others, own)

@@ -120,7 +120,7 @@ def state_choice(choice: AdamW | Muon | None) -> StateChoice:
     if choice is None:
         return StateChoice()
     if isinstance(choice, Muon):
-        return StateChoice(choice.state, choice.offload, row_moments=choice.beta2 is not None)
+        return StateChoice(choice.state, choice.offload, choice.over_replicas, choice.beta2 is not None)
     return StateChoice(choice.state, choice.offload, choice.over_replicas)
 
 
@@ -156,7 +156,8 @@ class Muon:
     the step with a warning. Nothing is changed either way. On a GPU the host does not wait to know: it raises or warns
     when the next step begins, or when the optimizer's state is read. ``state`` and ``offload`` are those of
     :class:`fxshard.AdamW`, for the momentum and for AdamW's part alike. ``beta2``: normalize each row of an update by
-    its running second moment, as :class:`fxshard.NorMuon` does.
+    its running second moment, as :class:`fxshard.NorMuon` does. ``over_replicas``: with HSDP, replicas share state and
+    work where owners hold whole matrices (layout "whole"); where matrices travel, each replica keeps their momentum.
 
     >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
     """
@@ -177,6 +178,7 @@ class Muon:
     state: str = "fp32"
     offload: str = "none"
     beta2: float | None = None
+    over_replicas: bool = False
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
@@ -211,8 +213,8 @@ class Muon:
                     f"Muon(adamw=AdamW({field}={getattr(self.adamw, field)!r})): momentum and moments are kept alike; "
                     "say it to Muon alone"
                 )
-        if self.adamw.over_replicas:
-            raise ConfigError("Muon(adamw=AdamW(over_replicas=True)): replicas can share the state of AdamW alone")
+        if self.adamw.over_replicas and not self.over_replicas:
+            raise ConfigError("Muon(adamw=AdamW(over_replicas=True)): replicas share all state; say it to Muon alone")
         if self.use is not None and not callable(self.use):
             raise ConfigError(f"Muon(use={self.use!r}): expected a function of name and shape")
         if self.split not in ("auto", "off"):

@@ -28,7 +28,7 @@ class StepCounts:
         self.begin, self.end = self.shares[0]
         self.fragments = bucket.fragments
         if bucket.plan.shares_state:
-            self.shares = shares(layout, bucket.rank, bucket.plan.domain.replicas)
+            self.shares = shares(layout, bucket.rank, bucket.plan.domain.replicas, bucket.plan.matrices)
             self.begin, self.end = self.shares[bucket.channels.replica]
             self.fragments = tuple(within(layout, fragment, self.begin, self.end) for fragment in bucket.fragments)
         self.counts = [0] * len(bucket.params)

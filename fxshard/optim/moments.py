@@ -26,6 +26,8 @@ class Moments(StepCounts):
         if bucket.plan.shares_state:
             length = self.end - self.begin
             self.first = bucket.master.new_zeros(length)
+            if self.muon:
+                length = sum(aligned(second_numel(bucket.plan, fragment)) for fragment in self.fragments)
         else:
             self.first = torch.zeros_like(bucket.master)
         self.second = torch.zeros(length, dtype=bucket.master.dtype, device=bucket.device)
@@ -97,7 +99,13 @@ class Moments(StepCounts):
 
     def row_moments(self, name: str) -> torch.Tensor:
         """The second moments of this rank's rows of a matrix, as [..., rows, 1]."""
-        return self.bucket.shaped(self._second_of(self.bucket.plan.layout.index[name]), name, field=ROW_MOMENTS)
+        i = self.bucket.plan.layout.index[name]
+        return self.bucket.shaped(self._second_of(i), name, self.fragments[i], ROW_MOMENTS)
+
+    def momentum(self, name: str) -> torch.Tensor:
+        """The momentum of the rows of a matrix that this rank updates."""
+        fragment = self.fragments[self.bucket.plan.layout.index[name]]
+        return self.bucket.shaped(self._first_of(fragment), name, fragment)
 
     def _second_of(self, i: int) -> torch.Tensor:
         at = self._second_at[i]

@@ -137,15 +137,18 @@ class ShardedMuon(ShardedOptimizer):
                 yield rows
 
     def _rows(self, moments: Moments | PackedMoments, name: str) -> _Rows:
-        bucket = moments.bucket
+        bucket, i = moments.bucket, moments.bucket.plan.layout.index[name]
+        fragment = moments.fragments[i]  # of replicas that share state, all of a matrix or nothing
+        here = slice(fragment.offset, fragment.offset + fragment.numel)
         if name not in self._views:  # parameters and momentum stay where they are, gradients do not
+            value = bucket.shaped(bucket.master[here], name, fragment)
             if isinstance(moments, PackedMoments):
-                self._views[name] = (bucket.local(name), moments, moments if bucket.plan.row_moments else None)
+                self._views[name] = (value, moments, moments if bucket.plan.row_moments else None)
             else:
                 second = moments.row_moments(name) if bucket.plan.row_moments else None
-                self._views[name] = (bucket.local(name), bucket.as_rows(moments.first, name), second)
-        has_grad = bucket.params[bucket.plan.layout.index[name]].grad is not None
-        grad = bucket.as_rows(bucket.grad, name) if has_grad and bucket.grad is not None else None
+                self._views[name] = (value, moments.momentum(name), second)
+        has_grad = bucket.params[i].grad is not None and bucket.grad is not None
+        grad = bucket.shaped(bucket.grad[here], name, fragment) if has_grad and bucket.grad is not None else None
         value, kept, of_rows = self._views[name]
         return _Rows(name, value, grad, kept, of_rows)
 

@@ -21,11 +21,10 @@ from fxshard._torch.errors import ConfigError
 from fxshard.optim import halves, symmetric
 from fxshard.optim.coefficients import Triple, triples
 from fxshard.optim.start import Momentum, normalized, unscaled
+from fxshard.plan.matrices import GRAM_RATIO
 
 How = tuple[str, bool]  # the form, and whether GPU kernels compute it
 Start = tuple[torch.Tensor, torch.Tensor | None]  # a batch, and what each of its matrices is still to be scaled by
-# From this ratio of the sides on, the gram form multiplies less than the symmetric one.
-_GRAM_RATIO = 1.5
 # The kernels take no smaller sides, and padding smaller ones would cost more than half of them saves.
 _SMALLEST = 256
 
@@ -69,7 +68,7 @@ def choose(shape: Sequence[int], device: torch.device, form: str = "auto") -> Ho
     small, large = sorted(shape[-2:])
     kernels = symmetric.available(device) and small >= _SMALLEST
     if form == "auto":
-        form = "plain" if not kernels else "gram" if large > _GRAM_RATIO * small else "symmetric"
+        form = "plain" if not kernels else "gram" if large > GRAM_RATIO * small else "symmetric"
     return form, kernels and form != "plain"
 
 

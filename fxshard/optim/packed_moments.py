@@ -90,10 +90,12 @@ class PackedMoments(StepCounts):
 
     def momentum(self, name: str) -> torch.Tensor:
         """The momentum of one of Muon's parameters in fp32, in memory of its own, to be changed and given back."""
-        stored = self.first[self.bucket.plan.layout.index[name]]
+        i = self.bucket.plan.layout.index[name]
+        stored = self.first[i]
         if self.transfers is not None:
             (stored,) = self.transfers.bring([stored])
-        return self.bucket.shaped(stored.values if self.transfers and stored.exact else stored.read(), name)
+        values = stored.values if self.transfers and stored.exact else stored.read()
+        return self.bucket.shaped(values, name, self.fragments[i])
 
     def keep_momentum(self, name: str, momentum: torch.Tensor, step: int, refused: torch.Tensor | None) -> None:
         """Take a momentum back, rounded for the ``step``-th time."""
@@ -116,7 +118,7 @@ class PackedMoments(StepCounts):
         stored = self._of_rows(name)
         if self.transfers is not None:
             (stored,) = self.transfers.bring([stored])
-        return self.bucket.shaped(stored.values, name, field=ROW_MOMENTS)
+        return self.bucket.shaped(stored.values, name, self.fragments[self.bucket.plan.layout.index[name]], ROW_MOMENTS)
 
     def keep_row_moments(self, name: str, moments: torch.Tensor) -> None:
         """Take them back, where ``row_moments`` gave a copy."""

@@ -13,7 +13,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.float8 import COLUMNWISE, ROWWISE, scale_shape
 from fxshard.kernels.mxfp8 import BLOCK
-from fxshard.plan.choice import LayoutKind, choose_layout, span_units
+from fxshard.plan.choice import LayoutKind, choose_layout, crosses, span_units
 from fxshard.plan.dealing import Dealt, Member, deal
 from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
 from fxshard.plan.float8_recipe import Float8Recipe
@@ -50,7 +50,7 @@ class BucketPlan:
     why: str = ""
     """Why it has the layout it has."""
     shares_state: bool = False
-    """Whether replicas of a shard keep optimizer state of a part of it each (HSDP)."""
+    """Whether replicas of a shard keep state of a part of it each (HSDP); not where Muon's matrices travel."""
     float8: Float8Recipe | None = None
     """How products with these parameters run in float8; what is quantized otherwise is so in MXFP8."""
     state: str = "fp32"
@@ -351,7 +351,11 @@ def _bucket(
         domain=kind.domain,
         matrices=owned,
         why=chosen.why,
-        shares_state=rules.state.over_replicas and trainable and chosen.layout.ranks > 1 and kind.domain.replicas > 1,
+        shares_state=rules.state.over_replicas
+        and trainable
+        and chosen.layout.ranks > 1
+        and kind.domain.replicas > 1
+        and not any(crosses(chosen.layout, spec) for spec in specs if spec.name in owned),
         float8=rules.float8 if kind.quantized else None,
         state=rules.state.format if trainable else "fp32",
         offload=rules.state.offload if trainable else "none",

@@ -13,6 +13,7 @@ from functools import cached_property
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.choice import crosses
 from fxshard.plan.matrices import least_loaded, matrix_cost
+from fxshard.plan.shares import shares, within
 from fxshard.plan.state import row_numel
 from fxshard.plan.tuning import BATCH_BYTES
 
@@ -108,7 +109,22 @@ def local_work(
                 if rows:
                     done = work[rank].get(bucket.index, 0.0)
                     work[rank][bucket.index] = done + cost(spec.shape) * rows / spec.rows
+        if bucket.shares_state:
+            for rank in range(ranks):
+                if bucket.index in work[rank]:
+                    work[rank][bucket.index] = _of_busiest_replica(bucket, rank % bucket.layout.ranks, cost)
     return work
+
+
+def _of_busiest_replica(bucket: BucketPlan, shard: int, cost: Callable[[Sequence[int]], int]) -> float:
+    """Work on a shard whose replicas have a part of it each: that of the one with most."""
+    layout = bucket.layout
+    totals = []
+    for begin, end in shares(layout, shard, bucket.domain.replicas, bucket.matrices):
+        own = [within(layout, fragment, begin, end) for fragment in layout.fragments(shard)]
+        specs = {f.name: layout.slots[layout.index[f.name]].spec for f in own if f.name in bucket.matrices and f.rows}
+        totals.append(sum(cost(specs[f.name].shape) * f.rows / specs[f.name].rows for f in own if f.name in specs))
+    return max(totals)
 
 
 def _with_owners(buckets: Sequence[BucketPlan], ranks: int) -> list[Travel]:

@@ -6,30 +6,36 @@ alone, and gets the other parts from the others.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 
 from fxshard.plan.layout import Fragment, Layout
 
 
-def shares(layout: Layout, shard: int, replicas: int) -> list[tuple[int, int]]:
+def shares(layout: Layout, shard: int, replicas: int, matrices: Collection[str] = ()) -> list[tuple[int, int]]:
     """The stretch of a shard that each replica updates: about equally long, cut between rows.
+
+    ``matrices``, which are Muon's, are not cut: a replica orthogonalizes them whole. Stacks of them are cut between
+    matrices, which are their rows.
 
     >>> from fxshard.plan.layout import Slot, TensorSpec
     >>> shares(Layout(2, 192, (Slot(TensorSpec("w", (6, 64)), 0),)), shard=0, replicas=2)
     [(0, 64), (64, 192)]
     """
     fragments = [fragment for fragment in layout.fragments(shard) if fragment.numel]
-    cuts = [_cut(layout, fragments, layout.shard_numel * i // replicas) for i in range(1, replicas)]
+    cuts = [_cut(layout, fragments, layout.shard_numel * i // replicas, matrices) for i in range(1, replicas)]
     return list(pairwise([0, *cuts, layout.shard_numel]))
 
 
-def _cut(layout: Layout, fragments: list[Fragment], wanted: int) -> int:
-    """The last place at or before ``wanted`` that cuts no row."""
+def _cut(layout: Layout, fragments: list[Fragment], wanted: int, matrices: Collection[str]) -> int:
+    """The last place at or before ``wanted`` that cuts no row; of a matrix, the end that is nearer."""
     for fragment in fragments:
         if fragment.offset < wanted < fragment.offset + fragment.numel:
-            row = layout.slots[layout.index[fragment.name]].spec.row_numel
-            return fragment.offset + (wanted - fragment.offset) // row * row
+            spec = layout.slots[layout.index[fragment.name]].spec
+            if fragment.name in matrices and len(spec.shape) == 2:
+                return fragment.offset + (fragment.numel if 2 * (wanted - fragment.offset) > fragment.numel else 0)
+            return fragment.offset + (wanted - fragment.offset) // spec.row_numel * spec.row_numel
     return wanted
 
 

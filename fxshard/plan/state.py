@@ -17,7 +17,7 @@ import torch
 
 from fxshard._torch.errors import ConfigError
 from fxshard.plan.layout import Fragment, Layout, aligned
-from fxshard.plan.shares import shares
+from fxshard.plan.shares import shares, within
 
 if TYPE_CHECKING:
     from fxshard.plan.buckets import BucketPlan
@@ -120,13 +120,21 @@ def bytes_of_moments(bucket: BucketPlan) -> int:
     layout, size = bucket.layout, bucket.master_dtype.itemsize
     cuts = [rank * layout.shard_numel for rank in range(layout.ranks)]
     if bucket.shares_state:
-        parts = [shares(layout, rank, bucket.domain.replicas) for rank in range(layout.ranks)]
+        parts = [shares(layout, rank, bucket.domain.replicas, bucket.matrices) for rank in range(layout.ranks)]
         cuts = [start + begin for start, of_rank in zip(cuts, parts, strict=True) for begin, _ in of_rank]
     cuts.append(layout.numel)
     if bucket.packs_state:
         return _most_bytes(layout, bucket.state, bucket.matrices, cuts, row_moments=bucket.row_moments)
-    if bucket.shares_state:
+    if bucket.shares_state and not bucket.matrices:
         return 2 * size * max(end - begin for begin, end in pairwise(cuts))
+    if bucket.shares_state:
+        return size * max(
+            end
+            - begin
+            + sum(aligned(second_numel(bucket, within(layout, f, begin, end))) for f in layout.fragments(rank))
+            for rank, of_rank in enumerate(parts)
+            for begin, end in of_rank
+        )
     return size * (layout.shard_numel + max(second_moment_numel(bucket, rank) for rank in range(layout.ranks)))
 
 
