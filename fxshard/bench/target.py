@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,16 @@ def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, 
             raise UsageError(f"--layers: {target} takes no argument 'layers'")
         options["layers"] = layers
     return _model_and_inputs(factory(**options), target)
+
+
+def about(target: str, layers: int | None, inputs: Any) -> str:
+    """What a table and a page say on top: the model, how many of its layers are shown if not all, the inputs."""
+    import torch
+
+    given = list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)
+    shapes = {" × ".join(map(str, value.shape)): None for value in given if isinstance(value, torch.Tensor)}
+    shown = "all layers" if layers is None else f"{layers} layers (--layers)"
+    return " · ".join([target, shown, f"inputs of {', '.join(shapes)}" if shapes else "no tensors as inputs"])
 
 
 def parallelizing(target: str, model: nn.Module) -> Callable[..., Any]:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from fxshard._torch.progress import Report, progress
 from fxshard.bench import command as bench
-from fxshard.bench.target import UsageError, load, parallelizing, shortened
+from fxshard.bench.target import UsageError, about, load, parallelizing, shortened
 from fxshard.cli import doctor, search
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fxshard.passes.fit_budget import Trade
+    from fxshard.plan.hardware import Hardware
     from fxshard.schedule.schedule import Schedule
     from fxshard.schedule.simulate import Simulation
 
@@ -218,7 +219,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if simulation is None:
         print(_curve(found, arguments))
     else:
-        _show(found, simulation, arguments)
+        _show(found, simulation, arguments, machine, about(arguments.target, arguments.layers, inputs))
     return 0
 
 
@@ -317,7 +318,9 @@ def _decided(schedule: Schedule) -> str:
     return "\n".join(lines if schedule.recomputed else [*lines, "  nothing: what is saved fits"])
 
 
-def _show(schedule: Schedule, simulation: Simulation, arguments: argparse.Namespace) -> None:
+def _show(
+    schedule: Schedule, simulation: Simulation, arguments: argparse.Namespace, machine: Hardware, about: str
+) -> None:
     from fxshard.schedule.files import to_json
     from fxshard.schedule.html import to_html
     from fxshard.schedule.trace import to_chrome_trace
@@ -325,10 +328,11 @@ def _show(schedule: Schedule, simulation: Simulation, arguments: argparse.Namesp
     if arguments.json == "-":
         print(to_json(schedule))
     else:
+        print(about)
         _print(schedule, simulation, arguments.hardware)
     outputs: list[tuple[str | Path | None, Callable[[], str]]] = [
         (arguments.json if arguments.json != "-" else None, lambda: to_json(schedule)),
-        (arguments.html, lambda: to_html(schedule, simulation)),
+        (arguments.html, lambda: to_html(schedule, simulation, machine, about)),
         (arguments.trace, lambda: to_chrome_trace(schedule, simulation)),
     ]
     for path, text in outputs:

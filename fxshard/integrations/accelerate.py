@@ -79,6 +79,10 @@ class Accelerator(accelerate.Accelerator):
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate then leaves it as it is
         return model
 
+    def shard_frozen(self, model: nn.Module) -> ShardedModule:
+        """Shard a model that is only read, such as the reference of a preference loss, and has no optimizer."""
+        return self._sharded(model.requires_grad_(False).eval())
+
     # -- training ----------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
@@ -52,6 +53,12 @@ class _Sharded(_Mixin):
     _filters_losses = False
 
     # -- preparing ---------------------------------------------------------------------------------------------------
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reference = getattr(self, "ref_model", None)  # of TRL's DPOTrainer: as large as the model, and only read
+        if isinstance(reference, nn.Module) and not getattr(self.args, "sync_ref_model", False):
+            self.ref_model = self.accelerator.shard_frozen(reference)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._accelerator_args = super()._build_accelerator_args(**kwargs)

@@ -16,23 +16,26 @@ from fxshard.schedule.schedule import Schedule, size
 from fxshard.schedule.trace import stream_order
 
 if TYPE_CHECKING:
+    from fxshard.plan.hardware import Hardware
     from fxshard.schedule.simulate import Simulation
 
 COMPUTES = (Kind.COMPUTE, Kind.UPDATE)
 
 
-def to_html(schedule: Schedule, simulation: Simulation) -> str:
-    """The page of a simulated step.
+def to_html(schedule: Schedule, simulation: Simulation, machine: Hardware | None = None, about: str = "") -> str:
+    """The page of a step that was simulated on ``machine``. ``about``: what is trained, the model and its inputs.
 
-    >>> Path("schedule.html").write_text(to_html(schedule, simulate(schedule, hardware("h200"))))
+    >>> Path("schedule.html").write_text(to_html(schedule, simulate(schedule, hardware("h200")), hardware("h200")))
     """
     template = resources.files("fxshard.schedule").joinpath("page.html").read_text(encoding="utf-8")
     ranks = f"{schedule.ranks} rank" + "s" * (schedule.ranks != 1) + schedule.replicated
     data = {
         "title": f"ZeRO-{schedule.zero} on {ranks}",
+        "about": " · ".join(filter(None, [about, _described(machine)])),
         "subtitle": f"{len(schedule.buckets)} buckets · {len(schedule.events)} events · digest {schedule.digest}",
         "figures": list(_figures(schedule, simulation)),
         "budget": schedule.budget,
+        "capacity": machine.memory_bytes if machine is not None else None,
         "resident": schedule.resident_bytes,
         "peak": simulation.peak_bytes,
         **_timeline(schedule, simulation),
@@ -40,8 +43,12 @@ def to_html(schedule: Schedule, simulation: Simulation) -> str:
         "buckets": [_bucket(bucket) for bucket in schedule.buckets],
         "order": _by_first_use(schedule),
     }
-    title = html.escape(f"{data['title']} · fxshard schedule")
+    title = html.escape(" · ".join(filter(None, [about, data["title"], "fxshard schedule"])))
     return template.replace("$TITLE", title, 1).replace("$DATA", embedded(data), 1)
+
+
+def _described(machine: Hardware | None) -> str:
+    return "" if machine is None else f"simulated on {machine.name}, {size(machine.memory_bytes)} a device"
 
 
 def embedded(data: Any) -> str:

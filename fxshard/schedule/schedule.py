@@ -189,11 +189,15 @@ class Schedule:
 
         return _written(to_chrome_trace(self, self.simulate(hardware)), path)
 
-    def to_html(self, path: str | Path | None = None, hardware: str | Hardware = "h200") -> str:
-        """One self-contained page: streams, memory, buckets; written to ``path`` if one is given."""
+    def to_html(self, path: str | Path | None = None, hardware: str | Hardware = "h200", about: str = "") -> str:
+        """One self-contained page: streams, memory, buckets; written to ``path`` if one is given.
+
+        ``about``: what the page shall say on top, such as the model and its batch.
+        """
+        from fxshard.plan.hardware import known
         from fxshard.schedule.html import to_html
 
-        return _written(to_html(self, self.simulate(hardware)), path)
+        return _written(to_html(self, self.simulate(hardware), known(hardware), about), path)
 
     def __str__(self) -> str:
         from fxshard.schedule.table import render

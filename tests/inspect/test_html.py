@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fxshard.plan.hardware import hardware
 from fxshard.schedule.html import duration, embedded, to_html
 from fxshard.schedule.schedule import Schedule
 from tests.inspect.drawing import drawn, timed
@@ -63,6 +64,19 @@ def test_data_is_the_schedule() -> None:
     assert data["budget"] == 2**30
     assert [data["buckets"][i]["name"] for i in data["order"]][:2] == ["embed", "layers.0"]
     assert "exposed communication" in {name for name, _, _ in data["figures"]}
+
+
+def test_the_page_names_model_batch_and_machine_with_its_memory() -> None:
+    schedule, machine = drawn(layers=5), hardware("h200")
+    text = to_html(schedule, timed(schedule), machine, "llama-70b · 5 layers (--layers) · inputs of 1 × 4096")  # type: ignore[arg-type]
+    data = data_of(text)
+    assert (
+        data["about"] == "llama-70b · 5 layers (--layers) · inputs of 1 × 4096 · simulated on h200, 131.32 GiB a device"
+    )
+    assert data["capacity"] == machine.memory_bytes
+    assert "<title>llama-70b · 5 layers" in text
+    nothing = data_of(page(schedule))
+    assert nothing["about"] == "" and nothing["capacity"] is None
 
 
 def test_activations_are_told_from_shards_and_arena() -> None:
