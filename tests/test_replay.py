@@ -185,7 +185,7 @@ def test_backward_is_captured_behind_a_capture_of_its_forward_only() -> None:
 
 
 def test_a_take_belongs_to_what_was_gathered_before() -> None:
-    models = pair(precision=BF16)
+    models = pair(precision=BF16, zero=2)
 
     def without_update(model: fxshard.ShardedModule) -> list[torch.Tensor]:
         loss = model(*batch(0, 0))

@@ -66,8 +66,13 @@ class BucketPlan:
 
     @property
     def resident(self) -> bool:
-        """Whether the unsharded parameters stay in memory all the time instead of in the arena."""
-        return not self.placement.param or self.layout.ranks == 1
+        """Whether the unsharded parameters stay in memory all the time instead of in the arena.
+
+        With one rank the masters are whole: parameters that compute in their dtype are the masters themselves, and
+        quantized copies stay. What is cast goes through the arena under ZeRO-3, as where it is gathered.
+        """
+        cast = self.param_dtype != self.master_dtype and not self.rests_quantized
+        return not self.placement.param or (self.layout.ranks == 1 and not cast)
 
     @property
     def grad_in_arena(self) -> bool:

@@ -159,7 +159,8 @@ def test_one_rank_holds_everything_once(zero: int) -> None:
     (bucket,) = plan(nn.Linear(128, 64, bias=False), zero=zero, ranks=1)
     assert astuple(bucket.at_rest()) == (32768, 32768, 65536)
     (bucket,) = plan(nn.Linear(128, 64, bias=False), zero=zero, ranks=1, precision=Precision(param=BF16))
-    assert astuple(bucket.at_rest(state_tensors=1)) == (16384, 32768, 65536)
+    cast = 0 if zero == 3 else 16384  # parameters in bf16 go through the arena, or stay
+    assert astuple(bucket.at_rest(state_tensors=1)) == (cast, 32768, 65536)
 
 
 @pytest.mark.parametrize("zero, param", [(0, 32768), (1, 32768), (2, 32768), (3, 8192)])
