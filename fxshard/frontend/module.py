@@ -264,6 +264,7 @@ class ShardedModule(nn.Module):
             getattr(self._optimizer, "splits", {}),
             tuple(backend.captured),
             backend.largest(),
+            self.schedules["train"].offloaded if "train" in self.schedules else (),
         )
 
     @property
