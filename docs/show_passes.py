@@ -34,6 +34,7 @@ from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.offload_saved import offload_saved, saved_kinds
 from fxshard.passes.options import Options
 from fxshard.passes.order_collectives import order_collectives
 from fxshard.passes.order_prefetch import late_gathers, latest_starts, order_prefetch
@@ -256,6 +257,17 @@ def filled() -> None:
     show_places(memory, model)
 
 
+def offloaded() -> None:
+    """Four layers: what each saves leaves in forward and comes back in backward."""
+    model = captured(Tiny(layers=4), torch.randn(4, 8))
+    for phase in model.phases:
+        for run in INSERTING[phase]:
+            model.run(phase, run)
+    kinds = saved_kinds(model.phases, 1, hardware("cpu"))
+    for phase, module in offload_saved(model.phases, kinds).items():
+        show(f"{phase} of four layers, offload_saved", module)
+
+
 def applied(model: Captured, timeline: Timeline) -> dict[Phase, fx.GraphModule]:
     """Copies of the graphs with their events as in a timeline."""
     graphs = {phase: fx.GraphModule(module, copy.deepcopy(module.graph)) for phase, module in model.phases.items()}
@@ -419,7 +431,7 @@ def show(
 
 
 PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, rotated, filled, communicating, deferred)
-PARTS += (replicas,)
+PARTS += (replicas, offloaded)
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
-"""Step, under a memory budget: what backward computes again and what the arena may take, so that all of it fits.
+"""Step, under a memory budget: what backward computes again, what is on the host, and what the arena may take, so that
+all of it fits.
 
 Requires graphs that can be split again with less saved (``Partitioned.tighter``). The splits are tried from the one
-that saves most; for each, arenas of several sizes. Which are tried does not depend on the budget, and of those that
-fit, the one with the shortest simulated step is taken: more memory never makes a slower step.
+that saves most, each as it is and with saved values on the host; for each, arenas of several sizes. Which are tried
+does not depend on the budget, and of those that fit, the one with the shortest simulated step is taken: more memory
+never makes a slower step.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -20,8 +23,10 @@ from fxshard.passes.context import PassContext
 from fxshard.passes.decide import Decisions, decide, least_arena
 from fxshard.passes.draft import Draft
 from fxshard.passes.fill_arena import leading_bytes
-from fxshard.plan.hardware import hardware
+from fxshard.passes.offload_saved import offload_saved, saved_kinds
+from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.events import Phase
+from fxshard.schedule.offloads import Offloaded
 from fxshard.schedule.recomputed import Recomputed
 from fxshard.schedule.record import resident_bytes
 from fxshard.schedule.schedule import Schedule
@@ -45,6 +50,7 @@ class Split:
     symbolic: bool = False
     """Whether sizes are open."""
     recomputed: tuple[Recomputed, ...] = ()
+    offloaded: tuple[Offloaded, ...] = ()
     decided: dict[Any, Decisions] = field(default_factory=dict, compare=False, repr=False)
     """Decisions that were made, by what they depend on: several budgets ask for the same."""
     simulations: dict[Any, Simulation] = field(default_factory=dict, compare=False, repr=False)
@@ -54,6 +60,32 @@ class Split:
         values = [node.meta.get("val") for each in graphs.values() for node in each.graph.find_nodes(op="placeholder")]
         symbolic = any(map(private.free_symbols, values))
         return cls(graphs, Draft.of(graphs, context.options.fused), context, carries, symbolic, recomputed)
+
+    @property
+    def machine(self) -> Hardware:
+        return self.context.hardware or hardware("h200")
+
+    def offloading(self, outputs: int) -> Iterator[Split]:
+        """The same with more and more of what is saved on the host. ``outputs``: forward's results that are not saved.
+
+        Where everything is saved, kind after kind; where backward computes things again already, as much as forward
+        hides and as much as there is. Where sizes are open, nothing: places on the host have a size.
+        """
+        asked, graphs = self.context.options.activations, self.graphs
+        own_memory = self.machine.host_bandwidth > 0 and not self.context.options.cuda_graphs
+        if asked == "recompute" or not (own_memory or asked == "offload") or self.symbolic or len(graphs) < 2:
+            return
+        kinds = saved_kinds(graphs, outputs, self.machine)
+        computed = [event for _, event in self.draft.stretches[Phase.FORWARD]]
+        forward = sum(self.machine.compute_seconds(e.flops, e.traffic, e.dtype, e.float8_flops) for e in computed)
+        copying = list(accumulate(kind.offloaded.seconds for kind in kinds))
+        counts = list(range(1, len(kinds) + 1))
+        if self.recomputed:
+            counts = sorted({sum(seconds <= forward for seconds in copying), len(kinds)} - {0})
+        for count in counts:
+            offloaded = tuple(kind.offloaded for kind in kinds[:count])
+            made = offload_saved(graphs, kinds[:count])
+            yield replace(Split.of(made, self.context, self.carries, self.recomputed), offloaded=offloaded)
 
     @cached_property
     def least(self) -> int:
@@ -102,14 +134,14 @@ class Split:
 
     def scheduled(self, decisions: Decisions) -> Schedule:
         """What the graphs will do, once they are what was decided."""
-        return replace(self.draft.decided(decisions, self.context, self.carries), recomputed=self.recomputed)
+        made = self.draft.decided(decisions, self.context, self.carries)
+        return replace(made, recomputed=self.recomputed, offloaded=self.offloaded)
 
     def simulated(self, decisions: Decisions) -> Simulation:
         # By the cost model alone: recorded durations differ between ranks, and what is gathered must not.
-        machine = self.context.hardware or hardware("h200")
-        key = id(decisions), machine, self.carries  # which are kept
+        key = id(decisions), self.machine, self.carries  # which are kept
         if key not in self.simulations:
-            self.simulations[key] = simulate(self.scheduled(decisions), machine)
+            self.simulations[key] = simulate(self.scheduled(decisions), self.machine)
         return self.simulations[key]
 
 
@@ -127,7 +159,7 @@ def fit_budget(splits: Iterator[Split], budget: int) -> Fit:
     best: Fit | None = None
     smallest: Split | None = None
     for split in splits:
-        roomy = split.taken + max(split.arenas()) <= budget
+        roomy = split.taken + max(split.arenas()) <= budget and not split.offloaded
         if smallest is None or split.taken + split.least < smallest.taken + smallest.least:
             smallest = split
         compute = 0.0
@@ -157,6 +189,7 @@ class Trade:
     seconds: float
     arena: int
     recomputed: tuple[Recomputed, ...]
+    offloaded: tuple[Offloaded, ...] = ()
 
 
 def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
@@ -165,7 +198,8 @@ def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
     for split in splits:
         for decisions in split.options():
             seconds = split.simulated(decisions).step_seconds
-            found.append(Trade(split.needs(decisions), seconds, decisions.memory.bytes, split.recomputed))
+            needs, arena = split.needs(decisions), decisions.memory.bytes
+            found.append(Trade(needs, seconds, arena, split.recomputed, split.offloaded))
     faster: list[Trade] = []
     for trade in sorted(found, key=lambda each: (each.bytes, each.seconds)):
         if not faster or trade.seconds < faster[-1].seconds:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fxshard.passes.pass_list import PassList
 
 LOWERINGS = ("inductor", "eager")
+ACTIVATIONS = ("auto", "recompute", "offload")
 
 _UNITS = {
     "": 1,
@@ -100,6 +101,7 @@ class Options:
     layout: LayoutKind = "auto"
     reduction: Reduction = "mean"
     memory_budget: int | str | None = None
+    activations: str = "auto"
     hardware: str | Hardware | None = None
     experts: str = "auto"
     return_logits: bool = True
@@ -115,11 +117,21 @@ class Options:
         object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget))
         if self.hardware is not None:
             hardware(self.hardware)
-        known = {"layout": LAYOUTS, "lowering": LOWERINGS, "experts": choices()}
+        known = {"layout": LAYOUTS, "lowering": LOWERINGS, "experts": choices(), "activations": ACTIVATIONS}
         for name, values in known.items():
             value = getattr(self, name)
             if value not in values:
                 raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, values))}")
+        if self.activations != "auto" and self.memory_budget is None:
+            raise ConfigError(
+                f"activations={self.activations!r} says what is done with saved values that memory_budget has no room "
+                "for, but there is none: give memory_budget="
+            )
+        if self.activations == "offload" and self.cuda_graphs:
+            raise ConfigError(
+                'activations="offload" cannot be captured with cuda_graphs=True: choose one of them; '
+                'activations="auto" then computes values again where memory_budget is tight'
+            )
         if not isinstance(self.return_logits, bool):
             raise ConfigError(f"return_logits={self.return_logits!r}: expected True or False")
         if not isinstance(self.debug, Debug):

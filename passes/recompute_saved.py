@@ -51,12 +51,12 @@ class Candidate:
 def candidates(joint: fx.Graph, saved: Collection[str], asked: Collection[str], machine: Hardware) -> list[Candidate]:
     """What can be dropped of ``saved``, the cheapest first. ``asked``: nodes whose saving the model itself decides."""
     # In the order of the graph: all ranks must come to the same.
-    kept = dict.fromkeys(_root(node) for node in joint.nodes if node.name in saved and node.op != "placeholder")
+    kept = dict.fromkeys(root_of(node) for node in joint.nodes if node.name in saved and node.op != "placeholder")
     total = sum(map(owned_bytes, kept))
     keys = _keys(joint)
     kinds: dict[Key, list[fx.Node]] = {}
     for each in kept:
-        if (maker := _maker(each)) in keys and not is_lookup(maker):  # whose table would be gathered once more
+        if (maker := maker_of(each)) in keys and not is_lookup(maker):  # whose table would be gathered once more
             kinds.setdefault(keys[maker], []).append(each)
     found: list[Candidate] = []
     for key, members in kinds.items():
@@ -82,14 +82,14 @@ def mark(joint: fx.Graph, names: Collection[str]) -> None:
             node.meta["ac_graph_id"] = latest
 
 
-def _root(node: fx.Node) -> fx.Node:
+def root_of(node: fx.Node) -> fx.Node:
     """The node that has the memory of a value."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _maker(root: fx.Node) -> fx.Node:
+def maker_of(root: fx.Node) -> fx.Node:
     """The operator whose result, or part of a result, a value is."""
     return root.all_input_nodes[0] if root.target is operator.getitem else root
 
@@ -103,10 +103,14 @@ def _keys(joint: fx.Graph) -> dict[fx.Node, Key]:
             continue
         path, name = private.module_path(node), private.operator_name(target)
         number = count[path, name] = count.get((path, name), -1) + 1
-        # Without a module, what has one shape is one kind.
-        kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) if path else _shape(node)
-        found[node] = kind, name, number if path else 0
+        found[node] = module_kind(node), name, number if path else 0
     return found
+
+
+def module_kind(node: fx.Node) -> str:
+    """The module that a node is of, its numbers as ``*``. Without a module, what has one shape is one kind."""
+    path = private.module_path(node)
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path) if path else _shape(node)
 
 
 def _shape(node: fx.Node) -> str:
@@ -117,12 +121,12 @@ def _shape(node: fx.Node) -> str:
 def _made_of(members: Sequence[fx.Node], kept: Collection[fx.Node], asked: Collection[str]) -> set[fx.Node] | None:
     """What makes ``members`` of what is ``kept`` and of inputs; None where that must not, or cannot, run twice."""
     found: set[fx.Node] = set()
-    makers = set(map(_maker, members))
+    makers = set(map(maker_of, members))
     for member in members:
         stack = [member]
         while stack:
             node = stack.pop()
-            if _maker(_root(node)) in makers - {_maker(member)}:
+            if maker_of(root_of(node)) in makers - {maker_of(member)}:
                 return None  # the layer before would be computed again for this one, and so on
             if node in found:
                 continue
@@ -131,13 +135,13 @@ def _made_of(members: Sequence[fx.Node], kept: Collection[fx.Node], asked: Colle
             found.add(node)
             stack += [each for each in node.all_input_nodes if not _is_there(each, kept)]
     for node in [*found]:  # a view would be saved in place of what it is a view of
-        found.update(view for view in readers([node]) if is_view(view) and _root(view) in found)
+        found.update(view for view in readers([node]) if is_view(view) and root_of(view) in found)
         found.update(part for part in node.users if part.target is operator.getitem)
     return found
 
 
 def _is_there(node: fx.Node, kept: Collection[fx.Node]) -> bool:
-    root = _root(node)
+    root = root_of(node)
     return root in kept or root.op in ("placeholder", "get_attr")
 
 

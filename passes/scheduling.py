@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import fx
 
@@ -16,7 +17,6 @@ from fxshard.passes.stages import Partitioned, Scheduled
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
-from fxshard.schedule.recomputed import Recomputed
 from fxshard.schedule.record import record
 from fxshard.schedule.schedule import Schedule
 
@@ -26,17 +26,21 @@ def schedule(partitioned: Partitioned, plan: ShardingPlan, observer: Observer | 
     context = plan.context(next(iter(partitioned.graphs)), observer)
     with blaming(chosen(context)):
         carries = plan.own_optimizer and plan.one_graph
-        recomputed, decisions = partitioned.recomputed, None
+        chosen_for: dict[str, Any] = {"recomputed": partitioned.recomputed}
+        decisions = None
         if plan.options.budget is None:
             inserted = insert_events(partitioned.graphs, context)
         else:
             fit = fit_budget(_splits(partitioned, context, carries), plan.options.budget)
-            inserted, decisions, recomputed = fit.split.graphs, fit.decisions, fit.split.recomputed
-            say = "fit_budget: an arena of %d bytes, backward computes again: %s; the simulated step takes %.6f s"
-            again = ", ".join(each.name for each in recomputed) or "nothing"
-            context.say(say, decisions.memory.bytes, again, fit.seconds)
+            inserted, decisions = fit.split.graphs, fit.decisions
+            chosen_for = {"recomputed": fit.split.recomputed, "offloaded": fit.split.offloaded}
+            names = [", ".join(each.name for each in found) or "nothing" for found in chosen_for.values()]
+            say = (
+                "fit_budget: an arena of %d bytes, computed again: %s, on the host: %s; the simulated step takes %.6f s"
+            )
+            context.say(say, decisions.memory.bytes, *names, fit.seconds)
         graphs, memory = order(inserted, context, decisions)
-        schedules = _record(graphs, memory, plan, recomputed)
+        schedules = _record(graphs, memory, plan, chosen_for)
         for kind, each in schedules.items():
             if observer is not None:
                 observer.schedule(each, kind)
@@ -55,15 +59,18 @@ def trade(partitioned: Partitioned, plan: ShardingPlan) -> tuple[Trade, ...]:
 
 
 def _splits(partitioned: Partitioned, context: PassContext, carries: bool) -> Iterator[Split]:
-    """A step as it was partitioned, and with less and less saved for backward."""
+    """A step as it was partitioned, and with less and less saved for backward, or on the device meanwhile."""
     found: Partitioned | None = partitioned
     while found is not None:
-        yield Split.of(insert_events(found.graphs, context), context, carries, found.recomputed)
-        found = found.tighter()
+        split = Split.of(insert_events(found.graphs, context), context, carries, found.recomputed)
+        yield split
+        if found.outputs is not None:
+            yield from split.offloading(found.outputs)
+        found = found.tighter() if context.options.activations != "offload" else None
 
 
 def _record(
-    graphs: dict[Phase, fx.GraphModule], memory: MemoryPlan, plan: ShardingPlan, recomputed: tuple[Recomputed, ...]
+    graphs: dict[Phase, fx.GraphModule], memory: MemoryPlan, plan: ShardingPlan, chosen_for: Mapping[str, Any]
 ) -> dict[str, Schedule]:
     """What the graphs will do, by name."""
     emitted = record(
@@ -75,7 +82,7 @@ def _record(
         budget=plan.options.budget,
         carry=memory.leading if plan.own_optimizer and plan.one_graph else 0,
         fused=plan.options.fused,
-        recomputed=recomputed,
+        **chosen_for,
     )
     if Phase.BACKWARD not in graphs:
         return {"eval": emitted}

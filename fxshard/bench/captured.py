@@ -48,7 +48,7 @@ class Captured:
     context: PassContext
     precision: fxshard.Precision | None
     zero: int
-    inserted: dict[Any, Split] = field(default_factory=dict)
+    inserted: dict[Any, list[Split]] = field(default_factory=dict)
     """{what events depend on, and how often it was partitioned: the events of a step}"""
 
     def buckets(
@@ -112,10 +112,11 @@ class Captured:
                 self._tie(graphs, buckets)
                 frame = replace(context, buckets=buckets)
                 split = Split.of(pipeline.insert_events(graphs, frame), frame, False, partitioned.recomputed)
-                self.inserted[key, number] = replace(split, graphs={})
-            split = self.inserted[key, number]
-            frame = replace(context, buckets=split.context.buckets)
-            yield replace(split, context=frame, carries=optimizer is not None)
+                offloading = split.offloading(partitioned.outputs) if partitioned.outputs is not None else ()
+                self.inserted[key, number] = [replace(each, graphs={}) for each in (split, *offloading)]
+            for split in self.inserted[key, number]:
+                frame = replace(context, buckets=split.context.buckets)
+                yield replace(split, context=frame, carries=optimizer is not None)
 
     def _partition(self, number: int) -> Partitioned | None:
         while len(self.partitions) <= number:

@@ -17,11 +17,11 @@ from fxshard._torch.progress import Report, progress
 from fxshard.bench import command as bench
 from fxshard.bench.target import UsageError, about, load, parallelizing, shortened
 from fxshard.cli import doctor, search
+from fxshard.cli.budget import curve, decided
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fxshard.passes.fit_budget import Trade
     from fxshard.plan.hardware import Hardware
     from fxshard.schedule.schedule import Schedule
     from fxshard.schedule.simulate import Simulation
@@ -217,7 +217,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
             simulation = simulate(found, machine)
     if simulation is None:
-        print(_curve(found, arguments))
+        print(curve(found, arguments))
     else:
         _show(found, simulation, arguments, machine, about(arguments.target, arguments.layers, inputs))
     return 0
@@ -290,34 +290,6 @@ def _ranks(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"mesh": {**data, "tp": tensor}, "parallelize": parallelizing(arguments.target, model)}
 
 
-def _curve(trades: Sequence[Trade], arguments: argparse.Namespace) -> str:
-    """Step time over budget, a line for each budget from which on a step is faster."""
-    from fxshard.schedule.html import duration
-    from fxshard.schedule.schedule import size
-
-    slowest = max(trade.seconds for trade in trades)
-    lines = [f"simulated step on {arguments.world_size} × {arguments.hardware}, by memory_budget", ""]
-    lines.append(f"{'budget':>12}{'step':>12}{'arena':>12}   {'':<30} computed again in backward")
-    for trade in trades:
-        bar = "█" * round(30 * trade.seconds / slowest)
-        again = ", ".join(each.name for each in trade.recomputed) or "nothing"
-        lines.append(f"{size(trade.bytes):>12}{duration(trade.seconds):>12}{size(trade.arena):>12}   {bar:<30} {again}")
-    return "\n".join(lines)
-
-
-def _decided(schedule: Schedule) -> str:
-    """What a budget made of saved values, and why."""
-    from fxshard.schedule.html import duration
-    from fxshard.schedule.schedule import size
-
-    kept = sum(event.why.startswith("kept since forward") for event in schedule.events)
-    lines = [f"within the budget, {kept} buckets stay gathered from forward to backward, and backward computes again:"]
-    for each in schedule.recomputed:
-        traced = f"{each.count} values in the layers that were traced"
-        lines.append(f"  {each.name}: {traced}, {size(each.bytes)} not saved for {duration(each.seconds)} of compute")
-    return "\n".join(lines if schedule.recomputed else [*lines, "  nothing: what is saved fits"])
-
-
 def _show(
     schedule: Schedule, simulation: Simulation, arguments: argparse.Namespace, machine: Hardware, about: str
 ) -> None:
@@ -361,7 +333,7 @@ def _print(schedule: Schedule, simulation: Simulation, hardware: str) -> None:
         f"peak with activations {size(simulation.peak_bytes)}"
     )
     if schedule.budget is not None:
-        print(_decided(schedule))
+        print(decided(schedule))
 
 
 def _or_usage_error(call: Callable[[], Any]) -> Any:

@@ -42,6 +42,7 @@ def compile(
     reduction: Reduction = "mean",
     groups: Groups | None = None,
     memory_budget: int | str | None = None,
+    activations: str = "auto",
     hardware: str | Hardware | None = None,
     experts: str = "auto",
     return_logits: bool = True,
@@ -71,9 +72,11 @@ def compile(
     parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
     ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``). ``groups``: patterns of
     parameter names whose replicas are on a mesh of their own, ``{"*.experts.*": mesh["ep_dp"]}`` (or
-    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for all that a step holds. ``init``: for a
-    model on the meta device, called with every module that owns parameters or buffers, in place of its
-    ``reset_parameters``. ``hardware``: the machine whose durations the schedule is made for (default: the one it runs
+    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for all that a step holds. ``activations``:
+    what is done with saved values for which it has no room: ``"recompute"`` computes them again in backward,
+    ``"offload"`` copies them to the host and back, ``"auto"`` does what is faster. ``init``: for a model on the meta
+    device, called with every module that owns parameters or buffers, in place of its ``reset_parameters``.
+    ``hardware``: the machine whose durations the schedule is made for (default: the one it runs
     on). ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
     machine, ``"torch"``, ``"triton"``, ``"te"`` or ``"te-mxfp8"`` that one, ``"off"`` leaves them as they are written.
     ``return_logits``: off, a model that returns its logits next to the loss that is computed from them, as those of
@@ -114,6 +117,7 @@ def shard(
     reduction: Reduction = "mean",
     groups: Groups | None = None,
     memory_budget: int | str | None = None,
+    activations: str = "auto",
     hardware: str | Hardware | None = None,
     experts: str = "auto",
     return_logits: bool = True,
@@ -153,6 +157,7 @@ def shard(
         "layout": layout,
         "reduction": reduction,
         "memory_budget": memory_budget,
+        "activations": activations,
         "hardware": hardware,
         "experts": experts,
         "return_logits": return_logits,

@@ -247,6 +247,7 @@ class ShardedModule(nn.Module):
             getattr(self._optimizer, "splits", {}),
             tuple(backend.captured),
             backend.largest(),
+            self.schedules["train"].offloaded if "train" in self.schedules else (),
         )
 
     @property

@@ -9,6 +9,8 @@ from fxshard.runtime.replay import Captures
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.largest import Thing
 from fxshard.schedule.loss_report import LossReport
+from fxshard.schedule.offloads import Offloaded
+from fxshard.schedule.schedule import size
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Report:
     """The shapes that each captured graph takes; ``any`` is a size that was left open, and needs no other graph."""
     largest: tuple[Thing, ...] = ()
     """The ten largest things in memory at the peak of a step, as planned; of the graph captured last."""
+    offloaded: tuple[Offloaded, ...] = ()
+    """Activations that are on the host from forward to backward; of the graph captured last."""
 
     def __str__(self) -> str:
         made = self.compilations
@@ -64,6 +68,8 @@ class Report:
         lines += str(self.attention).splitlines() if self.attention.found else []
         lines += str(self.loss).splitlines() if self.loss.chunked or self.loss.full else []
         lines += [f"at the peak: {thing}" for thing in self.largest]
+        for out in self.offloaded:
+            lines.append(f"on the host from forward to backward: {size(out.bytes)} {out.name} (of {out.count} values)")
         lines += summary(self.splits)
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]
         lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]

@@ -7,16 +7,13 @@ the device does not fill its memory. On a CPU there is nothing to overlap: the s
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from fxshard._torch.errors import StateError
 from fxshard.optim.packed import Stored
 from fxshard.plan.layout import aligned
 
@@ -26,28 +23,6 @@ IN_FLIGHT = 2
 """Batches of whole matrices that may be on their way back before the host waits for the oldest."""
 Piece = Sequence[Stored]
 """What is on its way together: the moments of some rows."""
-
-
-def host_memory(size: int, device: torch.device) -> torch.Tensor:
-    """Zeros in the host's memory; where the device is a GPU, in pages that stay where they are.
-
-    Registered and not allocated by torch, which rounds such allocations up to powers of two.
-    """
-    memory = torch.zeros(size, dtype=torch.uint8)
-    if device.type == "cuda" and size:
-        runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)):
-            raise StateError(
-                f'offload="host": {size / 2**30:.1f} GiB of host memory could not be pinned; leave more of it free, or '
-                'keep the state on the device in fewer bits (state="8bit")'
-            )
-        weakref.finalize(memory, _unpin, runtime, memory.data_ptr(), device).atexit = False
-    return memory
-
-
-def _unpin(runtime: Any, address: int, device: torch.device) -> None:
-    torch.cuda.synchronize(device)
-    runtime.cudaHostUnregister(address)
 
 
 @dataclass

@@ -10,11 +10,12 @@ import torch
 
 from fxshard.optim.counts import StepCounts, own_rows
 from fxshard.optim.formats import Noise
-from fxshard.optim.host import Transfers, host_memory
+from fxshard.optim.host import Transfers
 from fxshard.optim.packed import Stored
 from fxshard.plan.layout import aligned
 from fxshard.plan.state import ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.host_memory import host_memory
 
 PIECE_NUMEL = 2**24
 """Elements that are updated together, where they come from the host; a row at least."""
@@ -42,7 +43,8 @@ class PackedMoments(StepCounts):
         if transfers is None:
             self.memory = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
         else:
-            self.memory = host_memory(length, bucket.device)
+            instead = 'keep the state on the device in fewer bits (state="8bit")'
+            self.memory = host_memory(length, bucket.device, 'offload="host"', instead)
         self.first: list[Stored] = []
         self.second: list[Stored | None] = []
         at = 0

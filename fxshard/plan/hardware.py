@@ -38,6 +38,10 @@ COPY = 0.9
 counted. Taken over for devices on which we have not measured."""
 
 
+PCIE = 0.87
+"""Share of the link's rate that copies of pinned memory reach: some 55 of the 63 GB/s of PCIe 5. Not measured by us."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One kind of device and the network between several of them. SI units: FLOP/s, bytes/s, bytes, seconds."""
@@ -62,6 +66,8 @@ class Hardware:
     launch_overhead: float = LAUNCH
     capability: tuple[int, int] | None = None
     """CUDA's compute capability, by which a plan knows the kernels that a run will have; None: those of any device."""
+    host_bandwidth: float = 0.0
+    """Bytes/s in one direction between a device and pinned memory of its host; 0: the device's memory is the host's."""
 
     def __post_init__(self) -> None:
         given = self.capability
@@ -79,6 +85,10 @@ class Hardware:
     def traffic_per_second(self) -> float:
         """Bytes/s that kernels read and write in practice."""
         return self.memory_bandwidth * self.memory_efficiency
+
+    def host_seconds(self, size: int) -> float:
+        """To copy bytes to the host, or back. Within one memory, they are read and written."""
+        return size / (self.host_bandwidth or self.traffic_per_second / 2) + self.launch_overhead
 
     def compute_seconds(self, flops: float, traffic: float, dtype: torch.dtype, in_float8: float = 0.0) -> float:
         """Roofline: the longer of arithmetic and memory traffic, and a launch. ``in_float8``: so many of ``flops``.
@@ -102,6 +112,7 @@ def _nvidia(
     gigabytes: int,
     nvlink: float,
     network: float,
+    host: float,
     capability: tuple[int, int],
     ranks_per_node: int = 8,
 ) -> Hardware:
@@ -118,6 +129,7 @@ def _nvidia(
         inter_bandwidth=NCCL_INTER * network * 1e9,
         inter_latency=INTER_LATENCY,
         capability=capability,
+        host_bandwidth=PCIE * host * 1e9,
     )
 
 
@@ -129,6 +141,7 @@ _A100 = _nvidia(
     bandwidth=2039,
     gigabytes=80,
     nvlink=300,  # NVLink 3: 600 GB/s both directions
+    host=31.5,  # PCIe 4, 16 lanes
     network=25,  # one HDR InfiniBand card of 200 Gbit/s per GPU (DGX A100)
     capability=(8, 0),
 )
@@ -140,6 +153,7 @@ _H100 = _nvidia(
     bandwidth=3350,
     gigabytes=80,
     nvlink=450,  # NVLink 4: 900 GB/s both directions
+    host=63,  # PCIe 5, 16 lanes
     network=50,  # one NDR InfiniBand card of 400 Gbit/s per GPU (DGX H100)
     capability=(9, 0),
 )
@@ -153,6 +167,7 @@ _B200 = _nvidia(
     bandwidth=7700,  # 62 TB/s
     gigabytes=180,  # 1.4 TB
     nvlink=900,  # NVLink 5: 1.8 TB/s both directions
+    host=63,  # PCIe 5, 16 lanes
     network=50,  # one card of 400 Gbit/s per GPU (DGX B200)
     capability=(10, 0),
 )
@@ -164,6 +179,7 @@ _GB200 = _nvidia(
     bandwidth=8000,  # 576 TB/s
     gigabytes=186,  # 13.4 TB
     nvlink=900,  # NVLink 5: 130 TB/s, both directions
+    host=225,  # NVLink-C2C: 900 GB/s both directions, for two GPUs
     network=50,  # one ConnectX-7 of 400 Gbit/s per GPU
     capability=(10, 0),
     ranks_per_node=72,  # one NVLink domain

@@ -20,6 +20,7 @@ from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.cuda_tape import CudaTape
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.offloads import Offloads
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.reductions import Reductions
 from fxshard.runtime.replay import Replays
@@ -67,6 +68,7 @@ class Engine:
         self.frame = Frame(buckets, device, options)
         self.arena, self._streams = self.frame.arena, self.frame.streams
         self.gradients = Reductions(self.frame, agreement)
+        self.offloads = Offloads(self.frame)
         self._unseen = Unseen(self._streams, device)
         self._scales = WeightScales(buckets, device)
         self._gathered: dict[int, Gathered] = {}
@@ -138,6 +140,7 @@ class Engine:
     def abort(self) -> None:
         """A program failed half-way: let what it started end and forget what it held: the next starts clean."""
         self.gradients.abort()
+        self.offloads.abort()
         self._drop()
 
     def _keep_carried(self, places: Mapping[int, Event]) -> None:

@@ -64,6 +64,8 @@ class Lowered:
     """Whether it makes values on the host while it runs, which a capture would not repeat."""
     carries: Mapping[int, Event]
     """The gathers that an optimizer step starts for the next forward, by bucket."""
+    host_bytes: int = 0
+    """What it offloads."""
 
     @property
     def leaves_out(self) -> list[str]:
@@ -115,6 +117,7 @@ class Program:
         self._engine = engine
         self._arena_bytes = lowered.arena_bytes
         self._carries = lowered.carries
+        self._host_bytes = lowered.host_bytes
         self._registers = lowered.registers
         self._returns = lowered.returns
         self._instructions = [self._bind(instruction) for instruction in lowered.instructions]
@@ -222,7 +225,7 @@ class Program:
         event, zeros, needs = instruction.event, instruction.zeros, instruction.needs
         assert event is not None
         engine, index, slot = self._engine, event.bucket_index, event.slot
-        gradients = engine.gradients
+        gradients, offloads = engine.gradients, engine.offloads
         actions: dict[Kind, Callable[[list[Any]], Any]] = {
             Kind.UNSHARD: lambda _: engine.unshard(index, slot, event.copies),
             Kind.WAIT: lambda _: engine.wait(index, slot, event.copies),
@@ -231,5 +234,9 @@ class Program:
             Kind.REDUCE: lambda _: gradients.reduce(index),
             Kind.ALL_REDUCE: lambda _: gradients.all_reduce(index),
             Kind.FINISH: lambda _: gradients.finish(index),
+            Kind.OFFLOAD: lambda values: offloads.offload(values, event, self._host_bytes),
+            Kind.RELEASE: lambda values: offloads.release(values, event),
+            Kind.RELOAD: offloads.reload,
+            Kind.RESTORE: offloads.restore,
         }
         return actions[event.kind]

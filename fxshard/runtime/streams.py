@@ -133,11 +133,12 @@ class CpuStreams(Streams):
 
 
 class CudaStreams(Streams):
-    """CUDA: a stream each for gathers, reductions and sums over replicas. A launch waits only for what it names."""
+    """CUDA: a stream each for gathers, reductions, sums over replicas and copies to the host and back. A launch waits
+    only for what it names."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce", "replicas")}
+        self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce", "replicas", "host")}
 
     def mark(self) -> Token:
         return CudaToken(torch.cuda.current_stream(self._device).record_event(), self._device)

@@ -31,6 +31,10 @@ _FUSED = {
 """Operators that Inductor fuses besides pointwise ones."""
 
 
+ON_HOST = "fxshard_on_host"
+"""Key of ``node.meta``: an input of backward is the host's copy of an activation."""
+
+
 @dataclass(frozen=True)
 class Held:
     """A value that is alive at some node, and its bytes."""
@@ -149,9 +153,11 @@ def peak_bytes(held: Mapping[Phase, Activations]) -> int:
 def owned_bytes(node: fx.Node) -> int:
     """Bytes of the memory that a node's value has to itself."""
     event = event_of(node)
-    in_bucket = unpacks(node) or (event is not None and event.kind not in OF_MODEL) or node.meta.get(PARAM) is not None
+    elsewhere = unpacks(node) or node.meta.get(PARAM) is not None or ON_HOST in node.meta
+    if event is not None:
+        elsewhere = event.kind not in (*OF_MODEL, Kind.RELOAD)
     value = node.meta.get("val")
-    if in_bucket or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
+    if elsewhere or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
         return 0
     if is_constant(node) and all(reader.op != "output" for reader in readers([node])):  # made again where it is used
         return 0

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
+from fxshard.schedule.events import restore
 
 # Their schemas promise a fresh tensor, their kernels return a view.
 _HIDDEN_VIEWS = {
@@ -25,6 +26,8 @@ def is_view(node: fx.Node) -> bool:
     if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
+    if node.op == "call_function" and node.target is restore:
+        return True
     target = private.operator_of(node)
     return target is not None and (target in _HIDDEN_VIEWS or private.returns_view(target))
 

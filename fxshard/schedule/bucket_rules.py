@@ -19,7 +19,7 @@ from fxshard.plan.placement import ZERO, Placement
 from fxshard.plan.rows import row_layout
 from fxshard.plan.state import FORMATS, OFFLOADS, StateChoice
 from fxshard.schedule.accumulation import kept_bytes
-from fxshard.schedule.events import Kind
+from fxshard.schedule.events import OF_HOST, Kind
 from fxshard.schedule.record import resident_bytes
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.step import Step
@@ -158,6 +158,7 @@ def memory_is_what_it_says(step: Step) -> None:
     if schedule.resident_bytes not in allowed:
         holds = " or ".join(map(str, sorted(allowed)))
         step.fails(memory_is_what_it_says, f"resident_bytes is {schedule.resident_bytes}, but buckets hold {holds}")
-    end = max((aligned(event.slot.end, GRANULE) for event in schedule.events if event.slot is not None), default=0)
+    in_arena = [event.slot for event in schedule.events if event.slot is not None and event.kind not in OF_HOST]
+    end = max((aligned(slot.end, GRANULE) for slot in in_arena), default=0)
     if schedule.arena_bytes != end:
         step.fails(memory_is_what_it_says, f"arena_bytes is {schedule.arena_bytes}, but the last slot ends at {end}")

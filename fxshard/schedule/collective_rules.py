@@ -8,7 +8,7 @@ from typing import Any
 from fxshard.plan.gather_modes import Copies
 from fxshard.schedule.bucket_rules import MOST_RANKS
 from fxshard.schedule.collectives import ModelCollective
-from fxshard.schedule.events import OF_MODEL, Event, Kind
+from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind
 from fxshard.schedule.graph_summary import GraphSummary
 from fxshard.schedule.step import Step
 
@@ -25,7 +25,7 @@ def collectives_have_one_order(step: Step) -> None:
     if len(set(names)) < len(names) or not possible:
         step.fails(rule, f"{schedule.model_groups} are no groups that a model communicates in")
     for i, event in enumerate(schedule.events):
-        if event.kind not in OF_MODEL and (event.op or event.number != -1):
+        if event.kind not in (*OF_MODEL, *OF_HOST) and (event.op or event.number != -1):
             step.broken(rule, i, f"is called {event.op!r}, number {event.number}, but is no collective of the model's")
     for graph in schedule.graphs:
         for collective in graph.collectives:

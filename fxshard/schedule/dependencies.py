@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxshard.plan.buckets import BucketPlan
-from fxshard.schedule.events import OF_MODEL, Event, Kind, Phase
+from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind, Phase
 
 MARKS = (Kind.RESHARD, Kind.FINISH)
 """What marks a place in the program. Compute does not stop for it: what takes the memory next waits."""
@@ -49,6 +49,7 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
     computed: int | None = None  # the last event of the compute stream
     ran: int | None = None  # the last of them that is more than a mark
     started: dict[tuple[Phase, int], int] = {}  # collectives of the model's own
+    copied: dict[tuple[Kind, int], int] = {}  # what moves activations to the host and back
     scaled: int | None = None  # the scales of weights in float8, which a program begins with
     places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
     ahead = {  # what the step before gathered
@@ -69,6 +70,11 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
             needs.add(ran if event.kind is Kind.COLLECTIVE else started.get((event.phase, event.number)))
             started.setdefault((event.phase, event.number), i)
             last_read.update(dict.fromkeys(event.reads, i))
+        elif event.kind in OF_HOST:
+            before = {Kind.RELEASE: Kind.OFFLOAD, Kind.RELOAD: Kind.OFFLOAD, Kind.RESTORE: Kind.RELOAD}.get(event.kind)
+            needs.add(copied.get((before, event.number)) if before is not None else None)
+            needs.add(ran if event.stream != "compute" else None)  # what it reads, or whose memory it takes
+            copied[event.kind, event.number] = i
         elif event.kind is Kind.RESHARD:
             needs |= {last_read.get(index), latest.get((Kind.WAIT, index))}
         elif event.kind in (Kind.REDUCE, Kind.ACCUMULATE):

@@ -14,7 +14,7 @@ from fxshard.plan.gather_modes import Copies, Gather
 from fxshard.plan.memory import GRANULE
 from fxshard.schedule.accumulation import PASSES
 from fxshard.schedule.dependencies import dependencies
-from fxshard.schedule.events import OF_MODEL, STREAM, Event, Kind, Phase
+from fxshard.schedule.events import OF_HOST, OF_MODEL, STREAM, Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
 from fxshard.schedule.scales import scales_event
 from fxshard.schedule.step import GIVEN_BACK_BY, Step
@@ -29,6 +29,8 @@ PHASES: dict[Kind, tuple[Phase, ...]] = {
     **dict.fromkeys((Kind.GRAD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.ACCUMULATE, Kind.FINISH), (Phase.BACKWARD,)),
     **dict.fromkeys((Kind.UPDATE, Kind.EXCHANGE), (Phase.OPTIMIZER,)),
     **dict.fromkeys((Kind.SCALES, *OF_MODEL), PASSING),
+    **dict.fromkeys((Kind.OFFLOAD, Kind.RELEASE), (Phase.FORWARD,)),
+    **dict.fromkeys((Kind.RELOAD, Kind.RESTORE), (Phase.BACKWARD,)),
 }
 """Where an event of a kind may stand."""
 
@@ -57,8 +59,8 @@ def events_match_their_buckets(step: Step) -> None:
     for i, event in enumerate(step.schedule.events):
         if event.kind is Kind.EXCHANGE or (event.phase is Phase.OPTIMIZER and event.kind is Kind.COMPUTE):
             continue  # optimizer_follows_from_the_buckets
-        if event.kind in OF_MODEL:
-            continue  # collectives_are_those_of_the_graphs
+        if event.kind in OF_MODEL or event.kind in OF_HOST:
+            continue  # collectives_are_those_of_the_graphs, copies_are_those_of_the_graphs
         if event.kind is Kind.COMPUTE:
             wanted = _compute()
         elif event.kind is Kind.SCALES:

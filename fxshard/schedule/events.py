@@ -28,6 +28,8 @@ class Kind(StrEnum):
     ``ACCUMULATE`` is what a program does in place of ``REDUCE`` inside ``no_sync``. ``SCALES`` is what a program begins
     with where weights are float8 and changed: scales from the largest magnitudes on all ranks. ``COLLECTIVE`` is one
     that the model makes itself (tensor, expert or context parallel), ``AWAIT`` where its result is first read.
+    ``OFFLOAD`` copies an activation to the host, ``RELEASE`` gives its memory back once it is there; ``RELOAD`` copies
+    it back, ``RESTORE`` is where that must be over.
     """
 
     COMPUTE = "compute"
@@ -44,12 +46,19 @@ class Kind(StrEnum):
     SCALES = "scales"
     COLLECTIVE = "collective"
     AWAIT = "await"
+    OFFLOAD = "offload"
+    RELEASE = "release"
+    RELOAD = "reload"
+    RESTORE = "restore"
 
 
 OF_MODEL = (Kind.COLLECTIVE, Kind.AWAIT)
 """The model's own communication."""
 
-OF_MANY = (Kind.COMPUTE, Kind.EXCHANGE, Kind.SCALES, *OF_MODEL)
+OF_HOST = (Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD, Kind.RESTORE)
+"""What moves an activation to the host's memory and back."""
+
+OF_MANY = (Kind.COMPUTE, Kind.EXCHANGE, Kind.SCALES, *OF_MODEL, *OF_HOST)
 """What is about no bucket in particular, but about those that it reads and writes."""
 
 
@@ -72,7 +81,8 @@ class Event:
     buckets in ``reads``, to the ranks that orthogonalize them, or back to update the buckets in ``writes``; or, on the
     stream of replicas, it brings the parts of a shard that other replicas updated. ``SCALES`` are those of all weights
     of the buckets in ``reads``, in one collective. A ``COLLECTIVE`` of the model's own reads the parameters of the
-    buckets in ``reads`` until its ``AWAIT``, which has the same ``number``.
+    buckets in ``reads`` until its ``AWAIT``, which has the same ``number``. An ``OFFLOAD`` copies one saved activation
+    to the ``slot`` of the host's memory from which the ``RELOAD`` of the same ``number`` copies it back.
     """
 
     kind: Kind
@@ -105,9 +115,11 @@ class Event:
     copies: Copies = Copies.NONE
     """Which quantized copies a gather brings or a wait gives, where parameters rest quantized."""
     op: str = ""
-    """Of a collective of the model's own, and of its await: ``all_reduce``, ``all_to_all_single``, …"""
+    """Of a collective of the model's own, and of its await: ``all_reduce``, ``all_to_all_single``, … Of a copy to or
+    from the host: the module and the operator whose result it is."""
     number: int = -1
-    """Which of the model's own collectives of its phase it is, in the order in which the model makes them."""
+    """Which of the model's own collectives of its phase it is, in the order in which the model makes them; or which of
+    the step's offloaded activations, in the order in which they leave."""
 
     def with_slot(self, slot: SlotRange) -> Event:
         return replace(self, slot=slot)
@@ -152,6 +164,26 @@ def finish(bucket: str) -> None:
     _unbound("finish")
 
 
+def offload(value: torch.Tensor) -> torch.Tensor:
+    """Start copying a value to the host; gives the copy, which is what forward saves."""
+    _unbound("offload")
+
+
+def release(value: torch.Tensor) -> None:
+    """The copy to the host is over: the value may go."""
+    _unbound("release")
+
+
+def reload(copy: torch.Tensor) -> torch.Tensor:
+    """Start copying a value back from the host; gives what it will be."""
+    _unbound("reload")
+
+
+def restore(value: torch.Tensor) -> torch.Tensor:
+    """Until the copy from the host is over; gives the value."""
+    _unbound("restore")
+
+
 OPS: dict[Kind, Callable[..., Any]] = {
     Kind.UNSHARD: unshard,
     Kind.WAIT: wait,
@@ -160,6 +192,10 @@ OPS: dict[Kind, Callable[..., Any]] = {
     Kind.REDUCE: reduce,
     Kind.ALL_REDUCE: all_reduce,
     Kind.FINISH: finish,
+    Kind.OFFLOAD: offload,
+    Kind.RELEASE: release,
+    Kind.RELOAD: reload,
+    Kind.RESTORE: restore,
 }
 
 STREAM: dict[Kind, str] = {
@@ -170,6 +206,10 @@ STREAM: dict[Kind, str] = {
     Kind.REDUCE: "reduce",
     Kind.ALL_REDUCE: "replicas",
     Kind.FINISH: "compute",
+    Kind.OFFLOAD: "host",
+    Kind.RELEASE: "compute",
+    Kind.RELOAD: "host",
+    Kind.RESTORE: "compute",
 }
 
 

@@ -15,6 +15,8 @@ from fxshard.kernels.ops import mm_into, scaled_into
 from fxshard.schedule.aliases import is_view
 from fxshard.schedule.collectives import ModelCollective, described
 from fxshard.schedule.events import Event, Kind, Phase, event_of, events
+from fxshard.schedule.offloads import HostCopy
+from fxshard.schedule.offloads import described as host_copies
 from fxshard.schedule.params import param_inputs
 
 WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, float8_mm_into, scaled_into)
@@ -51,6 +53,8 @@ class GraphSummary:
     inputs: tuple[ParamInput, ...] = ()
     collectives: tuple[ModelCollective, ...] = ()
     """Those of the model's own, in the order in which it makes them."""
+    copies: tuple[HostCopy, ...] = ()
+    """Activations that go to the host in forward, and come back in backward, by their number."""
 
 
 def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
@@ -70,7 +74,8 @@ def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
         if isinstance(node.meta.get("val"), torch.Tensor)
     ]
     collectives = tuple(described(graph, number, bucket_viewed_by))
-    return GraphSummary(phase, len(number), _uses(reads), _uses(writes), tuple(inputs), collectives)
+    copies = host_copies(graph, number)
+    return GraphSummary(phase, len(number), _uses(reads), _uses(writes), tuple(inputs), collectives, copies)
 
 
 def bucket_viewed_by(node: fx.Node) -> Event | None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.schedule.activations import step_activations
-from fxshard.schedule.events import Phase
+from fxshard.schedule.events import Phase, event_of
 from fxshard.schedule.graph_summary import unpacks
 from fxshard.schedule.schedule import Schedule, size
 
@@ -54,6 +54,9 @@ def _name(node: fx.Node) -> str:
     """The module that computes a value, layers counted as ``*``, and the operator."""
     if node.op == "placeholder" or unpacks(node):
         return "inputs"
+    event = event_of(node)
+    if event is not None and event.op:
+        return f"{event.op}, back from the host"
     made = node.all_input_nodes[0] if private.operator_of(node) is None and node.all_input_nodes else node
     target = private.operator_of(made)
     operator = private.operator_name(target) if target is not None else str(made.target)

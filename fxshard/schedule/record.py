@@ -18,6 +18,7 @@ from fxshard.schedule.collectives import groups_of
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import META, OF_MODEL, Event, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import WRITES, GraphSummary, bucket_viewed_by, computes, summary
+from fxshard.schedule.offloads import Offloaded
 from fxshard.schedule.recomputed import Recomputed
 from fxshard.schedule.scales import scales_event
 from fxshard.schedule.schedule import Schedule
@@ -38,6 +39,7 @@ def record(
     carry: int = 0,
     fused: bool = False,
     recomputed: tuple[Recomputed, ...] = (),
+    offloaded: tuple[Offloaded, ...] = (),
 ) -> Schedule:
     """The schedule of a step (or an evaluation) from its graphs, with the stretches of compute between the events.
 
@@ -49,7 +51,8 @@ def record(
     found = [event for phase, module in graphs.items() for event in _events_of(module.graph, phase, held[phase])]
     summaries = tuple(summary(module.graph, phase) for phase, module in graphs.items())
     made = assemble(found, summaries, buckets, memory, ranks=ranks, zero=zero, carry=carry)
-    return replace(made, budget=budget, model_groups=model_groups(graphs), recomputed=recomputed)
+    groups = model_groups(graphs)
+    return replace(made, budget=budget, model_groups=groups, recomputed=recomputed, offloaded=offloaded)
 
 
 def assemble(

@@ -12,6 +12,7 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.model_groups import ModelGroup
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
+from fxshard.schedule.offloads import Offloaded
 from fxshard.schedule.recomputed import Recomputed
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Schedule:
     """The process groups that the model communicates in itself."""
     recomputed: tuple[Recomputed, ...] = ()
     """What backward computes again because of the budget, in the order in which it was chosen."""
+    offloaded: tuple[Offloaded, ...] = ()
+    """What is on the host between forward and backward because of the budget."""
 
     def __len__(self) -> int:
         return len(self.events)
@@ -103,8 +106,13 @@ class Schedule:
 
     @property
     def host_bytes(self) -> int:
-        """What one rank's host holds: optimizer state that is not on the device."""
-        return sum(bucket.moment_bytes for bucket in self.buckets if bucket.offload == "host")
+        """What one rank's host holds: optimizer state that is not on the device, and offloaded activations."""
+        return sum(bucket.moment_bytes for bucket in self.buckets if bucket.offload == "host") + self.offloaded_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """What activations take in the host's memory between forward and backward."""
+        return max((event.slot.end for _, event in self.of(Kind.OFFLOAD) if event.slot is not None), default=0)
 
     @property
     def replicated(self) -> str:
@@ -131,8 +139,10 @@ class Schedule:
     @property
     def saved_bytes(self) -> int:
         """Bytes of activations that forward leaves for backward; activation checkpointing makes them fewer."""
-        forward = [event for _, event in self.of(Kind.COMPUTE, phase=Phase.FORWARD)]
-        return forward[-1].held if forward else 0
+        held = 0
+        for _, event in self.of(Kind.COMPUTE, Kind.RELEASE, phase=Phase.FORWARD):
+            held = event.held if event.kind is Kind.COMPUTE else held - event.bytes
+        return held
 
     def communication(self) -> list[str]:
         """The collectives, one line each, those of each kind in launch order: what ranks have in common.

@@ -21,7 +21,7 @@ from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
 from fxshard.schedule.dependencies import needed_before
-from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.events import OF_HOST, Event, Kind, Phase
 from fxshard.schedule.profile import Profile, as_durations
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.step import GIVEN_BACK_BY, ScheduleError, Step
@@ -54,11 +54,11 @@ class Simulation:
     compute_seconds: float
     """Time in which compute and updates run."""
     communication_seconds: float
-    """Time in which collectives run, added up."""
+    """Time in which collectives, and copies to the host and back, run, added up."""
     exposed_seconds: float
     """Time in which compute stands still: ``step_seconds - compute_seconds``."""
     bound_seconds: float
-    """No order of events is faster: the larger of compute and what the network has to carry."""
+    """No order of events is faster: the larger of compute and what the network, or the link to the host, carries."""
     spans: tuple[Span, ...]
     """One for each event, in the same order."""
     memory: tuple[tuple[float, int], ...]
@@ -125,7 +125,7 @@ def simulate(
 
 
 def _stream(event: Event) -> str:
-    if event.kind is Kind.COLLECTIVE:
+    if event.kind is Kind.COLLECTIVE or event.kind in OF_HOST:
         return event.stream
     shares = event.kind is Kind.EXCHANGE and event.stream == REPLICAS  # parts of shards between replicas
     return REPLICAS if shares else STREAMS.get(event.kind, COMPUTE)
@@ -152,6 +152,8 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
         return all_to_all_seconds(event.bytes, schedule.buckets[event.reads[0]].layout.ranks, hardware)
     if event.kind is Kind.COLLECTIVE:
         return schedule.group_of(event).seconds(event.op, event.bytes, hardware)
+    if event.kind in (Kind.OFFLOAD, Kind.RELOAD):
+        return hardware.host_seconds(event.bytes)
     if event.kind is Kind.SCALES:
         bucket = schedule.buckets[event.reads[0]]
         combined = all_reduce_seconds(event.bytes, bucket.domain.ranks, hardware, stride=bucket.domain.stride)
@@ -184,7 +186,7 @@ def _usual_dtype(schedule: Schedule) -> torch.dtype:
 def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) -> str:
     """What an event keeps busy besides its stream: of collectives the links they share, or nothing but themselves."""
     stream = _stream(event)
-    if stream == COMPUTE or not shared:
+    if stream == COMPUTE or event.kind in OF_HOST or not shared:
         return stream
     if event.kind is Kind.COLLECTIVE:
         return schedule.group_of(event).link(hardware)
@@ -253,7 +255,7 @@ def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bo
             raise _stuck(schedule, min(queue[-1] for queue in streams.values() if queue))
         begin, i, stream = first
         stop = begin + seconds[i]
-        stands_still = events[i].kind in (Kind.WAIT, Kind.GRAD, Kind.AWAIT)
+        stands_still = events[i].kind in (Kind.WAIT, Kind.GRAD, Kind.AWAIT, Kind.RELEASE, Kind.RESTORE)
         spans.append(Span(i, stream, free[stream] if stands_still else begin, stop))
         stops[i] = free[stream] = free[links[i]] = stop
         if not overlap:

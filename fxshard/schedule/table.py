@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from fxshard.schedule.events import Event, Kind
+from fxshard.schedule.events import OF_HOST, Event, Kind
 from fxshard.schedule.schedule import COMMUNICATES, Schedule, size
 
 WIDEST = 140
@@ -25,6 +25,9 @@ LAST_USE = "last use: "
 """In front of the name of a node; what else has a reason names parameters."""
 LEAST_REPEATS = 3
 
+SIZED = (*COMMUNICATES, Kind.ACCUMULATE, Kind.UPDATE, Kind.OFFLOAD, Kind.RELOAD)
+"""Events whose bytes are shown."""
+
 STYLES = {
     Kind.UNSHARD: "cyan",
     Kind.REDUCE: "magenta",
@@ -33,6 +36,8 @@ STYLES = {
     Kind.EXCHANGE: "yellow",
     Kind.SCALES: "yellow",
     Kind.COLLECTIVE: "blue",
+    Kind.OFFLOAD: "green",
+    Kind.RELOAD: "green",
     Kind.COMPUTE: "dim",
 }
 
@@ -106,6 +111,9 @@ def _title(schedule: Schedule) -> Text:
         f"\ncomputed again in backward: {', '.join(each.name for each in schedule.recomputed)}"
         if schedule.recomputed
         else "",
+        f"\non the host from forward to backward: {', '.join(each.name for each in schedule.offloaded)}"
+        if schedule.offloaded
+        else "",
     )
 
 
@@ -178,7 +186,8 @@ def _rows(schedule: Schedule) -> list[Row]:
             dtype = ""
         else:
             label = f"{event.op} in {event.group}" if event.op else event.bucket or schedule.touched(event)
-            amount = size(event.bytes) if event.kind in (*COMMUNICATES, Kind.ACCUMULATE, Kind.UPDATE) else ""
+            label = event.op if event.kind in OF_HOST else label
+            amount = size(event.bytes) if event.kind in SIZED else ""
             dtype = str(event.dtype).removeprefix("torch.") if amount else ""
             why = re.sub(rf"^({LAST_USE}.*)_\d+$", r"\1", event.why)  # the first node of a name has no number
             key = (event.phase, event.kind, event.bytes, event.dtype, _pattern(label), _pattern(why))

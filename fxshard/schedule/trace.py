@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fxshard.schedule.events import Event, Kind
+from fxshard.schedule.events import OF_HOST, Event, Kind
 from fxshard.schedule.schedule import Schedule, size
 
 if TYPE_CHECKING:
     from fxshard.schedule.simulate import Simulation, Span
 
-STREAMS = ("compute", "gather", "reduce", "replicas")
+STREAMS = ("compute", "gather", "reduce", "replicas", "host")
 """Tracks from top to bottom; a stream that is not listed comes below."""
 
 
@@ -74,6 +74,8 @@ def stream_order(streams: Iterable[str]) -> list[str]:
 
 def title(schedule: Schedule, event: Event) -> str:
     """What to write on an event: its kind and bucket, or for one without a bucket those it works on."""
+    if event.kind in OF_HOST:
+        return f"{event.kind.value} {event.op}"
     if event.op:
         return f"{event.op} in {event.group}" if event.kind is Kind.COLLECTIVE else f"await {event.op}"
     what = event.phase.value if event.kind is Kind.COMPUTE else event.kind.value
@@ -95,7 +97,8 @@ def details(schedule: Schedule, position: int) -> dict[str, Any]:
             "group": event.group,
         }
     if event.slot is not None:
-        shown["slot"] = f"{event.slot.offset} … {event.slot.end}"
+        where = "on the host" if event.kind in OF_HOST else "slot"
+        shown[where] = f"{event.slot.offset} … {event.slot.end}"
     if event.waits_for:
         shown["waits for"] = ", ".join(f"#{i}" for i in event.waits_for)
     return shown

@@ -23,6 +23,12 @@ from fxshard.schedule.event_rules import (
 )
 from fxshard.schedule.events import OF_MANY, Kind, Phase
 from fxshard.schedule.exchange_rules import exchanges_go_there_and_back
+from fxshard.schedule.offload_rules import (
+    copies_are_those_of_the_graphs,
+    host_slots_are_free,
+    memory_is_kept_until_it_is_out,
+    offloaded_values_are_back_when_read,
+)
 from fxshard.schedule.replica_rules import replicas_are_added_up_once
 from fxshard.schedule.scales import scales_come_first
 from fxshard.schedule.schedule import Schedule
@@ -251,6 +257,10 @@ RULES: tuple[Callable[[Step], None], ...] = (
     computes_are_those_of_the_graphs,
     collectives_have_one_order,
     collectives_are_those_of_the_graphs,
+    copies_are_those_of_the_graphs,
+    memory_is_kept_until_it_is_out,
+    offloaded_values_are_back_when_read,
+    host_slots_are_free,
     memory_is_what_it_says,
     waits_for_follows_from_the_order,
 )

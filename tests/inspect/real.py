@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 
 import fxshard
@@ -65,6 +66,15 @@ def _expert_parallel() -> fxshard.Schedule:
     return plans()[3]
 
 
+@cache
+def _offloading() -> fxshard.Schedule:
+    """All that can be on the host between forward and backward is there."""
+    options: dict[str, Any] = {"world_size": 2, "lowering": "eager", "optimizer": ADAMW, "activations": "offload"}
+    with pytest.raises(fxshard.BudgetError) as caught:
+        fxshard.plan(Stack(), batch(0, 0), memory_budget=1, **options)
+    return fxshard.plan(Stack(), batch(0, 0), memory_budget=caught.value.smallest, **options)
+
+
 SCHEDULES: dict[str, Callable[[], fxshard.Schedule]] = {
     "zero 0": partial(_stack, 0),
     "zero 1": partial(_stack, 1),
@@ -84,4 +94,5 @@ SCHEDULES: dict[str, Callable[[], fxshard.Schedule]] = {
     "experts on ranks of their own": _experts,
     "mxfp8 experts": _quantized_experts,
     "expert parallel": _expert_parallel,
+    "activations on the host": _offloading,
 }

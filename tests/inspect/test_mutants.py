@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import fxshard
-from fxshard.schedule.events import Event, Kind
+from fxshard.schedule.events import OF_HOST, Event, Kind
 from fxshard.schedule.step import READ, WRITE
 from fxshard.schedule.verify import ScheduleError, verify
 from tests.inspect.mutants import Mutant, mutants
@@ -23,11 +23,12 @@ HARMLESS = {
     r"event\.\w+\.float8_flops": "another one",
     r"event\.compute\.dtype": "which peak rate the simulator divides by",
     r"budget": "a limit that holds as well",
-    r"recomputed(\.\w+)?(\[\])?": "what a budget made of saved values, for people",
+    r"(recomputed|offloaded)(\.\w+)?(\[\])?": "what a budget made of saved values, for people",
     r"buckets\.domain\.stride": "which links the simulator takes; all buckets of a domain agree on it",
     r"buckets\.layout\.whole": "no parameter crosses a boundary: both words describe the same places",
     r"graphs\.(reads|writes)\.nodes(\[\])?": "another node of the same stretch",
     r"graphs\.collectives\.(after|before)": "another node of the same stretch",
+    r"graphs\.copies\.node": "another node of the same stretch",
     r"model_groups\.stride": "which links the simulator takes",
     r"graphs\.inputs(\.\w+)?(\[\])?": "a witness less, or one of another parameter of this shape",
 }
@@ -55,9 +56,10 @@ def harmless(mutant: Mutant, schedule: fxshard.Schedule, mutated: fxshard.Schedu
 
 
 def _touched(event: Event) -> set[tuple[str, int]]:
-    """The memory that an event has to do with: parameters or gradients, of which bucket."""
+    """The memory that an event has to do with: parameters or gradients, of which bucket; or which one on the host."""
     own = {Kind.UPDATE: (READ, WRITE), **dict.fromkeys((Kind.UNSHARD, Kind.WAIT, Kind.RESHARD), (READ,))}
     found = {(what, event.bucket_index) for what in own.get(event.kind, (WRITE,)) if event.bucket}
+    found |= {("host", event.number)} if event.kind in OF_HOST else set()
     return found | {(READ, index) for index in event.reads} | {(WRITE, index) for index in event.writes}
 
 

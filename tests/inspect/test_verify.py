@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from fxshard._torch.errors import FxshardError
 from fxshard.schedule.verify import RULES, ScheduleError, verify
-from tests.inspect.mutations import collectives, derived, gathers, gradients, memory, updates
+from tests.inspect.mutations import collectives, derived, gathers, gradients, memory, offloads, updates
 from tests.inspect.mutations.editing import Broken
 from tests.inspect.mutations.gathers import no_reshard
 from tests.inspect.mutations.updates import exchanging
 from tests.inspect.schedules import evaluation, zero3
 
 MUTATIONS = gathers.MUTATIONS | gradients.MUTATIONS | updates.MUTATIONS | memory.MUTATIONS | derived.MUTATIONS
-MUTATIONS |= collectives.MUTATIONS
+MUTATIONS |= collectives.MUTATIONS | offloads.MUTATIONS
 
 
 def test_a_step_with_an_exchange_passes() -> None:
@@ -29,7 +29,12 @@ def test_a_model_that_communicates_passes() -> None:
     verify(collectives.communicating())
 
 
-@pytest.mark.shows("P1")
+def test_a_step_that_offloads_passes() -> None:
+    verify(offloads.offloading())
+    verify(offloads.offloading().accumulating())
+
+
+@pytest.mark.shows("P1", "M6")
 @pytest.mark.parametrize(
     ("rule", "mutation"),
     [pytest.param(rule, make, id=f"{rule}-{make.__name__}") for rule, all_of in MUTATIONS.items() for make in all_of],

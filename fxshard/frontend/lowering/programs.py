@@ -20,7 +20,7 @@ from fxshard.passes.split_segments import split_segments
 from fxshard.passes.stages import Scheduled
 from fxshard.runtime.engine import Engine
 from fxshard.runtime.program import Instruction, Lowered, Program
-from fxshard.schedule.events import OF_MODEL, Event, Kind, Phase, event_of
+from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind, Phase, event_of
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.profile import Key
 
@@ -118,6 +118,7 @@ def _lower(
         visible=scheduled.outputs if forward else None,
         changes_on_host=changes_on_host(split, device),
         carries=_carries(scheduled) if forward else {},
+        host_bytes=scheduled.schedule.offloaded_bytes if forward else 0,
     )
 
 
@@ -142,7 +143,7 @@ def _carries(scheduled: Scheduled) -> dict[int, Event]:
 def _unpacking(call: fx.Node, register: dict[fx.Node, int]) -> tuple[int | None, ...] | None:
     """A register for each element of the call's result that something uses; None in place of the others."""
     event = event_of(call)
-    if event is not None and event.kind in OF_MODEL:  # one tensor, as it is
+    if event is not None and event.kind is not Kind.RELEASE and event.kind in (*OF_MODEL, *OF_HOST):  # one, as it is
         register[call] = len(register)
         return (register[call],)
     taken: dict[int, int] = {}

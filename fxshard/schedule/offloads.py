@@ -1,0 +1,63 @@
+"""Activations in the host's memory: what a budget made of them, and what graphs say of their copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxshard.plan.cost import tensor_bytes
+from fxshard.schedule.aliases import is_view, readers
+from fxshard.schedule.events import Kind, event_of, events
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """Values of one kind, one or more in each layer of a kind, that are on the host between forward and backward."""
+
+    name: str
+    """The module that computes them, layers counted as ``*``, and the operator."""
+    count: int
+    """How many are offloaded. Those that backward reads first stay on the device."""
+    bytes: int
+    """What they take together on the host."""
+    seconds: float
+    """What copying them takes each way, by the cost model."""
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """What a graph says of an activation that it offloads, or of one that it gets back: the verifier holds the events
+    against it."""
+
+    op: str
+    bytes: int
+    dtype: torch.dtype
+    node: int
+    """How many of the graph's computing nodes must be over before it leaves, or may be over when it is back."""
+
+
+def described(graph: fx.Graph, number: Mapping[fx.Node, int]) -> tuple[HostCopy, ...]:
+    """The copies of a graph in their order, as its edges have them; ``number``: of its computing nodes."""
+    found: dict[int, HostCopy] = {}
+    for node, event in events(graph):
+        if event.kind not in (Kind.OFFLOAD, Kind.RELOAD):
+            continue
+        value = node.meta["val"]
+        if event.kind is Kind.OFFLOAD:
+            at = max((number[made] + 1 for made in _makers(node.all_input_nodes[0]) if made in number), default=0)
+        else:
+            at = min((number[reader] for reader in readers([node]) if reader in number), default=len(number))
+        found[event.number] = HostCopy(event.op, tensor_bytes(value), value.dtype, at)
+    return tuple(found[i] for i in sorted(found))
+
+
+def _makers(node: fx.Node) -> list[fx.Node]:
+    """A node, and what it is a view of."""
+    found = [node]
+    while is_view(node) and event_of(node) is None:
+        node = node.all_input_nodes[0]
+        found.append(node)
+    return found

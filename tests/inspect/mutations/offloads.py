@@ -1,0 +1,191 @@
+"""Mutations of a step that has two activations on the host between forward and backward."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fxshard.plan.memory import SlotRange
+from fxshard.schedule.events import STREAM, Event, Kind, Phase
+from fxshard.schedule.offloads import HostCopy
+from fxshard.schedule.schedule import Schedule
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, moved, without
+from tests.inspect.schedules import change, relinked, zero3
+
+SIZE = 4096
+
+
+def offloading() -> Schedule:
+    """A step of three layers: what the first two compute leaves while the next one computes, and comes back one layer
+    before it is read."""
+    schedule = zero3(3)
+    forward, backward = schedule.graphs
+    out = tuple(HostCopy("layers.* mm", SIZE, torch.float32, node) for node in (1, 2))
+    back = tuple(HostCopy("layers.* mm", SIZE, torch.float32, node) for node in (6, 3))
+    schedule = replace(schedule, graphs=(replace(forward, copies=out), replace(backward, copies=back)))
+    for kind, phase, number, node in (
+        (Kind.OFFLOAD, FORWARD, 0, 1),
+        (Kind.OFFLOAD, FORWARD, 1, 2),
+        (Kind.RELEASE, FORWARD, 0, 2),
+        (Kind.RELEASE, FORWARD, 1, 3),
+        (Kind.RELOAD, BACKWARD, 1, 0),
+        (Kind.RELOAD, BACKWARD, 0, 3),
+        (Kind.RESTORE, BACKWARD, 1, 3),
+        (Kind.RESTORE, BACKWARD, 0, 6),
+    ):
+        schedule = added(schedule, _after(schedule, phase, node), _event(kind, phase, number))
+    return schedule
+
+
+def _event(kind: Kind, phase: Phase, number: int) -> Event:
+    slot = SlotRange(number * SIZE, SIZE) if kind in (Kind.OFFLOAD, Kind.RELOAD) else None
+    about = (SIZE, torch.float32, "", STREAM[kind], "by hand", slot)
+    return Event(kind, phase, "", -1, (), *about, op="layers.* mm", number=number)
+
+
+def _after(schedule: Schedule, phase: Phase, nodes: int) -> int:
+    """The position behind so many nodes of a phase, and behind copies that stand there already."""
+    stretches = [i for i, _ in schedule.of(Kind.COMPUTE, phase=phase)]
+    at = stretches[nodes - 1] + 1 if nodes else next(i for i, e in enumerate(schedule.events) if e.phase is phase)
+    while schedule.events[at].number >= 0:
+        at += 1
+    return at
+
+
+def _place(schedule: Schedule, kind: Kind, number: int) -> int:
+    return next(i for i, event in schedule.of(kind) if event.number == number)
+
+
+def _moved(kind: Kind, number: int, to: Callable[[Schedule], int]) -> Broken:
+    schedule = offloading()
+    at, target = _place(schedule, kind, number), to(schedule)
+    return relinked(schedule, moved(schedule, at, target)), target
+
+
+def leaves_before_it_is_computed() -> Broken:
+    return _moved(Kind.OFFLOAD, 0, lambda schedule: next(i for i, _ in schedule.of(Kind.COMPUTE)))
+
+
+def of_other_bytes() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.RELOAD, 1)
+    return change(schedule, at, bytes=SIZE // 2), at
+
+
+def of_an_activation_that_nobody_knows() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.OFFLOAD, 1)
+    return change(schedule, at, number=7), at
+
+
+def on_the_compute_stream() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.OFFLOAD, 1)
+    return change(schedule, at, stream="compute"), at
+
+
+def backward_wants_more_than_forward_offloads() -> Broken:
+    schedule = offloading()
+    forward, backward = schedule.graphs
+    return replace(schedule, graphs=(forward, replace(backward, copies=(*backward.copies, backward.copies[0])))), None
+
+
+def freed_while_it_is_copied() -> Broken:
+    """Without a release nothing keeps compute from taking the memory that is still being copied."""
+    schedule = offloading()
+    return without(schedule, _place(schedule, Kind.RELEASE, 0)), _place(schedule, Kind.OFFLOAD, 0)
+
+
+def freed_before_it_is_copied() -> Broken:
+    return _moved(Kind.RELEASE, 0, lambda schedule: _place(schedule, Kind.OFFLOAD, 0))
+
+
+def freed_without_waiting_for_the_copy() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.RELEASE, 1)
+    return change(schedule, at, waits_for=()), at
+
+
+def comes_back_before_it_is_out() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.RELOAD, 1)
+    gone = _place(schedule, Kind.OFFLOAD, 1)
+    return change(schedule, at, waits_for=tuple(i for i in schedule.events[at].waits_for if i != gone)), at
+
+
+def read_before_it_is_back() -> Broken:
+    """The restore stands behind the layer that reads."""
+
+    def behind_the_read(schedule: Schedule) -> int:
+        return [i for i, _ in schedule.of(Kind.COMPUTE, phase=BACKWARD)][6]
+
+    return _moved(Kind.RESTORE, 0, behind_the_read)
+
+
+def read_without_waiting() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.RESTORE, 1)
+    return change(schedule, at, waits_for=()), at
+
+
+def waited_for_before_it_starts() -> Broken:
+    schedule = offloading()
+    at, start = _place(schedule, Kind.RESTORE, 0), _place(schedule, Kind.RELOAD, 0)
+    return relinked(schedule, moved(schedule, at, start)), start
+
+
+def never_brought_back() -> Broken:
+    schedule = offloading()
+    return without(schedule, _place(schedule, Kind.RELOAD, 0)), None
+
+
+def never_waited_for() -> Broken:
+    schedule = offloading()
+    return without(schedule, _place(schedule, Kind.RESTORE, 0)), None
+
+
+def host_memory_taken_before_it_is_back() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.OFFLOAD, 1)
+    return change(schedule, at, slot=SlotRange(0, SIZE)), at
+
+
+def comes_back_from_elsewhere() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.RELOAD, 0)
+    return change(schedule, at, slot=SlotRange(SIZE, SIZE)), at
+
+
+def too_small_a_place() -> Broken:
+    schedule = offloading()
+    at = _place(schedule, Kind.OFFLOAD, 0)
+    return change(schedule, at, slot=SlotRange(0, SIZE // 2)), at
+
+
+MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
+    "copies_are_those_of_the_graphs": (
+        leaves_before_it_is_computed,
+        of_other_bytes,
+        of_an_activation_that_nobody_knows,
+        on_the_compute_stream,
+        backward_wants_more_than_forward_offloads,
+    ),
+    "memory_is_kept_until_it_is_out": (
+        freed_while_it_is_copied,
+        freed_before_it_is_copied,
+        freed_without_waiting_for_the_copy,
+        comes_back_before_it_is_out,
+    ),
+    "offloaded_values_are_back_when_read": (
+        read_before_it_is_back,
+        read_without_waiting,
+        waited_for_before_it_starts,
+        never_brought_back,
+        never_waited_for,
+    ),
+    "host_slots_are_free": (
+        host_memory_taken_before_it_is_back,
+        comes_back_from_elsewhere,
+        too_small_a_place,
+    ),
+}

@@ -1,0 +1,174 @@
+"""Activations on the host between forward and backward: the same bits, less memory, in every kind of loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxshard
+from fxshard.frontend.planning import sweep
+from fxshard.schedule.events import Kind
+from fxshard.schedule.schedule import Schedule
+from tests.measuring import AllocatedPeak, NewBytes
+from tests.pool import Pool
+from tests.test_activation_budget import VOCAB, data, planned, too_small
+from tests.toy import Llama
+from tests.training import full_gradients
+
+LAYERS = 3
+
+
+class Checkpointed(Llama):
+    """Every second layer is computed again by the model itself."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.emb(x)
+        for i, layer in enumerate(self.layers):
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if i % 2 else layer(hidden)
+        logits = self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def make(kind: Callable[..., nn.Module] = Llama) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(vocab=VOCAB, dim=64, layers=LAYERS, heads=4, hidden=176)
+
+
+@cache
+def least(kind: Callable[..., nn.Module] = Llama, ranks: int = 2) -> int:
+    """The smallest budget for which nothing is computed again."""
+    return too_small(make(kind), activations="offload", world_size=ranks).smallest
+
+
+# -- what is planned ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_offloaded_is_in_the_schedule_and_the_peak() -> None:
+    roomy = planned(make())
+    budget = least()
+    schedule = planned(make(), memory_budget=budget, activations="offload")
+    assert not schedule.recomputed and not roomy.offloaded
+    names = {each.name: each for each in schedule.offloaded}
+    assert names["layers.*.mlp.w1 mm"].count == LAYERS - 1, "the one that backward reads first stays"
+    assert schedule.saved_bytes == roomy.saved_bytes - sum(each.bytes for each in schedule.offloaded)
+    assert schedule.peak_bytes == budget < roomy.peak_bytes
+    counts = {
+        kind: sum(1 for _ in schedule.of(kind)) for kind in (Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD, Kind.RESTORE)
+    }
+    assert set(counts.values()) == {sum(each.count for each in schedule.offloaded)}
+    assert schedule.host_bytes == schedule.offloaded_bytes >= sum(each.bytes for each in schedule.offloaded)
+    assert "on the host from forward to backward: " in str(schedule)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    schedule.accumulating().verify()
+    stretches = [{event.why for _, event in each.of(Kind.COMPUTE)} for each in (roomy, schedule)]
+    assert len(stretches[1]) <= len(stretches[0]) + 2 * LAYERS, "a stretch ends at a reshard or at a copy, not at both"
+
+
+def test_a_fast_link_is_used_in_place_of_computing_again() -> None:
+    """With the host a smaller budget works, and no budget gives a slower step."""
+    options = {"hardware": "gb200", "lowering": "eager", "world_size": 2, "optimizer": fxshard.AdamW()}
+    alone = sweep(make(), data(), **options, activations="recompute")
+    trades = sweep(make(), data(), **options)
+    assert not any(trade.offloaded for trade in alone) and any(trade.offloaded for trade in trades)
+    assert trades[0].bytes < alone[0].bytes
+    for trade in alone:
+        assert min(each.seconds for each in trades if each.bytes <= trade.bytes) <= trade.seconds
+
+
+def test_a_cpu_has_no_other_memory_unless_asked() -> None:
+    budget = too_small(make()).smallest
+    assert not planned(make(), memory_budget=budget).offloaded
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"activations": "host"}, "expected one of 'auto', 'recompute', 'offload'"),
+        ({"activations": "offload"}, "give memory_budget="),
+        ({"activations": "offload", "memory_budget": "1GiB", "cuda_graphs": True}, "cannot be captured"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(fxshard.ConfigError, match=says):
+        fxshard.compile(make(), **options)
+
+
+# -- what a run does ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """What one rank saw."""
+
+    schedule: Schedule
+    losses: list[float]
+    grads: dict[str, torch.Tensor]
+    peak: int
+    host: int
+    report: str
+
+
+def trained(budget: int | None, kind: Callable[..., nn.Module] = Llama) -> Trained:
+    """Micro-batches that are kept, steps, an evaluation, and two forwards before their backwards."""
+    options = {} if budget is None else {"memory_budget": budget, "activations": "offload"}
+    new = NewBytes()
+    model = fxshard.compile(make(kind), lowering="eager", optimizer=fxshard.AdamW(), **options)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    losses: list[float] = []
+
+    def forward(step: int) -> torch.Tensor:
+        loss = model(*data(step, ranks, rank))
+        losses.append(float(loss.detach()))
+        return loss
+
+    for step in range(2):
+        with model.no_sync():
+            forward(step).backward()
+        forward(step + 10).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    with torch.no_grad():
+        forward(20)
+    first, second = forward(21), forward(22)
+    first.backward()
+    second.backward()
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+    del first, second
+    before = new.count()
+    with AllocatedPeak() as peak:
+        forward(23).backward()
+    host = model._sharding.engine.offloads.bytes
+    return Trained(model.schedule, losses, full_gradients(model), before + peak.bytes - host, host, str(model.report))
+
+
+def both(budget: int, kind: Callable[..., nn.Module] = Llama) -> tuple[Trained, Trained]:
+    return trained(None, kind), trained(budget, kind)
+
+
+@pytest.mark.shows("M4")
+@pytest.mark.parametrize("kind", [Llama, Checkpointed])
+def test_results_are_the_same_bits(ranks: Pool, kind: Callable[..., nn.Module]) -> None:
+    for kept, run in ranks(2, both, least(kind), kind, timeout=240):
+        assert run.schedule.offloaded and not kept.schedule.offloaded
+        assert run.losses == kept.losses
+        assert all(torch.equal(run.grads[name], kept.grads[name]) for name in kept.grads)
+        assert "on the host from forward to backward: " in run.report
+
+
+@pytest.mark.shows("M1", "M3")
+def test_memory_is_given_back_and_the_peak_is_as_predicted(ranks: Pool) -> None:
+    """On one rank: to reduce between CPUs takes memory of its own, which no device needs."""
+    ((kept, run),) = ranks(1, both, least(ranks=1), timeout=240)
+    assert run.schedule.budget is not None and run.peak <= run.schedule.budget
+    assert run.peak == pytest.approx(run.schedule.step_bytes, rel=0.03)
+    assert run.peak < kept.peak - 300_000
+    assert run.host == 2 * run.schedule.offloaded_bytes, "two forwards waited for their backwards at once"
