@@ -13,6 +13,7 @@ from torch import nn
 import fxshard
 from tests.integrations.launched import llama, rows
 from tests.pool import Pool
+from tests.thorough import thorough
 
 pytest.importorskip("peft", reason="needs peft: pip install peft")
 
@@ -66,7 +67,7 @@ def run(folder: str, dora: bool, checkpointed: bool) -> dict[str, Any]:
 
 
 @pytest.mark.shows("I5")
-@pytest.mark.parametrize(("dora", "checkpointed"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("dora", "checkpointed"), [(False, False), thorough(True, False), (False, True)])
 def test_adapters_train_and_the_base_stays(ranks: Pool, tmp_path: Path, dora: bool, checkpointed: bool) -> None:
     from peft import PeftModel
 
