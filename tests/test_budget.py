@@ -63,7 +63,7 @@ def smallest(name: str, ranks: int, prefetch: int | None) -> int:
 @pytest.mark.shows("P4")
 @settings(max_examples=10)
 @given(
-    name=st.sampled_from(MODELS),
+    name=st.sampled_from(["llama", "tied", "mlp"]),
     ranks=st.sampled_from([2, 3, 64]),
     machine=st.sampled_from(sorted(PRESETS)),
     prefetch=st.sampled_from([None, 0, 1, 3]),

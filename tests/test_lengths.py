@@ -83,7 +83,7 @@ def trained(kind: str, **options: Any) -> tuple[float, Report, list[list[str]]]:
     return worst, model.report, [schedule.communication() for schedule in model.emitted]
 
 
-@pytest.mark.parametrize("kind", ["toy", "hugging face"])
+@pytest.mark.parametrize("kind", ["toy", thorough("hugging face")])
 @pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
 def test_batches_of_random_lengths_that_differ_between_ranks(ranks: Pool, kind: str, lowering: str) -> None:
     if kind == "hugging face":

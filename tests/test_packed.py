@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import EPS
 
 pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
@@ -54,7 +55,7 @@ def packed(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.shows("H3")
-@pytest.mark.parametrize(("attention", "windows"), [("sdpa", None), ("sdpa", True), ("eager", None)])
+@pytest.mark.parametrize(("attention", "windows"), [("sdpa", None), ("sdpa", True), thorough("eager", None)])
 def test_documents_in_a_row_train_as_documents_apart(attention: str, windows: bool | None) -> None:
     generator = torch.Generator().manual_seed(1)
     debug = fxshard.Debug(window_attention=windows)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 
 
 class Two(nn.Module):
@@ -88,7 +89,7 @@ def beside_fsdp2(zero: int) -> tuple[bool, bool]:
     return found == pytest.approx(expected, rel=1e-6), sorted(set(calls)) == sorted(set(expected_calls))
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [thorough(0), 3])
 def test_two_ranks_are_fsdp2s(ranks: Pool, zero: int) -> None:
     assert ranks(2, beside_fsdp2, zero, timeout=60) == [(True, True)] * 2
 

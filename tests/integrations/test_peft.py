@@ -15,6 +15,7 @@ import fxshard
 from fxshard.kernels.blockwise import dequantize, nf4_pairs, quantize
 from tests.integrations.launched import launched, llama, rows
 from tests.pool import Pool
+from tests.thorough import thorough
 
 pytest.importorskip("peft", reason="needs peft: pip install peft")
 
@@ -68,7 +69,7 @@ def run(folder: str, dora: bool, checkpointed: bool) -> dict[str, Any]:
 
 
 @pytest.mark.shows("I5")
-@pytest.mark.parametrize(("dora", "checkpointed"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("dora", "checkpointed"), [(False, False), thorough(True, False), (False, True)])
 def test_adapters_train_and_the_base_stays(ranks: Pool, tmp_path: Path, dora: bool, checkpointed: bool) -> None:
     from peft import PeftModel
 

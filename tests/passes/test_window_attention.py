@@ -18,6 +18,7 @@ from fxshard.passes.match_range import window_of
 from fxshard.schedule.attention_report import WindowCall
 from tests.passes.masked import INF, Rewritten, S, lower, qkv, repeat_kv
 from tests.passes.test_recognize_masks import make
+from tests.thorough import thorough
 
 WHERE = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
@@ -48,9 +49,19 @@ def rewritten_model(kind: str, *, checkpointed: bool = False, packed: bool = Fal
 
 
 @pytest.mark.shows("H3")
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    ("window", "packed", "checkpointed"),
+    [
+        (None, False, False),
+        (4, False, False),
+        (None, True, False),
+        (4, True, True),
+        thorough(None, False, True),
+        thorough(None, True, True),
+        thorough(4, False, True),
+        thorough(4, True, False),
+    ],
+)
 def test_a_model_from_transformers(window: int | None, packed: bool, checkpointed: bool) -> None:
     found = rewritten_model("mistral", checkpointed=checkpointed, packed=packed, sliding_window=window)
     if window is None and not packed:
@@ -179,7 +190,12 @@ def test_a_plan_for_a_gpu_has_no_mask_either() -> None:
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     saved = {
         (hardware, windows): fxshard.plan(
-            model, inputs, world_size=2, hardware=hardware, debug=fxshard.Debug(window_attention=windows)
+            model,
+            inputs,
+            world_size=2,
+            hardware=hardware,
+            lowering="eager",
+            debug=fxshard.Debug(window_attention=windows),
         ).saved_bytes
         for hardware, windows in (("h200", None), ("h200", False), ("cpu", None), ("cpu", True))
     }

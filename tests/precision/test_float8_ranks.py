@@ -35,7 +35,7 @@ def made(scaling: str, zero: int, gather: str = "fp8", **options: Any) -> fxshar
     return fxshard.compile(net(width=width), zero=zero, precision=precision, lowering="eager", **with_debug(options))
 
 
-def trained(model: fxshard.ShardedModule, steps: int = 3) -> Run:
+def trained(model: fxshard.ShardedModule, steps: int = 3, evaluated: bool = True) -> Run:
     losses, grads = [], {}
     for step in range(steps):
         loss = model(*this_ranks_tokens(step))
@@ -44,8 +44,9 @@ def trained(model: fxshard.ShardedModule, steps: int = 3) -> Run:
         grads = full_gradients(model)
         model.optimizer.step()
         model.optimizer.zero_grad()
-        with torch.no_grad():
-            losses.append(mean_over_ranks(model(*this_ranks_tokens(step))))
+        if evaluated:
+            with torch.no_grad():
+                losses.append(mean_over_ranks(model(*this_ranks_tokens(step))))
     return Run(losses, grads, model.full_state_dict())
 
 
@@ -65,9 +66,10 @@ class Gathered:
 
 
 def both_gathers(scaling: str, zero: int) -> Gathered:
-    off, model = trained(made(scaling, zero, "bf16")), made(scaling, zero)
+    evaluated = scaling == "tensor"
+    off, model = trained(made(scaling, zero, "bf16"), evaluated=evaluated), made(scaling, zero)
     held = model.bytes_at_rest()["param"], sum(plan.at_rest().param for plan in model._sharding.plans)
-    on = trained(model)
+    on = trained(model, evaluated=evaluated)
     quantized = {bucket.copies.quantized for bucket in model._sharding.buckets if bucket.copies is not None}
     whole = model.full_state_dict()
     same = []
@@ -106,10 +108,10 @@ def both_gathers(scaling: str, zero: int) -> Gathered:
 def test_quantizing_before_or_after_the_gather_is_the_same(ranks: Pool, scaling: str, ranks_: int, zero: int) -> None:
     for found in ranks(ranks_, both_gathers, scaling, zero):
         assert found.on.same(found.off)
-        assert len(set(found.on.losses)) == 6  # weights change in every step
+        assert len(set(found.on.losses)) == len(found.on.losses) >= 3  # weights change in every step
         assert found.same
         assert found.held[0] == found.held[1]
-        assert found.quantized == {4}  # at the start and after each step, evaluation or not
+        assert found.quantized == {4 if scaling == "tensor" else 3}  # for each step, and for the last evaluation
 
 
 def step_of(scaling: str, zero: int) -> tuple[dict[str, int], dict[str, int], list[int], list[Any]]:
@@ -159,7 +161,13 @@ def bytes_gathered(zero: int) -> list[int]:
     ):
         x = torch.zeros(2, 8, dtype=torch.int64)
         planned = fxshard.plan(
-            net(width=2), (x, x), world_size=2, zero=zero, precision=precision, debug=fxshard.Debug(keep_resident=False)
+            net(width=2),
+            (x, x),
+            world_size=2,
+            zero=zero,
+            precision=precision,
+            lowering="eager",
+            debug=fxshard.Debug(keep_resident=False),
         )
         events = [event for _, event in planned.of(Kind.UNSHARD)]
         found.append(sum(e.bytes for e in events if any(name.endswith("up.weight") for name in e.params)))

@@ -15,6 +15,7 @@ from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, Quantized, quantize
 from fxshard.kernels.mxfp8_ops import mxfp8_mm
 from tests.precision.nets import VOCAB, Net, net
 from tests.precision.scalar import swizzled_index
+from tests.thorough import thorough
 from tests.toy import batch
 
 BF16 = torch.bfloat16
@@ -116,8 +117,7 @@ def test_linears_right_behind_one_another() -> None:
         assert torch.equal(mine.grad.to(BF16), theirs.grad)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("gather", ["off", "auto"])
+@pytest.mark.parametrize(("gather", "zero"), [("off", 0), ("auto", 3), thorough("off", 3), thorough("auto", 0)])
 def test_gradients_equal_plain_autograd(zero: int, gather: str) -> None:
     precision = fxshard.MXFP8(gather=gather)
     model = fxshard.compile(net(), zero=zero, precision=precision, lowering="eager")
