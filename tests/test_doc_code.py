@@ -33,6 +33,8 @@ NOT_RUN = {
     "docs/howto/expert-groups.md": "64 GPUs",
     "docs/howto/hsdp.md": "64 GPUs",
     "docs/howto/tensor-parallel.md": "64 GPUs; examples/tensor_parallel.py is run on four processes",
+    "docs/howto/pipeline-parallel.md": "64 GPUs; examples/pipeline_parallel.py is run on four processes",
+    "docs/howto/context-parallel.md": "32 GPUs; examples/context_parallel.py is run on four processes",
     "docs/howto/multi-node.md": "GPUs",
     "docs/howto/float8.md": "a model whose linears are large enough to gain",
     "docs/howto/fabric.md": "a process of its own, as tests/integrations/test_fabric.py has",

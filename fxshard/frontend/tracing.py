@@ -102,6 +102,7 @@ def _captured(
     constants = [None] * private.constants(graph)
     decompositions = private.inductor_decompositions() if plan.options.lowering == "inductor" else None
     with private.traced(graph, inputs, decompositions) as traced:
+        private.split_coalesced(traced.graph.graph)
         note_groups(traced.graph.graph)
         yield Captured(traced.graph, (*constants, *refs), traced.outputs, traced.static_inputs, folded), traced
 

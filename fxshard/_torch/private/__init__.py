@@ -24,6 +24,7 @@ from fxshard._torch.private.collectives import fake_ranks as fake_ranks
 from fxshard._torch.private.collectives import group_ranks as group_ranks
 from fxshard._torch.private.collectives import is_synchronous as is_synchronous
 from fxshard._torch.private.collectives import is_wait as is_wait
+from fxshard._torch.private.collectives import split_coalesced as split_coalesced
 from fxshard._torch.private.dynamo import graph_break as graph_break
 from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
 from fxshard._torch.private.dynamo import module_path as module_path

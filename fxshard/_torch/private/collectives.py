@@ -33,6 +33,34 @@ def collective_name(node: fx.Node) -> str | None:
     return target._opname if named else None
 
 
+COALESCED = {
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor_coalesced": "all_gather_into_tensor",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor",
+}
+"""Functional collectives of a list of tensors: what does the same for one. The other arguments are alike."""
+
+
+def split_coalesced(graph: fx.Graph) -> None:
+    """Make one collective for each tensor of those that take several, in their order. torch 2.11, 2.13."""
+    for node in list(graph.nodes):
+        single = COALESCED.get(collective_name(node) or "")
+        if single is None:
+            continue
+        operator = getattr(torch.ops._c10d_functional, single).default
+        tensors, *rest = node.args
+        made = []
+        with graph.inserting_before(node):
+            for i, tensor in enumerate(tensors):
+                made.append(graph.call_function(operator, (tensor, *rest), node.kwargs))
+                kept = {key: value for key, value in node.meta.items() if key != "tensor_meta"}
+                made[i].meta = {**kept, "val": node.meta["val"][i]}
+        for user in list(node.users):  # each takes one of the results
+            user.replace_all_uses_with(made[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
 def is_synchronous(node: fx.Node) -> bool:
     """Whether a collective is over when its operator returns: DTensor's own all-to-all is. torch 2.11, 2.13."""
     target = _operator(node)
