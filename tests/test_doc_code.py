@@ -24,6 +24,8 @@ from torch import fx, nn
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.passes.context import PassContext
+from tests.checkpoint.test_megatron import as_megatron_has_it
+from tests.checkpoint.test_megatron import save as save_as_megatron
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -128,6 +130,7 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if page == "docs/howto/checkpoints.md":
         names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(names["model"].optimizer)
         fxshard.checkpoint.save_safetensors(names["model"], "path/to/Qwen3-0.6B")
+        save_as_megatron(Path("runs/gpt"), as_megatron_has_it(Llama(CONFIG), CONFIG.heads, CONFIG.heads))
     if page in ("docs/howto/accelerate.md", "docs/howto/trainer.md"):
         pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
         names["rows"] = [(x, y) for x, y in zip(names["x"], names["y"], strict=True)] * 4

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxshard.plan.layout import TensorSpec, aligned
-from fxshard.plan.tuning import DEALT_SHARE, MOST_PADDING
+from fxshard.plan.tuning import DEALT_SHARE, FIRST_DEALT_SHARE, MOST_PADDING
 from fxshard.plan.units import Unit
 from fxshard.plan.whole import whole_layout
 
@@ -96,7 +96,7 @@ def _deal(units: Sequence[Unit], members: Mapping[str, Member], dealt_units: int
     """Deal the matrices of so many units; those of the others stay together in the last bucket."""
     place = {name: i for i, unit in enumerate(units) for name in unit.params}
     sizes = [sum(members[n].spec.numel for n in unit.params if members[n].matrix) for unit in units]
-    least = DEALT_SHARE * sum(sizes) / max(1, sum(size > 0 for size in sizes))
+    average = sum(sizes) / max(1, sum(size > 0 for size in sizes))
     hand, seen = _Hand(members), 0
     made: list[list[str]] = []
     alone: list[Unit] = []
@@ -111,6 +111,7 @@ def _deal(units: Sequence[Unit], members: Mapping[str, Member], dealt_units: int
             hand.add(name)
         seen += 1
         ready = hand.complete() if seen <= dealt_units else []
+        least = (DEALT_SHARE if made else FIRST_DEALT_SHARE) * average
         if sum(members[name].spec.numel for name in ready) >= max(1, least):
             made.append(hand.take(ready))
     rest = hand.take(hand.rest())

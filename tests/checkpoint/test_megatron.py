@@ -23,7 +23,7 @@ from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.checkpoint import load_megatron
 from tests.pool import Pool
 
-HEADS, GROUPS, WIDTH, LAYERS, PADDED = 6, 2, 4, 3, 128
+HEADS, GROUPS, WIDTH, LAYERS, PADDING = 6, 2, 4, 3, 28
 CONFIG = LlamaConfig(vocab=100, dim=HEADS * WIDTH, layers=LAYERS, heads=HEADS, kv_heads=GROUPS, hidden=40)
 QKV, FC1 = "decoder.layers.self_attention.linear_qkv", "decoder.layers.mlp.linear_fc1"
 NAMES: dict[str, str | tuple[str, str]] = {
@@ -50,18 +50,20 @@ def plain(seed: int) -> Llama:
     return model
 
 
-def as_megatron_has_it(model: Llama) -> dict[str, torch.Tensor]:
+def as_megatron_has_it(model: Llama, heads: int = HEADS, groups: int = GROUPS) -> dict[str, torch.Tensor]:
     """Head by head, layer by layer."""
     own = model.state_dict()
+    dim = own["norm.weight"].numel()
+    width = dim // heads
     rows: dict[str, list[torch.Tensor]] = {}
-    for i in range(LAYERS):
+    for i in range(len(model.layers)):
         q, k, v = (own[f"layers.{i}.attention.{name}.weight"] for name in "qkv")
         fused = []
-        for group in range(GROUPS):
-            for head in range(group * HEADS // GROUPS, (group + 1) * HEADS // GROUPS):
-                fused.append(q[head * WIDTH : (head + 1) * WIDTH])
-            fused.append(k[group * WIDTH : (group + 1) * WIDTH])
-            fused.append(v[group * WIDTH : (group + 1) * WIDTH])
+        for group in range(groups):
+            for head in range(group * heads // groups, (group + 1) * heads // groups):
+                fused.append(q[head * width : (head + 1) * width])
+            fused.append(k[group * width : (group + 1) * width])
+            fused.append(v[group * width : (group + 1) * width])
         mlp = [own[f"layers.{i}.mlp.{name}.weight"] for name in ("gate", "up")]
         for key, value in {
             f"{QKV}.weight": torch.cat(fused),
@@ -72,7 +74,7 @@ def as_megatron_has_it(model: Llama) -> dict[str, torch.Tensor]:
             "decoder.layers.mlp.linear_fc2.weight": own[f"layers.{i}.mlp.down.weight"],
         }.items():
             rows.setdefault(key, []).append(value)
-    padding = torch.zeros(PADDED - 100, CONFIG.dim)
+    padding = torch.zeros(PADDING, dim)
     return {
         **{key: torch.stack(of_layers) for key, of_layers in rows.items()},
         "embedding.word_embeddings.weight": torch.cat([own["embed.weight"], padding]),
