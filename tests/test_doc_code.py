@@ -39,6 +39,7 @@ NOT_RUN = {
     "docs/howto/context-parallel.md": "32 GPUs; examples/context_parallel.py is run on four processes",
     "docs/howto/multi-node.md": "GPUs",
     "docs/howto/float8.md": "a model whose linears are large enough to gain",
+    "docs/howto/torchtitan.md": "torchtitan, which needs Triton",
     "docs/howto/fabric.md": "a process of its own, as tests/integrations/test_fabric.py has",
 }
 """Pages whose code needs what is not here, and what that is. What it calls is looked up all the same."""

@@ -24,11 +24,11 @@ class Unit:
 def find_units(model: nn.Module, patterns: UnitPatterns | None = None) -> tuple[Unit, ...]:
     """Split the parameters of ``model`` into units, in the order in which forward is expected to use them.
 
-    Without ``patterns`` every block of a repeated ``ModuleList`` or ``Sequential`` is a unit. With them, every module
-    whose name matches a pattern is one (a sequence of patterns puts all its matches into one unit). A unit may lie
-    within another: a parameter belongs to the innermost, and the outer one has what its inner ones leave. The rest is
-    grouped by registration order: what stands between two blocks belongs together. A shared parameter belongs to the
-    unit that names it first, so a tied embedding is stored, gathered and updated once.
+    Without ``patterns`` every block of a repeated ``ModuleList``, ``Sequential`` or numbered ``ModuleDict`` is a unit.
+    With them, every module whose name matches a pattern is one (a sequence of patterns puts all its matches into one
+    unit). A unit may lie within another: a parameter belongs to the innermost, and the outer one has what its inner
+    ones leave. The rest is grouped by registration order: what stands between two blocks belongs together. A shared
+    parameter belongs to the unit that names it first, so a tied embedding is stored, gathered and updated once.
     """
     roots = _matched_modules(model, patterns) if patterns is not None else _repeated_blocks(model)
     owner_of = {module: unit for unit, modules in roots.items() for module in modules}
@@ -53,12 +53,17 @@ def _repeated_blocks(model: nn.Module) -> dict[str, list[str]]:
     for name, module in model.named_modules():
         if any(name == block or name.startswith(f"{block}.") for block in found):
             continue
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) and not _is_numbered(module):
             continue
         blocks = [(child, block) for child, block in module.named_children() if _has_parameters(block)]
         if len(blocks) > 1 and len({type(block) for _, block in blocks}) == 1:
             found += [f"{name}.{child}" if name else child for child, _ in blocks]
     return {name: [name] for name in found}
+
+
+def _is_numbered(module: nn.Module) -> bool:
+    """A dictionary whose keys are numbers, from which pipeline stages take some: torchtitan keeps layers so."""
+    return isinstance(module, nn.ModuleDict) and all(key.isdecimal() for key in module)
 
 
 def _matched_modules(model: nn.Module, patterns: UnitPatterns) -> dict[str, list[str]]:

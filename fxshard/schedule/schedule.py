@@ -204,7 +204,7 @@ class Schedule:
 
         ``about``: what the page shall say on top, such as the model and its batch.
         """
-        from fxshard.plan.hardware import known
+        from fxshard.plan.hardware import hardware as known
         from fxshard.schedule.html import to_html
 
         return _written(to_html(self, self.simulate(hardware), known(hardware), about), path)

@@ -67,7 +67,8 @@ def test_data_is_the_schedule() -> None:
 
 
 def test_the_page_names_model_batch_and_machine_with_its_memory() -> None:
-    schedule, machine = drawn(layers=5), hardware("h200")
+    schedule = drawn(layers=5)
+    machine = hardware("h200")
     text = to_html(schedule, timed(schedule), machine, "llama-70b · 5 layers (--layers) · inputs of 1 × 4096")  # type: ignore[arg-type]
     data = data_of(text)
     assert (
@@ -75,6 +76,7 @@ def test_the_page_names_model_batch_and_machine_with_its_memory() -> None:
     )
     assert data["capacity"] == machine.memory_bytes
     assert "<title>llama-70b · 5 layers" in text
+    assert "simulated on h100" in data_of(schedule.to_html(hardware="h100", about="mine"))["about"]
     nothing = data_of(page(schedule))
     assert nothing["about"] == "" and nothing["capacity"] is None
 

@@ -38,6 +38,25 @@ def launched() -> Iterator[None]:
             GradientState._reset_state()
 
 
+def with_fsdp2(trainer: type) -> type:
+    """A ``Trainer`` that uses Accelerate's FSDP2 on a CPU as well.
+
+    Accelerate takes ``fsdp=True`` on accelerators only, and trains with DDP on CPUs without a word.
+    """
+
+    class WithFSDP2(trainer):  # type: ignore[misc, valid-type]
+        def create_accelerator_and_postprocess(self) -> None:
+            from accelerate import DistributedType, FullyShardedDataParallelPlugin
+
+            super().create_accelerator_and_postprocess()
+            state: Any = self.accelerator.state
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+    return WithFSDP2
+
+
 def llama(**config: Any) -> nn.Module:
     """A small random Llama, the same in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM

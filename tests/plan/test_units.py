@@ -158,3 +158,11 @@ def test_a_unit_within_a_unit_has_its_parameters() -> None:
 def test_names_that_only_begin_alike_do_not_overlap() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
     assert names(find_units(model, ["a", "ab"])) == ["a", "ab"]
+
+
+def test_a_numbered_dictionary_is_a_list_of_blocks() -> None:
+    """As torchtitan keeps its layers; one with names of another kind is no repetition."""
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(3)})
+    model.heads = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("policy", "value")})
+    assert [unit.name for unit in find_units(model)] == ["layers.0", "layers.1", "layers.2", "heads.policy+heads.value"]
