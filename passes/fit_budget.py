@@ -69,11 +69,11 @@ class Split:
         """The same with more and more of what is saved on the host. ``outputs``: forward's results that are not saved.
 
         Where everything is saved, kind after kind; where backward computes things again already, as much as forward
-        hides and as much as there is. Where sizes are open, nothing: places on the host have a size.
+        hides and as much as there is. Not values whose sizes are open: places on the host have a size.
         """
         asked, graphs = self.context.options.activations, self.graphs
         own_memory = self.machine.host_bandwidth > 0 and not self.context.options.cuda_graphs
-        if asked == "recompute" or not (own_memory or asked == "offload") or self.symbolic or len(graphs) < 2:
+        if asked == "recompute" or not (own_memory or asked == "offload") or len(graphs) < 2:
             return
         kinds = saved_kinds(graphs, outputs, self.machine)
         computed = [event for _, event in self.draft.stretches[Phase.FORWARD]]

@@ -30,6 +30,7 @@ from fxshard.schedule.activations import ON_HOST, owned_bytes
 from fxshard.schedule.aliases import is_view, readers
 from fxshard.schedule.constants import is_constant
 from fxshard.schedule.events import META, OPS, STREAM, Event, Kind, Phase, event_of
+from fxshard.schedule.graph_summary import unpacks
 from fxshard.schedule.offloads import Offloaded
 
 SMALL = 0.01
@@ -146,7 +147,7 @@ def _come_back(trips: Sequence[_Trip], slots: Sequence[SlotRange], come: _Places
 
 @dataclass(frozen=True)
 class _Trip:
-    """A value, and the nodes before which its events stand."""
+    """A value, and the events next to which its own stand."""
 
     name: str
     views: Views
@@ -164,6 +165,8 @@ class _Trip:
 
     def insert(self, kind: Kind, before: fx.Node, arg: fx.Node, number: int, slot: SlotRange | None = None) -> fx.Node:
         leaves = kind in (Kind.OFFLOAD, Kind.RELEASE)
+        if STREAM[kind] == "compute":  # compute stops there: not before a collective is started
+            before = _behind(before)
         value = self.value.meta["val"]
         with before.graph.inserting_before(before):
             node = before.graph.call_function(OPS[kind], (arg,))
@@ -187,7 +190,7 @@ class _Trip:
 
 
 class _Places:
-    """A graph's nodes in order, and those before which copies may stand."""
+    """A graph's nodes in order, and the events next to which copies may stand."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes = list(graph.nodes)
@@ -210,6 +213,13 @@ class _Places:
     def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Each once, in order."""
         return sorted({*nodes}, key=self.order.__getitem__)
+
+
+def _behind(event: fx.Node) -> fx.Node:
+    """The first node after an event that is neither an event nor the unpacking of one; any other node as it is."""
+    while event_of(event) is not None or unpacks(event):
+        event = event.next
+    return event
 
 
 def _trips(name: str, values: Sequence[Views], leave: _Places, come: _Places) -> list[_Trip]:

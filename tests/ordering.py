@@ -15,7 +15,7 @@ from unittest import mock
 import fxshard
 from fxshard.runtime.streams import Collective, CpuStreams, Token
 from fxshard.schedule.dependencies import MARKS, needed_before
-from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.events import OF_HOST, Event, Kind, Phase
 
 Events = frozenset[tuple[int, int]]
 """Events by (step, position)."""
@@ -39,7 +39,7 @@ class KnowingStreams(CpuStreams):
     """Streams that know what is over when their next operation starts."""
 
     def __init__(self) -> None:
-        self.over: dict[str, Events] = dict.fromkeys(("compute", "gather", "reduce", "replicas"), frozenset())
+        self.over: dict[str, Events] = dict.fromkeys(("compute", "gather", "reduce", "replicas", "host"), frozenset())
         self.current = "compute"
         self.event: tuple[int, int] | None = None
         """The event that is being carried out."""
@@ -92,6 +92,8 @@ class Observed:
             (gradients, "finish", Kind.FINISH),
         ):
             setattr(owner, name, self._wrapped(getattr(owner, name), kind))
+        for name in ("offload", "release", "reload", "restore"):
+            setattr(self._engine.offloads, name, self._copying(getattr(self._engine.offloads, name), Kind(name)))
         self._engine._scales.refresh = self._scaling(self._engine._scales.refresh)  # type: ignore[method-assign]
         self._engine.begin = self._around(self._engine.begin)  # type: ignore[method-assign]
         self._engine.end = self._ending(self._engine.end)  # type: ignore[method-assign]
@@ -116,6 +118,10 @@ class Observed:
             over = {at for step, at in self.streams.starts[self._step, i] if step == self._step}
             if said[i] - over:
                 found.append(f"{where} does not wait for {sorted(said[i] - over)}")
+            if (
+                event.kind in OF_HOST
+            ):  # a copy comes after all that compute was given, marks included, which take no time
+                over = {at for at in over if at in said[i] or schedule.events[at].kind not in MARKS}
             if over - said[i]:
                 found.append(f"{where} waits for {sorted(over - said[i])}, which the schedule does not say")
         return found
@@ -137,6 +143,11 @@ class Observed:
                 self.streams.event = None
 
         return carried_out
+
+    def _copying(self, act: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
+        """Copies to the host and back are about no bucket: the next one of its kind is meant."""
+        copied = self._wrapped(lambda _, *args: act(*args), kind)
+        return lambda *args: copied(-1, *args)
 
     def _carry_out(self, kind: Kind, index: int, act: Callable[[], Any]) -> Any:
         phase = self._engine.frame.phase if kind not in (Kind.UPDATE, Kind.EXCHANGE) else Phase.OPTIMIZER

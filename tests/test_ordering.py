@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard.schedule.events import OF_MODEL, Kind
+from tests.inspect.real import SCHEDULES
 from tests.ordering import observed
 from tests.pool import Pool
 from tests.precision.nets import net, this_ranks_tokens
@@ -130,10 +131,26 @@ def replicated() -> dict[str, list[str]]:
     }
 
 
+def offloading() -> dict[str, list[str]]:
+    """With the smallest budget for which nothing is computed again."""
+    options: dict[str, Any] = {"activations": "offload", "memory_budget": 1}
+    try:
+        differences(options)
+    except fxshard.BudgetError as error:
+        options["memory_budget"] = error.smallest
+    return {"offload": differences(options)}
+
+
 @pytest.mark.shows("A5")
 @pytest.mark.parametrize(
     "n, run",
-    [(2, stacks), (2, quantized), (4, replicated), pytest.param(2, more_stacks, marks=pytest.mark.thorough)],
+    [
+        (2, stacks),
+        (2, quantized),
+        (2, offloading),
+        (4, replicated),
+        pytest.param(2, more_stacks, marks=pytest.mark.thorough),
+    ],
 )
 def test_waits_are_the_dependencies(ranks: Pool, n: int, run: Callable[[], dict[str, list[str]]]) -> None:
     for rank, found in enumerate(ranks(n, run)):
@@ -145,7 +162,7 @@ def test_every_kind_of_event_is_among_them() -> None:
     replicas = fxshard.plan(Stack(), batch(0, 0), world_size=4, shard_size=2, lowering="eager", optimizer=ADAMW)
     precision = fxshard.Float8(smallest=0)
     float8 = fxshard.plan(wide(), wide_batch(0, 0), world_size=2, lowering="eager", precision=precision)
-    schedules = (by_rows, replicas, by_rows.accumulating(), float8)
+    schedules = (by_rows, replicas, by_rows.accumulating(), float8, SCHEDULES["activations on the host"]())
     kinds = {event.kind for schedule in schedules for event in schedule.events}
     assert kinds == set(Kind) - {*OF_MODEL}  # what these wait for is up to torch's operators
 

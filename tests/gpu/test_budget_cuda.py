@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def tokens(step: int) -> torch.Tensor:
     return torch.randint(0, SIZE.vocab, (4, 1024), generator=torch.Generator().manual_seed(step)).cuda()
 
 
-def run(budget: int | None) -> tuple[fxshard.Schedule, list[float], int]:
+def run(budget: int | None, **options: Any) -> tuple[fxshard.Schedule, list[float], int]:
     """The schedule, losses, and what was allocated at the peak of a step, beyond what was there before."""
     gc.collect()
     torch.cuda.synchronize()
@@ -28,7 +29,7 @@ def run(budget: int | None) -> tuple[fxshard.Schedule, list[float], int]:
     torch.manual_seed(0)
     with torch.device("cuda"):
         plain = Llama(SIZE)
-    model = fxshard.compile(plain, precision=BF16, optimizer=fxshard.AdamW(lr=1e-4), memory_budget=budget)
+    model = fxshard.compile(plain, precision=BF16, optimizer=fxshard.AdamW(lr=1e-4), memory_budget=budget, **options)
     del plain
     losses = []
     for step in range(STEPS):
