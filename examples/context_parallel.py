@@ -13,34 +13,33 @@ from torch.distributed.device_mesh import init_device_mesh
 import fxshard
 from fxshard.integrations.context_parallel import ContextParallel
 
-mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]) // 2, 2), mesh_dim_names=("dp", "cp"))
-context = ContextParallel(mesh["cp"])
-
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, context: ContextParallel) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.qkv, self.out, self.context = nn.Linear(32, 96), nn.Linear(32, 32), context
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(2, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return x + self.out(context.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.out(self.context.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, context: ContextParallel) -> None:
         super().__init__()
         self.embed, self.place, self.head = nn.Embedding(64, 32), nn.Embedding(64, 32), nn.Linear(32, 64)
-        self.layers = nn.Sequential(Layer(), Layer())
+        self.layers = nn.Sequential(Layer(context), Layer(context))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.layers(self.embed(tokens) + self.place(positions))
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]) // 2, 2), mesh_dim_names=("dp", "cp"))
+context = ContextParallel(mesh["cp"])
 every = mesh._flatten("dp_cp")  # parameters are sharded over all ranks
 adamw, lowering = fxshard.AdamW(lr=1e-2), (*sys.argv, "inductor")[1]
-model = fxshard.compile(Model(), mesh=every, zero=3, optimizer=adamw, lowering=lowering)
+model = fxshard.compile(Model(context), mesh=every, zero=3, optimizer=adamw, lowering=lowering)
 torch.manual_seed(mesh.get_local_rank("dp"))  # ranks that share sequences draw the same
 for _ in range(3):
     text = torch.randint(64, (2, 65))

@@ -3,7 +3,8 @@
 Requires the events of forward and backward, gathers in the order of a fixed depth. Removes the ``reshard`` of a kept
 bucket in forward and its ``unshard`` in backward. What forward uses last backward uses first, so buckets are tried from
 the end of forward: each one kept saves a gather and holds its memory for the shortest time of those that are left.
-Without a budget only what fits into the arena that the step needs anyway is kept; with one, as much as it allows.
+Without a budget what forward uses last is kept, as FSDP2 does, and besides it only what fits into the arena that the
+step needs anyway; with one, as much as it allows.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ def keep_resident(
         allowed = max(allowed, arena_budget)
     twice = forward.places(Kind.RESHARD).keys() & {gather.bucket for gather in backward.gathers}
     kept: set[int] = set()
-    for index in reversed(forward.places(Kind.WAIT)):
+    from_the_end = [index for index in reversed(forward.places(Kind.WAIT)) if not context.buckets[index].resident]
+    for index in from_the_end:
         bucket = context.buckets[index]
         # Where forward and backward need different quantized copies there is nothing to keep.
         if index not in twice or (bucket.gather is Gather.DIRECT and bucket.all_copies.number > 1):
             continue
         shorter = timeline.keeping(index)
-        if plan_memory(shorter, context.buckets).bytes > allowed:
+        needed = plan_memory(shorter, context.buckets).bytes
+        if arena_budget is None and index == from_the_end[0]:
+            allowed = max(allowed, needed)
+        if needed > allowed:
             break
         timeline = shorter
         kept.add(index)

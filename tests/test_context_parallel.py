@@ -105,7 +105,6 @@ def reference(replicas: int, causal: bool) -> tuple[list[float], dict[str, torch
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.shows("T1")
 @pytest.mark.parametrize(
     ("ranks_", "parts", "zero", "causal"), [(2, 2, 3, True), (4, 2, 3, True), (4, 4, 1, True), (2, 2, 2, False)]
 )

@@ -83,7 +83,6 @@ def compare(found: list[dict[str, Any]], replicas: int, stages: int = 2) -> None
     assert seen == set(wanted["grads"][0]) and len(found[0]["grads"]) == STEPS
 
 
-@pytest.mark.shows("T1")
 @pytest.mark.parametrize("stage", ["once", "each"])
 @pytest.mark.parametrize("kind", ["GPipe", "1F1B"])
 def test_two_stages_train_as_one_process_does(kind: str, stage: str, ranks: Pool) -> None:
@@ -91,7 +90,6 @@ def test_two_stages_train_as_one_process_does(kind: str, stage: str, ranks: Pool
     compare(ranks(2, ours, kind, stage), 1)
 
 
-@pytest.mark.shows("T1")
 @pytest.mark.parametrize(("stage", "zero"), [("once", 3), ("once", 1), ("each", 3), ("each", 2)])
 def test_two_stages_of_two_replicas(stage: str, zero: int, ranks: Pool) -> None:
     """As plain PyTorch on the global batch; reduced once, bit by bit as FSDP2 in the same pipeline."""
