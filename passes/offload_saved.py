@@ -88,7 +88,7 @@ def saved_kinds(graphs: Graphs, outputs: int, machine: Hardware) -> list[SavedKi
 
 def offload_saved(graphs: Graphs, chosen: Sequence[SavedKind]) -> dict[Phase, fx.GraphModule]:
     """Copies of the graphs of a step, with the values of some kinds offloaded."""
-    copies = {phase: _copy(module) for phase, module in graphs.items()}
+    copies = {phase: private.copied(module) for phase, module in graphs.items()}
     forward, backward = copies[Phase.FORWARD].graph, copies[Phase.BACKWARD].graph
     named = {node.name: node for node in forward.nodes}
     inputs = backward.find_nodes(op="placeholder")
@@ -283,16 +283,8 @@ def _made_by(node: fx.Node) -> fx.Node:
 
 
 def _follow(view: fx.Node, source: fx.Node) -> None:
-    """Move views to right behind what they are made of."""
+    """Move views to right after what they are made of."""
     if view is not source:
         before = view.all_input_nodes[0]
         _follow(before, source)
         before.append(view)
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return private.graph_module(module, graph)

@@ -92,7 +92,7 @@ class MegatronSlice:
     layer: int | None
     """Which layer of a tensor that holds all of them."""
     runs: tuple[tuple[int, int], ...]
-    """Stored rows, first and behind the last, in the order of the parameter's rows."""
+    """Stored rows, the first and the one after the last, in the order of the parameter's rows."""
     columns: tuple[int, ...]
     """What a row has."""
 

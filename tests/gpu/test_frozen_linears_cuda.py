@@ -9,7 +9,7 @@ import fxshard
 from fxshard.kernels.blockwise import quantize
 from tests.precision.test_frozen_linears import batch, net
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("format", ["int8", "nf4"])

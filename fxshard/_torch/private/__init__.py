@@ -120,6 +120,15 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with nodes of its own; what it refers to is shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return graph_module(module, graph)
+
+
 def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
     """The torch operator that a node calls, if it calls one. torch 2.11, 2.13."""
     return node.target if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) else None

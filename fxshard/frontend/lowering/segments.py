@@ -41,7 +41,7 @@ class SegmentCompiler:
     def _lower(self, segment: fx.GraphModule) -> BoxedCallable:
         if self.lowering == "eager" or not _worth_compiling(segment):
             return interpreted(segment)
-        segment = _copy(segment)  # a compiler writes to it, and several layers may share it
+        segment = private.copied(segment)  # a compiler writes to it, and several layers may share it
         return private.inductor_compile(segment, example_inputs(segment))
 
 
@@ -74,14 +74,6 @@ def _key(segment: fx.GraphModule) -> Key:
     # What a compiler assumed about symbolic sizes is noted where they were traced, and holds only there.
     values = [node.meta.get("val") for node in segment.graph.find_nodes(op="placeholder")]
     return structure(segment), next((env for env in map(private.shape_environment, values) if env is not None), None)
-
-
-def _copy(segment: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in segment.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return private.graph_module(segment, graph)
 
 
 def structure(segment: fx.GraphModule) -> str:

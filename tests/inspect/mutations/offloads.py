@@ -44,7 +44,7 @@ def _event(kind: Kind, phase: Phase, number: int) -> Event:
 
 
 def _after(schedule: Schedule, phase: Phase, nodes: int) -> int:
-    """The position behind so many nodes of a phase, and behind copies that stand there already."""
+    """The position after so many nodes of a phase, and after copies that stand there already."""
     stretches = [i for i, _ in schedule.of(Kind.COMPUTE, phase=phase)]
     at = stretches[nodes - 1] + 1 if nodes else next(i for i, e in enumerate(schedule.events) if e.phase is phase)
     while schedule.events[at].number >= 0:
@@ -114,7 +114,7 @@ def comes_back_before_it_is_out() -> Broken:
 
 
 def read_before_it_is_back() -> Broken:
-    """The restore stands behind the layer that reads."""
+    """The restore stands after the layer that reads."""
 
     def behind_the_read(schedule: Schedule) -> int:
         return [i for i, _ in schedule.of(Kind.COMPUTE, phase=BACKWARD)][6]
