@@ -12,7 +12,8 @@ from torch import fx
 
 from fxshard.passes.decide import Decisions
 from fxshard.passes.timeline import START, Gather
-from fxshard.schedule.events import META, Phase, event_of, events
+from fxshard.schedule.events import META, Phase, events
+from fxshard.schedule.graph_summary import unpacks
 
 
 def apply_decisions(modules: Mapping[Phase, fx.GraphModule], decisions: Decisions) -> None:
@@ -40,12 +41,8 @@ def _put_after(launch: fx.Node, anchor: fx.Node | None) -> None:
         if launch is not first:
             first.prepend(launch)
         return
-    while anchor.next is not launch and _unpacks(anchor.next):
+    while anchor.next is not launch and unpacks(anchor.next):
         anchor = anchor.next
     if anchor.next is not launch:
         anchor.append(launch)
 
-
-def _unpacks(node: fx.Node) -> bool:
-    source = node.args[0] if node.args else None
-    return isinstance(source, fx.Node) and event_of(source) is not None

@@ -29,7 +29,7 @@ def quantize(weight: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Ten
     blocks = weight.detach().float().reshape(rows, columns // BLOCK, BLOCK)
     largest = blocks.abs().amax(-1)
     if format == "int8":
-        scales = largest / 127
+        scales = largest / torch.full_like(largest, 127)  # CUDA multiplies by the reciprocal of a number
         codes = (blocks / _divisor(scales)).round_().clamp_(-127, 127).to(torch.int8)
         return codes.view(rows, columns), scales
     between = [(low + high) / 2 for low, high in pairwise(NORMAL_FLOATS)]

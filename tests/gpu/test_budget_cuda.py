@@ -58,7 +58,7 @@ def test_budgets_are_kept_and_predicted() -> None:
     least = int(caught.value.smallest * 1.01)
     for budget in (least, (least + schedule.peak_bytes) // 2):
         under, again, measured = run(budget)
-        assert under.recomputed
+        assert under.recomputed or under.offloaded
         assert measured <= budget
         assert measured == pytest.approx(under.step_bytes, rel=0.03)
         assert again == pytest.approx(losses, rel=1e-3)  # Inductor rounds less between nodes that it fuses

@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,3 +77,19 @@ def test_a_gather_keeps_the_place_of_a_release_that_is_removed() -> None:
     apply_decisions(modules, Decisions(timeline, frozenset({LAYERS - 2}), MemoryPlan({}, 0)))
     [gather] = [node for node, event in events(modules[Phase.FORWARD].graph) if event == last.event]
     assert gather.prev is computed
+
+
+def test_a_gather_starts_before_what_computes_with_the_result_of_an_event() -> None:
+    """Between an event and its first reader: further down it would end a stretch of compute, and cut a fusion."""
+    modules = inserted(frame())
+    forward, backward = Timeline.of(modules).phases
+    wait = forward.others[forward.places(Kind.WAIT)[LAYERS - 2]]
+    *earlier, last = forward.gathers
+    forward = replace(forward, gathers=(*earlier, replace(last, after=wait.node)))
+    graph = modules[Phase.FORWARD].graph
+    [event] = [node for node, event in events(graph) if event == wait.event]
+    with graph.inserting_after(event):
+        reader = graph.call_function(torch.ops.aten.neg.default, (event,))
+    apply_decisions(modules, Decisions(Timeline((forward, backward)), frozenset(), MemoryPlan({}, 0)))
+    [gather] = [node for node, event in events(graph) if event == last.event]
+    assert (gather.prev, gather.next) == (event, reader)
