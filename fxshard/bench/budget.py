@@ -109,7 +109,8 @@ def extremes(workload: Workload, precision: fxshard.Precision | None, device: to
     try:
         fxshard.plan(model, inputs, memory_budget=1, **options)
     except fxshard.BudgetError as error:
-        return error.smallest, fxshard.plan(model, inputs, **options).peak_bytes
+        # A thousandth more: attention on a device saves a few bytes that a plan without one does not know.
+        return error.smallest + error.smallest // 1000, fxshard.plan(model, inputs, **options).peak_bytes
     raise AssertionError("a byte is enough for a model")
 
 
