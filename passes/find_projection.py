@@ -24,7 +24,7 @@ MOVES = ("transpose", "reshape", "contiguous", "cast", "index", "cat", "stack", 
 """What is linear in all its operands."""
 ALSO = (
     *(operator.neg, torch.neg, "neg", operator.sub, torch.sub, "sub", "clone", torch.clone, "expand", "expand_as"),
-    *("unsqueeze", torch.unsqueeze, "squeeze", torch.squeeze, "permute", torch.permute, "roll", torch.roll),
+    *("unsqueeze", torch.unsqueeze, "squeeze", torch.squeeze, "permute", torch.permute),
     *(torch.view_as_real, torch.view_as_complex),
 )
 
@@ -88,7 +88,8 @@ def _terms(node: fx.Node) -> list[fx.Node]:
         raise NotLinear(f"they come from {node.name}, which is no projection")
     what = call(node)
     scaled = what == "mul" or (what == "div" and operands == [node.args[0]])
-    if not (what in MOVES or node.target in ALSO or (scaled and len(operands) == 1)):
+    picked = what == "index" and sum(value(each) is not None for each in node.all_input_nodes) > 1  # any heads
+    if picked or not (what in MOVES or node.target in ALSO or (scaled and len(operands) == 1)):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
         raise NotLinear(
             f"{name} at {place(node)} lies between them and their linear layer, and does more than move, rotate, scale"

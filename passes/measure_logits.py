@@ -77,7 +77,10 @@ class _Tally:
         start.meta["example_value"] = self._example
         last = self._through(self._module, start)
         if len(self._context.heads) != len(self._found):
-            raise CaptureError("qk_clip: a checkpointed region with attention runs twice, which cannot be measured")
+            raise CaptureError(
+                "qk_clip: attention in a branch or a loop of the graph, or in a checkpointed region that runs twice, "
+                "is not measured: leave out qk_clip for this model"
+            )
         end = graph.output_node()
         end.args = ((*end.args[0], last),)  # type: ignore[misc]
 
