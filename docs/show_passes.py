@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import fxshard
 from fxshard._torch import private
-from fxshard.frontend.tracing import outputs_without_values
+from fxshard.frontend.tracing import outputs_without_values, tie_parameters
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.choose import add_implementation
 from fxshard.kernels.op import grouped_swiglu
@@ -34,6 +34,7 @@ from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.measure_logits import measure_logits
 from fxshard.passes.offload_saved import offload_saved, saved_kinds
 from fxshard.passes.options import Options
 from fxshard.passes.order_collectives import order_collectives
@@ -203,6 +204,7 @@ def captured(
     def capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         placeholders = graph.graph.find_nodes(op="placeholder")
         found.update(dynamo=graph, refs=[refs.get(id(private.graph_input_example(node))) for node in placeholders])
+        tie_parameters(graph, found["refs"])
         results = outputs_without_values(graph)
         with private.traced(graph, inputs, private.inductor_decompositions()) as traced:
             partition(traced.graph, traced.outputs or 0, traced.static_inputs)
@@ -371,6 +373,8 @@ def masks() -> None:
     show("attention, as Dynamo captured it", model.dynamo)
     show("attention, recognize_masks", recognize_masks(model.dynamo, model.context))
     print(model.context.attention)
+    model.context.measures_logits = True
+    show("attention, measure_logits", measure_logits(model.dynamo, model.context))
 
 
 class Head(nn.Module):

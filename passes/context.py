@@ -8,6 +8,7 @@ from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.options import Options
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
+from fxshard.plan.head_rows import AttentionHeads
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
 from fxshard.schedule.loss_report import LossReport
@@ -35,6 +36,10 @@ class PassContext:
     """What the passes before autograd made of attention masks."""
     loss: LossReport = field(default_factory=LossReport)
     """What the passes before autograd made of losses."""
+    measures_logits: bool = False
+    """Whether the optimizer clips the logits of attention, and has to know their largest."""
+    heads: list[AttentionHeads] = field(default_factory=list)
+    """Whose largest logits the captured graph returns behind its own results, in order."""
     ends_early: bool = False
     """Whether Dynamo ended the captured graph before the model did, so that the model's own code reads its results."""
     planned_experts: str | None = None

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxshard._torch import private
@@ -178,7 +179,32 @@ def fit_budget(splits: Iterator[Split], budget: int) -> Fit:
         return best
     assert smallest is not None
     seconds = smallest.simulated(smallest.decide(smallest.least)).step_seconds
-    raise BudgetError(budget, smallest.taken + smallest.least, seconds)
+    raise BudgetError(budget, smallest.taken + smallest.least, seconds, _with_other_state(smallest))
+
+
+def _with_other_state(split: Split) -> dict[str, int]:
+    """What a split would need with optimizer state in 8 bits or on the host, where that is less, by what to write.
+
+    Layouts, and so arena and activations, are the same however state is kept.
+    """
+    buckets = split.context.buckets
+    trained = [bucket for bucket in buckets if bucket.trainable]
+    if not trained or any(bucket.master_dtype != torch.float32 for bucket in trained):
+        return {}
+    muon, rows = (any(getattr(bucket, field) for bucket in trained) for field in ("matrices", "row_moments"))
+    name = "NorMuon" if rows else "Muon" if muon else "AdamW"
+    choices = [("8bit", trained[0].offload)]
+    if split.machine.host_bandwidth > 0:
+        choices.append((trained[0].state, "host"))
+    found: dict[str, int] = {}
+    for state, offload in choices:
+        others = [replace(bucket, state=state, offload=offload) if bucket.trainable else bucket for bucket in buckets]
+        freed = resident_bytes(buckets) - resident_bytes(others)
+        if freed > 0:
+            said = [f'{key}="{value}"' for key, value in (("state", state), ("offload", offload))]
+            said = [each for each in said if each not in ('state="fp32"', 'offload="none"')]
+            found[f"fxshard.{name}({', '.join(said)})"] = split.taken + split.least - freed
+    return found
 
 
 @dataclass(frozen=True)

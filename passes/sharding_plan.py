@@ -32,6 +32,8 @@ class ShardingPlan:
     """Whether one of fxshard's optimizers updates the model."""
     one_graph: bool = False
     """Whether the whole model is one graph, so that an optimizer step may start the next forward's gathers."""
+    measures_logits: bool = False
+    """Whether the optimizer clips the logits of attention."""
     planned_experts: str | None = None
     """The option ``experts`` that a run will have, if this is only planned."""
 
@@ -45,6 +47,7 @@ class ShardingPlan:
             ranks=self.ranks,
             hardware=self.hardware,
             profile=self.profile,
+            measures_logits=self.measures_logits,
             planned_experts=self.planned_experts,
             observer=observer,
         )

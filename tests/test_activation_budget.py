@@ -60,6 +60,35 @@ def tightest() -> Schedule:
     return planned(small(), memory_budget=refused().smallest)
 
 
+@pytest.mark.shows("M2")
+@pytest.mark.parametrize(
+    ("optimizer", "others"),
+    [
+        (fxshard.AdamW(), ['fxshard.AdamW(state="8bit")', 'fxshard.AdamW(offload="host")']),
+        (fxshard.Muon(), ['fxshard.Muon(state="8bit")', 'fxshard.Muon(offload="host")']),
+        (fxshard.AdamW(state="8bit"), ['fxshard.AdamW(state="8bit", offload="host")']),
+        (fxshard.AdamW(offload="host"), []),
+    ],
+    ids=["AdamW", "Muon", "8bit", "host"],
+)
+def test_an_error_says_what_other_optimizer_state_would_do(optimizer: Any, others: list[str]) -> None:
+    """As a plan with what it says to write gives it."""
+    torch.manual_seed(0)
+    model = Llama(vocab=VOCAB, dim=64, layers=1, heads=4, hidden=128)
+    error = too_small(model, optimizer=optimizer, hardware="h200")
+    assert list(error.with_state) == others
+    for choice, least in error.with_state.items():
+        assert least < error.smallest and f"with optimizer={choice} {least} bytes" in str(error)
+        assert too_small(model, optimizer=eval(choice), hardware="h200").smallest == least
+
+
+def test_an_error_promises_nothing_that_is_refused() -> None:
+    """The host of a CPU is the CPU, and state in fewer bits is for masters in fp32."""
+    model = Llama(vocab=VOCAB, dim=64, layers=1, heads=4, hidden=128)
+    assert list(too_small(model).with_state) == ['fxshard.AdamW(state="8bit")']
+    assert too_small(model.bfloat16(), hardware="h200").with_state == {}
+
+
 # -- what is decided ---------------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,11 @@ def whole_mesh() -> None:
     fxshard.shard(parallel(mesh), mesh=mesh)
 
 
+def clipped_heads() -> None:
+    mesh = one_by_two()
+    fxshard.shard(parallel(mesh), mesh=mesh["dp"], optimizer=fxshard.AdamW(qk_clip=1.0))
+
+
 def unnamed_mesh() -> None:
     fxshard.shard(placed(init_device_mesh("cpu", (2,)), Shard(0)), mesh=one_by_two()["dp"])
 
@@ -92,6 +97,7 @@ REFUSED: dict[Callable[[], None], str] = {
     no_mesh: 'mesh=mesh["dp"]',
     same_dimension: "dimensions of one mesh",
     whole_mesh: "dimensions of one mesh",
+    clipped_heads: "heads that are cut over tensor-parallel ranks are not measured",
     unnamed_mesh: "dimensions of one mesh",
     two_dimensions: "the tensor-parallel dimension alone",
     two_meshes: "different meshes",

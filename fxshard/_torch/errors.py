@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class FxshardError(Exception):
     """Base class of all fxshard errors: ``except fxshard.FxshardError`` catches every one of them."""
@@ -40,15 +42,23 @@ class RankDivergenceError(FxshardError):
 
 
 class BudgetError(ConfigError):
-    """No schedule fits the memory budget; ``smallest`` is the least that does, ``seconds`` its simulated step."""
+    """No schedule fits the memory budget; ``smallest`` is the least that does, ``seconds`` its simulated step.
 
-    def __init__(self, budget: int, smallest: int, seconds: float) -> None:
+    ``with_state``: what would be the least with optimizer state in fewer bits, or on the host, by what to write for it.
+    """
+
+    def __init__(self, budget: int, smallest: int, seconds: float, with_state: Mapping[str, int]) -> None:
+        others = "".join(f"; with optimizer={choice} {_size(least)} do" for choice, least in with_state.items())
         super().__init__(
-            f"memory_budget={budget} bytes ({budget / 2**30:.3f} GiB) is too small: shards, gradients, optimizer "
-            f"state, the buckets in use and activations need at least {smallest} bytes ({smallest / 2**30:.3f} GiB) on "
-            f"each rank, with a simulated step of {seconds * 1e3:.3g} ms; raise the budget, shard over more ranks, or "
-            "make batches or units smaller"
+            f"memory_budget={_size(budget)} is too small: shards, gradients, optimizer state, the buckets in use and "
+            f"activations need at least {_size(smallest)} on each rank, with a simulated step of {seconds * 1e3:.3g} "
+            f"ms; raise the budget, shard over more ranks, or make batches or units smaller{others}"
         )
         self.budget = budget
         self.smallest = smallest
         self.seconds = seconds
+        self.with_state = dict(with_state)
+
+
+def _size(size: int) -> str:
+    return f"{size} bytes ({size / 2**30:.3f} GiB)"

@@ -97,7 +97,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Plan a Llama of six layers for eight ranks and print the schedule: a first look, in seconds.",
     )
     planned = {"world_size": 8, "shard_size": None, "tp": 1, "zero": 3, "hardware": "h200", "budget": None}
-    optimizer = {"optimizer": None, "state": "fp32", "offload": "none"}
+    optimizer = {"optimizer": None, "state": "fp32", "offload": "none", "activations": "auto"}
     demo.set_defaults(command=_demo, precision="bf16", **optimizer, **planned)
 
 
@@ -138,6 +138,13 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="device and network to plan for: a100, h100, h200, b200, gb200 or cpu (default: h200)",
     )
     look.add_argument("--budget", metavar="SIZE", help='what a rank may hold in all, as "60GiB"')
+    look.add_argument(
+        "--activations",
+        choices=("auto", "recompute", "offload"),
+        default="auto",
+        help="what is done with saved values for which a budget has no room: computed again, copied to the host and "
+        "back, or what is faster (default: auto)",
+    )
     look.add_argument(
         "--sweep",
         action="store_true",
@@ -251,6 +258,8 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
     kept = {"state": arguments.state, "offload": arguments.offload}
     if arguments.optimizer is None and kept != {"state": "fp32", "offload": "none"}:
         raise UsageError("--state and --offload are for fxshard's own optimizers: add --optimizer adamw or muon")
+    if arguments.activations != "auto" and arguments.budget is None and not arguments.sweep:
+        raise UsageError("--activations says what is done where a budget is tight: add --budget SIZE or --sweep")
     optimizers = {"adamw": AdamW(**kept), "muon": Muon(**kept), "normuon": NorMuon(**kept)}
     precisions: dict[str, Precision] = {
         "bf16": Precision(param=torch.bfloat16, reduce=torch.float32),
@@ -270,6 +279,7 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespa
             hardware=arguments.hardware,
             zero=arguments.zero,
             memory_budget=arguments.budget,
+            activations=arguments.activations,
             optimizer=optimizers.get(arguments.optimizer),
             precision=precisions.get(arguments.precision),
             progress=lambda stage: report(f"planning: {stage}"),

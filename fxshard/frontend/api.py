@@ -96,6 +96,11 @@ def compile(
             "return_logits=False needs the whole model in one graph: code between graphs might read the logits; mend "
             "the breaks and leave fullgraph=True, or leave out return_logits"
         )
+    if optimizer is not None and optimizer.qk_clip is not None and not fullgraph:
+        raise ConfigError(
+            "qk_clip needs the whole model in one graph, where its attention is found: mend the breaks and leave "
+            "fullgraph=True, or leave out qk_clip"
+        )
     if not fullgraph and isinstance(model, nn.Module):
         refuse_breaks(model)
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
@@ -173,6 +178,7 @@ def shard(
         groups=groups,
         matrices=splits,
         own_optimizer=optimizer is not None,
+        measures_logits=optimizer is not None and optimizer.qk_clip is not None,
         state=state_choice(optimizer),
         init=init,
     )

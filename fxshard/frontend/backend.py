@@ -17,6 +17,7 @@ from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
 from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
 from fxshard.frontend.variants import Variants
+from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
 from fxshard.passes.pipeline import before_autograd
 from fxshard.passes.scheduling import schedule
@@ -115,7 +116,7 @@ class Backend:
         self.attention.append(context.attention)
         self.losses.append(context.loss)
         if self.one_graph or not any(refs):
-            return self.compile(graph, refs, example_inputs, watching)
+            return self._noting(context, self.compile(graph, refs, example_inputs, watching))
         again = duplicate(graph)  # before AOTAutograd has worked on it
         opened = private.open_inputs(graph)
 
@@ -127,7 +128,11 @@ class Backend:
                 return self.compile(duplicate(again), refs, opened.values, observer())
 
         first = self.compile(graph, refs, example_inputs, watching)
-        return Variants(first, tuple(refs), self._ref, another, sizes_open=opened is not None)
+        return self._noting(context, Variants(first, tuple(refs), self._ref, another, sizes_open=opened is not None))
+
+    def _noting(self, context: PassContext, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run`` with the results of the captured graph alone, where passes had it return logits for the optimizer."""
+        return self.sharding.engine.logits.noting(context.heads, run) if context.heads else run
 
     def compile(
         self,

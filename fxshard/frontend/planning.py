@@ -192,6 +192,7 @@ def _partitioned(
             hardware=machine,
             profile=profile,
             own_optimizer=optimizer is not None,
+            measures_logits=optimizer is not None and optimizer.qk_clip is not None,
             one_graph=True,
             planned_experts=experts,
         )
@@ -255,8 +256,10 @@ def partition_model(
             example_inputs = [_local_leaf(value) if isinstance(value, DTensor) else value for value in given]
         own = [refs.get(id(value)) for value in graph_inputs(graph)]
         tie_parameters(graph, own)
-        graph = before_autograd(graph, plan.context(Phase.FORWARD, watching))
+        context = plan.context(Phase.FORWARD, watching)
+        graph = before_autograd(graph, context)
         results = outputs_without_values(graph)
+        results = results[:-1] if context.heads else results
         with partitioned_step(graph, own, example_inputs, plan, watching, report) as step:
             found.append(step.partitioned)
         return (lambda *args: results) if plain is None else plain.called(lambda *args: results)

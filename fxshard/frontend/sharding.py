@@ -69,6 +69,8 @@ class Sharding:
     ranks: int = 1
     own_optimizer: bool = False
     """Whether one of fxshard's optimizers updates the model, which is known before the first program is scheduled."""
+    measures_logits: bool = False
+    """Whether that optimizer clips the logits of attention."""
     hardware: Hardware | None = None
     profile: Profile | None = None
     """Recorded durations that replace estimates."""
@@ -94,6 +96,7 @@ class Sharding:
             self.profile,
             self.own_optimizer,
             one_graph,
+            self.measures_logits,
         )
 
     def hollow_places(self) -> dict[tuple[int, int], nn.Parameter]:
@@ -138,6 +141,7 @@ def take_apart(
     groups: Groups | None = None,
     matrices: Collection[str] = (),
     own_optimizer: bool = False,
+    measures_logits: bool = False,
     state: StateChoice = StateChoice(),  # noqa: B008
     init: Init | None = None,
 ) -> Sharding:
@@ -190,6 +194,7 @@ def take_apart(
         channels=channels[domain],
         ranks=domain.ranks,
         own_optimizer=own_optimizer,
+        measures_logits=measures_logits,
         hardware=estimated_for,
     )
     for (bucket, position), parameter in sharding.hollow_places().items():

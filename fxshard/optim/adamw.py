@@ -20,4 +20,4 @@ class ShardedAdamW(ShardedOptimizer):
     def __init__(self, engine: Engine, choice: AdamW, order: Sequence[str]) -> None:
         defaults = {"lr": choice.lr, "betas": choice.betas, "eps": choice.eps, "weight_decay": choice.weight_decay}
         verdicts = Verdicts(choice.nan, "AdamW") if choice.nan is not None else None
-        super().__init__(engine, param_groups(choice, in_order(engine, order)), defaults, verdicts)
+        super().__init__(engine, param_groups(choice, in_order(engine, order)), defaults, verdicts, choice.qk_clip)

@@ -30,7 +30,7 @@ class AdamW:
     first that matches counts, and each is a group of ``param_groups``. ``over_replicas``: with HSDP, replicas share the
     state of a shard instead of all keeping it. ``state``: how the moments are kept: "fp32" as the masters are, "bf16"
     and "8bit" rounded at random, in a half and in a quarter of the memory. ``offload="host"`` keeps them in the host's
-    memory and brings them to the GPU for the update.
+    memory and brings them to the GPU for the update. ``qk_clip``: as in :class:`fxshard.Muon`.
 
     >>> fxshard.AdamW(lr=3e-4, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
     >>> fxshard.AdamW(lr=3e-4, groups={"embed*": {"lr": 1e-3, "weight_decay": 0.0}})
@@ -46,6 +46,7 @@ class AdamW:
     over_replicas: bool = False
     state: str = "fp32"
     offload: str = "none"
+    qk_clip: float | None = None
 
     def __post_init__(self) -> None:
         _check_groups(self, ("lr", "betas", "eps", "weight_decay"))
@@ -57,6 +58,7 @@ class AdamW:
             "betas": all(0 <= beta < 1 for beta in self.betas),
             "eps": self.eps >= 0,
             "weight_decay": self.weight_decay >= 0,
+            "qk_clip": self.qk_clip is None or 0 < self.qk_clip < math.inf,
         }
         for field, fine in checks.items():
             if not fine:
@@ -158,6 +160,8 @@ class Muon:
     :class:`fxshard.AdamW`, for the momentum and for AdamW's part alike. ``beta2``: normalize each row of an update by
     its running second moment, as :class:`fxshard.NorMuon` does. ``over_replicas``: with HSDP, replicas share state and
     work where owners hold whole matrices (layout "whole"); where matrices travel, each replica keeps their momentum.
+    ``qk_clip``: if the largest attention logit of a head exceeds this number in a step, the weights of its queries and
+    keys are scaled down to it after the update (MuonClip).
 
     >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
     """
@@ -179,6 +183,7 @@ class Muon:
     offload: str = "none"
     beta2: float | None = None
     over_replicas: bool = False
+    qk_clip: float | None = None
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
@@ -191,6 +196,7 @@ class Muon:
             "momentum": 0 <= self.momentum < 1,
             "weight_decay": self.weight_decay >= 0,
             "beta2": self.beta2 is None or 0 <= self.beta2 < 1,
+            "qk_clip": self.qk_clip is None or 0 < self.qk_clip < math.inf,
         }
         for field, fine in checks.items():
             if not fine:
@@ -215,6 +221,8 @@ class Muon:
                 )
         if self.adamw.over_replicas and not self.over_replicas:
             raise ConfigError("Muon(adamw=AdamW(over_replicas=True)): replicas share all state; say it to Muon alone")
+        if self.adamw.qk_clip is not None:
+            raise ConfigError("Muon(adamw=AdamW(qk_clip=...)): heads are clipped together; say it to Muon alone")
         if self.use is not None and not callable(self.use):
             raise ConfigError(f"Muon(use={self.use!r}): expected a function of name and shape")
         if self.split not in ("auto", "off"):
@@ -232,6 +240,11 @@ class Muon:
         """
         from fxshard.optim.plain_muon import PlainMuon
 
+        if self.qk_clip is not None:
+            raise ConfigError(
+                f"Muon(qk_clip={self.qk_clip}).build(): logits are measured in compiled graphs; "
+                "fxshard.compile(model, optimizer=...) measures them, on one rank too"
+            )
         if not state_choice(self).plain:
             raise ConfigError(
                 f"Muon(state={self.state!r}, offload={self.offload!r}).build(): over plain tensors state is kept as "

@@ -85,7 +85,7 @@ class ShardedMuon(ShardedOptimizer):
         self.splits = {name: found for name, found in fused.items() if name in splits}
         """Weights that look fused, and how they are cut, or why they are not."""
         groups = param_groups(choice, in_order(engine, order), splits)
-        super().__init__(engine, groups, {"lr": choice.lr}, Verdicts(choice.nan, "Muon"))
+        super().__init__(engine, groups, {"lr": choice.lr}, Verdicts(choice.nan, "Muon"), choice.qk_clip)
         self._travelling = {
             travel.name: travel
             for instruction in self._program

@@ -14,6 +14,7 @@ from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
 from fxshard.optim.packed_moments import PackedMoments
 from fxshard.optim.packed_step import adamw_packed, fused_
+from fxshard.optim.qk_clip import QKClip
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
 from fxshard.runtime.engine import Engine
@@ -31,7 +32,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Buckets that the next forward starts with are gathered here, each as soon as it is updated."""
 
     def __init__(
-        self, engine: Engine, groups: list[dict[str, Any]], defaults: dict[str, Any], verdicts: Verdicts | None
+        self,
+        engine: Engine,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        verdicts: Verdicts | None,
+        qk_clip: float | None,
     ) -> None:
         super().__init__(groups, defaults)
         self._engine = engine
@@ -43,6 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._group_of: dict[str, dict[str, Any]] = {}
         """By name of the parameter, as ``param_groups`` were when the step began."""
         self._verdicts = verdicts
+        self._qk_clip = QKClip(engine, qk_clip) if qk_clip is not None else None
         trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
         offloaded = any(bucket.plan.offload == "host" for bucket in trained)
         self._transfers = Transfers(engine.device) if offloaded else None
@@ -63,6 +70,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for moments in self._moments.values():
             moments.bucket.adopt_gradients()
         if self._may_step():
+            if self._qk_clip is not None:
+                self._qk_clip.begin(self._refused)
             for instruction in self._program:
                 self._run(instruction)
             if self._transfers is not None:
@@ -174,6 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _may_step(self) -> bool:
         """Whether the gradients are such that a step may be made; asked on every rank, before anything is changed."""
         self._judge()
+        if self._qk_clip is not None:
+            self._qk_clip.take()
         if self._verdicts is None:
             return True
         grads = {
@@ -202,6 +213,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._engine.share(index, self._moments[index].shares)
             case Done(buckets):
                 for index in buckets:
+                    if self._qk_clip is not None:
+                        self._qk_clip.apply(self._moments[index].bucket)
                     self._engine.carry(index)
 
     def _adamw(self, given: Sequence[Moments | PackedMoments]) -> None:

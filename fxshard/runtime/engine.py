@@ -20,6 +20,7 @@ from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.cuda_tape import CudaTape
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.largest_logits import LargestLogits
 from fxshard.runtime.offloads import Offloads
 from fxshard.runtime.recorder import Recorder
 from fxshard.runtime.reductions import Reductions
@@ -71,6 +72,7 @@ class Engine:
         self.offloads = Offloads(self.frame)
         self._unseen = Unseen(self._streams, device)
         self._scales = WeightScales(buckets, device)
+        self.logits = LargestLogits()
         self._gathered: dict[int, Gathered] = {}
         self._start: Token | None = None
         self._carries: Mapping[int, Event] = {}
@@ -238,10 +240,16 @@ class Engine:
 
         For optimizers, in their step.
         """
-        held = condition.to(self.device, torch.int32)
+        return self._over_ranks(condition.to(self.device, torch.int32), dist.ReduceOp.MIN, what).bool()
+
+    def largest_on_all_ranks(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """The largest of all ranks' values, one by one. For optimizers, in their step."""
+        return self._over_ranks(values, dist.ReduceOp.MAX, what)
+
+    def _over_ranks(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
         for channels in {id(bucket.channels): bucket.channels for bucket in self.buckets}.values():
-            channels.all_reduce(held, dist.ReduceOp.MIN, f"{Phase.OPTIMIZER} all_reduce of {what}")
-        return held.bool()
+            channels.all_reduce(value, operation, f"{Phase.OPTIMIZER} all_reduce of {what}")
+        return value
 
     # -- parameters --------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,13 @@ def test_a_sweep_prints_step_time_over_budgets(planned: Planned, capsys: pytest.
     assert len(planned) == 1
 
 
+def test_activations_are_those_of_compile(planned: Planned) -> None:
+    tight = ["inspect", "llama-8b", "--layers", "1", "--budget", "60GiB"]
+    assert cli.main(tight) == cli.main([*tight, "--activations", "recompute"]) == 0
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", "--sweep", "--activations", "offload"]) == 0
+    assert [call["activations"] for call in planned] == ["auto", "recompute", "offload"]
+
+
 def test_a_budget_says_what_was_decided(
     monkeypatch: pytest.MonkeyPatch, planned: Planned, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +146,7 @@ def test_a_factory_of_the_users(target: str, planned: Planned, models: Path) -> 
         (["llama-9b"], "unknown preset 'llama-9b'; known are llama-8b, llama-70b, moe-16b"),
         (["llama-8b", "--hardware", "abacus"], "known are a100, h100, h200"),
         (["llama-8b", "--layers", "1", "--budget", "1KiB"], "the smallest feasible is 11.5 MiB"),
+        (["llama-8b", "--layers", "1", "--activations", "offload"], "add --budget SIZE or --sweep"),
         (["nowhere:build"], "there is no module 'nowhere'"),
         (["nowhere.py:build"], "there is no file nowhere.py"),
         (["mine:biuld"], "mine has no function 'biuld'; its functions are build, bare, number, fails"),
