@@ -25,7 +25,7 @@ from tests.test_kills import EVENT, KINDS, SIGNALS, START, Case, Net, second_cal
 
 TIMEOUT = 20.0
 SLACK = 90.0
-"""Seconds that NCCL's watchdog may take in addition: it waits up to a minute for what it dumps before it ends a process."""
+"""Seconds more: NCCL's watchdog waits up to a minute for what it dumps before it ends a process."""
 CASES: list[Case] = [(kind, how) for kind in KINDS for how in SIGNALS]
 
 
