@@ -45,4 +45,3 @@ def _put_after(launch: fx.Node, anchor: fx.Node | None) -> None:
         anchor = anchor.next
     if anchor.next is not launch:
         anchor.append(launch)
-
