@@ -24,7 +24,7 @@ from fxshard.checkpoint.reader import RowReader
 from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_save
 from fxshard.checkpoint.surroundings import restore_random_states
 from fxshard.frontend.module import ShardedModule
-from fxshard.optim.packed_moments import Unpacked
+from fxshard.optim.moments import Unpacked
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import Source
 
