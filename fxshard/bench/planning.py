@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fxshard
 from fxshard._torch.progress import progress
+from fxshard.bench.arguments import in_fresh_process, parser_of
 from fxshard.bench.captured import Captured, capture
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.bench.presets import PRESETS
 from fxshard.plan.hardware import hardware as known
@@ -48,16 +47,6 @@ with nothing gathered."""
 
 OURS = ("default", "roomy")
 ROOM = 0.7
-Table = dict[str, Any]
-"""Title, head and rows."""
-
-
-def cost(preset: str, layers: int | None, ranks: int) -> dict[str, float]:
-    """Seconds and peak memory of one plan, in a process of its own."""
-    command = [sys.executable, "-m", "fxshard.bench.planning", "--one", preset, str(layers or 0), str(ranks)]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found: dict[str, float] = json.loads(out.splitlines()[-1])
-    return found
 
 
 def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
@@ -152,31 +141,37 @@ def _turn(schedule: Schedule, run: Simulation) -> float:
 
 
 def layers_table(depths: Sequence[int]) -> Iterator[Table]:
-    head = ("layers", "seconds", "CPU seconds", "peak GiB", "events")
-    yield _table("Cost by layers: llama-70b on 1024 ranks", head, map(_cost_row, depths), len(depths))
+    columns = (
+        Column("seconds", "seconds", bars="planning", unit="s"),
+        Column("cpu", "CPU seconds"),
+        Column("gib", "peak GiB", ".2f"),
+        Column("events", "events", ".0f"),
+    )
+    yield _table("Cost by layers: llama-70b on 1024 ranks", columns, map(_cost_row, depths), len(depths))
 
 
-def _cost_row(layers: int) -> list[str]:
-    found = cost("llama-70b", layers, 1024)
-    seconds, cpu = f"{found['seconds']:.1f}", f"{found['cpu']:.1f}"
-    return [str(layers), seconds, cpu, f"{found['gib']:.2f}", f"{found['events']:.0f}"]
+def _cost_row(layers: int) -> Row:
+    """Of one plan, in a process of its own."""
+    found = in_fresh_process("-m", "fxshard.bench.planning", "--one", "llama-70b", str(layers), "1024")
+    return {"name": f"{layers} layers", **found}
 
 
 def gain_tables(layers: int | None) -> Iterator[Table]:
     for preset in PRESETS:
         about = f", {layers} layers" if layers else ""
-        head = ["hardware", "ranks", "compute"]
+        head = ["compute"]
         for rule in OURS:
             head += [f"{rule}: communication", "step (exposed)", "step / bound", "seam", "turn", "arena GiB"]
         head += [f"{rule}: step (exposed)" for rule in RULES if rule not in OURS]
         rows = (_gain_row(*row) for row in gains(preset, layers))
-        yield _table(f"Gain: {preset}{about}, milliseconds per step", head, rows, len(RANKS) * len(HARDWARE))
+        title = f"Gain: {preset}{about}, milliseconds per step"
+        yield _table(title, _texts(head), map(_named, rows), len(RANKS) * len(HARDWARE))
 
 
 def _gain_row(hardware: str, ranks: int, found: dict[str, Step | None]) -> list[str]:
     default = found["default"]
     assert default is not None
-    row = [hardware, str(ranks), f"{default.compute * 1e3:.1f}"]
+    row = [f"{hardware}, {ranks} ranks", f"{default.compute * 1e3:.1f}"]
     for rule in OURS:
         step = found[rule]
         if step is None:
@@ -194,8 +189,9 @@ def _taken(step: Step) -> str:
 
 def muon_table() -> Iterator[Table]:
     """A training step with each optimizer, and what its optimizer phase has to do."""
-    head = ("ranks", "ZeRO", "optimizer", "step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
-    yield _table("Muon against AdamW, simulated: 0.95 B Llama, 4 × 4096 tokens per rank, h200", head, _muon_rows(), 8)
+    head = ("step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
+    title = "Muon against AdamW, simulated: 0.95 B Llama, 4 × 4096 tokens per rank, h200"
+    yield _table(title, _texts(head), map(_named, _muon_rows()), 8)
 
 
 def _muon_rows() -> Iterator[list[str]]:
@@ -210,7 +206,7 @@ def _muon_rows() -> Iterator[list[str]]:
                 schedule = captured.schedule(ranks=ranks, hardware="h200", zero=zero, optimizer=optimizer)
                 run = schedule.simulate("h200")
                 baseline = baseline or run.step_seconds
-                yield [str(ranks), str(zero), name, *_muon_figures(schedule, run, baseline)]
+                yield [f"{ranks} ranks, ZeRO-{zero}, {name}", *_muon_figures(schedule, run, baseline)]
 
 
 def _muon_figures(schedule: Schedule, run: Simulation, baseline: float) -> list[str]:
@@ -231,29 +227,38 @@ def _muon_figures(schedule: Schedule, run: Simulation, baseline: float) -> list[
     ]
 
 
-def _table(title: str, head: Sequence[str], rows: Iterator[list[str]], total: int) -> Table:
+def _texts(titles: Sequence[str]) -> tuple[Column, ...]:
+    return tuple(Column(str(i), title) for i, title in enumerate(titles))
+
+
+def _named(cells: list[str]) -> Row:
+    """A row of texts, whose first is its name."""
+    return {"name": cells[0], **{str(i): cell for i, cell in enumerate(cells[1:])}}
+
+
+def _table(title: str, columns: tuple[Column, ...], rows: Iterator[Row], total: int) -> Table:
     """Print a table in Markdown, row by row as they come."""
-    print(f"\n### {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
-    made: list[list[str]] = []
+    made = Table(title, columns, [])
+    print(f"\n### {title}\n\n| {' | '.join(made.head)} |\n|{'---|' * len(made.head)}", flush=True)
+    found: list[Row] = []
     with progress(total) as begin:
         for number in range(total):
             begin(f"row {number + 1} of {total}")
-            made.append(next(rows))
-            print(f"| {' | '.join(made[-1])} |", flush=True)
-    return {"title": title, "head": list(head), "rows": made}
+            found.append(next(rows))
+            print(f"| {' | '.join(made.cells(found[-1]))} |", flush=True)
+    return Table(title, columns, found)
 
 
 PARTS = ("layers", "gains", "muon")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: all of them)")
     parser.add_argument("--layers", metavar="N,...", help="depths in the part of that name (default: 8 to 80)")
     parser.add_argument(
         "--quick", action="store_true", help=f"depths of 8 and 16; gains with {QUICK_LAYERS} layers of each model"
     )
-    parser.add_argument("--json", type=Path, help="write the tables here")
     parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
@@ -267,8 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "muon": muon_table,
     }
     tables = [table for part in args.parts for table in parts[part]()]
-    if args.json is not None:
-        args.json.write_text(json.dumps(tables, indent=1), encoding="utf-8")
+    write(args.json, tables)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Models of ``transformers`` beside those of ``--model hf:...``: our Llama's sizes but for one thing, and large ones.
+"""Models of ``transformers`` beside those of ``--model hf:...``: our Llama's sizes but for one thing, large
+ones, and one with adapters.
 
 fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:packed --contenders fsdp2-compile,fxshard
 fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:llama_8b --contenders fxshard-8bit
@@ -16,7 +17,7 @@ from fxshard.bench.workloads import SIZES, Inputs
 
 DOCUMENTS = 16
 """In a packed row."""
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -24,6 +25,7 @@ LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def large_vocabulary() -> tuple[nn.Module, Inputs]:
@@ -56,15 +58,31 @@ def llama_8b_layers() -> tuple[nn.Module, Inputs]:
 
 def moe_16b() -> tuple[nn.Module, Inputs]:
     """A Qwen3-MoE of 28 layers with 64 experts in each, six of them for a token: 16 B parameters, one sequence."""
-    sizes = {"num_hidden_layers": 28, "num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 28,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+    }
     return _built("Qwen3MoeConfig", batch=1, **sizes)
 
 
-def _built(kind: str, batch: int | None = None, **different: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def lora_8b() -> tuple[nn.Module, Inputs]:
+    """A LoRA fine-tune: rank 16 on all linears of ``llama_8b`` in bf16."""
+    from peft import LoraConfig, get_peft_model
+
+    model, inputs = _built("LlamaConfig", batch=2, dtype=torch.bfloat16, **LLAMA_8B)
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED, task_type="CAUSAL_LM")), inputs
+
+
+def _built(
+    kind: str, batch: int | None = None, dtype: torch.dtype = torch.float32, **different: Any
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     import transformers
 
     size = SIZES["1b"]
     shapes = {**hugging_face.shapes("llama", size.config, size.length), **different}
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**shapes)).train()
+    config = getattr(transformers, kind)(**shapes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     tokens = torch.randint(shapes["vocab_size"], (batch or size.batch, size.length))
     return model, {"input_ids": tokens, "labels": tokens}
