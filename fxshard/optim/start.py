@@ -42,9 +42,6 @@ def normalized(tensors: Sequence[torch.Tensor], momentum: Momentum | None = None
     """One bf16 batch of all matrices, each divided by its Frobenius norm (zero stays zero) in fp32, before rounding."""
     singles = _singles(_made(tensors, momentum))
     batch = _empty(tensors[0], len(singles))
-    if len({single.dtype for single in singles}) == 1 and elementwise.fits(singles):
-        elementwise.normalize(singles, batch, EPS)
-        return batch
     wide = [single.float() for single in singles]
     for one, matrix, norm in zip(batch, wide, _norms(wide, batch.device), strict=True):
         torch.div(matrix, norm, out=one)

@@ -292,11 +292,10 @@ def test_a_skipped_step_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("shape", [(512, 768), (1000, 300), (3, 256, 320)])
-def test_row_factors_by_kernels_are_those_of_torch(shape: tuple[int, ...]) -> None:
+def test_row_factors_are_those_of_a_cpu(shape: tuple[int, ...]) -> None:
     """And a matrix has the same bits alone and among others; a refused step moves no second moment."""
     directions = [torch.randn(shape, device=CUDA).bfloat16() for _ in range(5)]
     starts = [torch.rand(*shape[:-1], 1, device=CUDA) for _ in range(5)]
-    assert elementwise.fits([d.reshape(-1, *shape[-2:])[0] for d in directions])
     seconds = [start.clone() for start in starts]
     together = row_factors_([[d] for d in directions], seconds, [None] * 5, 0.9)
     for i, direction in enumerate(directions):
