@@ -116,7 +116,7 @@ def _measure(
     result = contender.result()
     model = contender.model
     schedule = model.schedule if isinstance(model, fxshard.ShardedModule) else None
-    row: Row = {"name": name, "measured": result.peak_gib, "step_ms": result.step_ms}
+    row: Row = {"name": name, "measured": result["peak_gib"], "step_ms": result["step_ms"]}
     if schedule is not None and budget is not None:
         simulated = schedule.simulate("cpu" if device.type == "cpu" else "h200").step_seconds
         row |= {"budget": budget / 2**30, "predicted": schedule.step_bytes / 2**30}

@@ -11,7 +11,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,9 +60,9 @@ def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
     return {"seconds": seconds, "cpu": cpu, "gib": gib, "events": len(schedule)}
 
 
-def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str, Step | None]]]:
-    """(hardware, ranks, {rule: simulated step, None where it does not fit}) of one model, captured once for machines
-    with the same kernels."""
+def gain_rows(preset: str, layers: int | None) -> Iterator[Row]:
+    """A simulated step by each rule, on each machine and number of ranks; one model is captured once for machines with
+    the same kernels."""
     captured: dict[tuple[int, int] | None, Captured] = {}
     for ranks in RANKS:
         for hardware in HARDWARE:
@@ -71,48 +70,37 @@ def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str,
             if kernels not in captured:
                 captured[kernels] = capture(*PRESETS[preset](layers), precision=PRECISION, hardware=hardware)
             found = {rule: _step(captured[kernels], ranks, hardware, **options) for rule, options in RULES.items()}
-            for ours in filter(None, (found[rule] for rule in OURS)):
-                for other in filter(None, (found["one ahead"], found["FSDP2"])):
-                    if ours.exposed > other.exposed * (1 + 1e-9):
-                        raise AssertionError(f"{preset}, {hardware}, {ranks} ranks: worse than one ahead: {found}")
-            yield hardware, ranks, found
+            least = min(step["exposed"] for rule, step in found.items() if step and rule not in OURS)
+            if any(found[rule] and found[rule]["exposed"] > least * (1 + 1e-9) for rule in OURS):
+                raise AssertionError(f"{preset}, {hardware}, {ranks} ranks: worse than one ahead: {found}")
+            figures = {f"{rule}: {key}": value for rule, step in found.items() for key, value in step.items()}
+            yield {"name": f"{hardware}, {ranks} ranks", **figures}
 
 
-@dataclass(frozen=True)
-class Step:
-    """What the table says of a simulated step: seconds and bytes."""
+def _step(captured: Captured, ranks: int, hardware: str, *, roomy: bool = False, **options: Any) -> dict[str, float]:
+    """Figures of a simulated step, in milliseconds; none where it does not fit.
 
-    seconds: float
-    exposed: float
-    compute: float
-    communication: float
-    bound: float
-    seam: float
-    """Compute stands still between two steps: for the last reductions and the first gathers."""
-    turn: float
-    """The network rests before the first reduction."""
-    arena: int
-
-
-def _step(captured: Captured, ranks: int, hardware: str, *, roomy: bool = False, **options: Any) -> Step | None:
+    *seam*: compute stands still between two steps, for the last reductions and the first gathers. *turn*: the network
+    rests before the first reduction.
+    """
     if roomy:
         options["memory_budget"] = int(known(hardware).memory_bytes * ROOM)
     try:
         schedule = captured.schedule(ranks=ranks, hardware=hardware, **options)
     except fxshard.BudgetError:
-        return None
+        return {}
     schedule.verify()
     run = schedule.simulate(hardware)
-    return Step(
-        run.step_seconds,
-        run.exposed_seconds,
-        run.compute_seconds,
-        run.communication_seconds,
-        run.bound_seconds,
-        _seam(schedule, run),
-        _turn(schedule, run),
-        schedule.arena_bytes,
-    )
+    seconds = {
+        "compute": run.compute_seconds,
+        "communication": run.communication_seconds,
+        "step": run.step_seconds,
+        "exposed": run.exposed_seconds,
+        "seam": _seam(schedule, run),
+        "turn": _turn(schedule, run),
+    }
+    ratios = {"step / bound": run.step_seconds / run.bound_seconds, "arena GiB": schedule.arena_bytes / 2**30}
+    return {**{name: 1e3 * value for name, value in seconds.items()}, **ratios}
 
 
 def _seam(schedule: Schedule, run: Simulation) -> float:
@@ -157,44 +145,25 @@ def _cost_row(layers: int) -> Row:
 
 
 def gain_tables(layers: int | None) -> Iterator[Table]:
+    of_ours = ("communication", "step", "exposed", "step / bound", "seam", "turn", "arena GiB")
+    titles = ["default: compute"]
+    for rule in RULES:
+        titles += [f"{rule}: {figure}" for figure in (of_ours if rule in OURS else ("step", "exposed"))]
+    columns = tuple(Column(title, title, ".3f" if "bound" in title else ".1f") for title in titles)
     for preset in PRESETS:
         about = f", {layers} layers" if layers else ""
-        head = ["compute"]
-        for rule in OURS:
-            head += [f"{rule}: communication", "step (exposed)", "step / bound", "seam", "turn", "arena GiB"]
-        head += [f"{rule}: step (exposed)" for rule in RULES if rule not in OURS]
-        rows = (_gain_row(*row) for row in gains(preset, layers))
         title = f"Gain: {preset}{about}, milliseconds per step"
-        yield _table(title, _texts(head), map(_named, rows), len(RANKS) * len(HARDWARE))
-
-
-def _gain_row(hardware: str, ranks: int, found: dict[str, Step | None]) -> list[str]:
-    default = found["default"]
-    assert default is not None
-    row = [f"{hardware}, {ranks} ranks", f"{default.compute * 1e3:.1f}"]
-    for rule in OURS:
-        step = found[rule]
-        if step is None:
-            row += ["–"] * 6
-        else:
-            ratio, gib = f"{step.seconds / step.bound:.3f}", f"{step.arena / 2**30:.1f}"
-            row += [f"{step.communication * 1e3:.1f}", _taken(step), ratio]
-            row += [f"{step.seam * 1e3:.1f}", f"{step.turn * 1e3:.1f}", gib]
-    return [*row, *[_taken(step) for rule, step in found.items() if rule not in OURS and step is not None]]
-
-
-def _taken(step: Step) -> str:
-    return f"{step.seconds * 1e3:.1f} ({step.exposed * 1e3:.1f})"
+        yield _table(title, columns, gain_rows(preset, layers), len(RANKS) * len(HARDWARE))
 
 
 def muon_table() -> Iterator[Table]:
-    """A training step with each optimizer, and what its optimizer phase has to do."""
-    head = ("step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
-    title = "Muon against AdamW, simulated: 0.95 B Llama, 4 × 4096 tokens per rank, h200"
-    yield _table(title, _texts(head), map(_named, _muon_rows()), 8)
+    """A training step with each optimizer, and what its optimizer phase has to do, in milliseconds."""
+    titles = ("step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
+    columns = tuple(Column(title, title, ".3f" if title == "to AdamW" else ".1f") for title in titles)
+    yield _table("Muon against AdamW: 0.95 B Llama, 4 × 4096 tokens per rank, h200", columns, _muon_rows(), 8)
 
 
-def _muon_rows() -> Iterator[list[str]]:
+def _muon_rows() -> Iterator[Row]:
     with torch.device("meta"):
         model = Llama(LlamaConfig())
         tokens = torch.empty(4, 4096, dtype=torch.long)
@@ -206,34 +175,28 @@ def _muon_rows() -> Iterator[list[str]]:
                 schedule = captured.schedule(ranks=ranks, hardware="h200", zero=zero, optimizer=optimizer)
                 run = schedule.simulate("h200")
                 baseline = baseline or run.step_seconds
-                yield [f"{ranks} ranks, ZeRO-{zero}, {name}", *_muon_figures(schedule, run, baseline)]
+                figures = {key: 1e3 * seconds for key, seconds in _muon_seconds(schedule, run).items()}
+                ratio = run.step_seconds / baseline
+                yield {"name": f"{ranks} ranks, ZeRO-{zero}, {name}", **figures, "to AdamW": ratio}
 
 
-def _muon_figures(schedule: Schedule, run: Simulation, baseline: float) -> list[str]:
+def _muon_seconds(schedule: Schedule, run: Simulation) -> dict[str, float]:
     """*updates*: compute of the optimizer phase. *tail*: from the end of the last stretch of backward to the step's."""
-    spans = [(event, span) for event, span in zip(schedule.events, run.spans, strict=True)]
+    spans = list(zip(schedule.events, run.spans, strict=True))
     updates = sum(
         span.stop - span.start
         for event, span in spans
         if event.phase is Phase.OPTIMIZER and event.kind in (Kind.UPDATE, Kind.COMPUTE)
     )
     backward = max(span.stop for event, span in spans if event.phase is Phase.BACKWARD and event.kind is Kind.COMPUTE)
-    tail = run.step_seconds - backward
-    times = (run.compute_seconds, run.communication_seconds, run.exposed_seconds, updates, tail)
-    return [
-        f"{run.step_seconds * 1e3:.1f}",
-        f"{run.step_seconds / baseline:.3f}",
-        *[f"{seconds * 1e3:.1f}" for seconds in times],
-    ]
-
-
-def _texts(titles: Sequence[str]) -> tuple[Column, ...]:
-    return tuple(Column(str(i), title) for i, title in enumerate(titles))
-
-
-def _named(cells: list[str]) -> Row:
-    """A row of texts, whose first is its name."""
-    return {"name": cells[0], **{str(i): cell for i, cell in enumerate(cells[1:])}}
+    return {
+        "step": run.step_seconds,
+        "compute": run.compute_seconds,
+        "communication": run.communication_seconds,
+        "exposed": run.exposed_seconds,
+        "updates": updates,
+        "tail": run.step_seconds - backward,
+    }
 
 
 def _table(title: str, columns: tuple[Column, ...], rows: Iterator[Row], total: int) -> Table:

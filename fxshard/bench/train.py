@@ -16,7 +16,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ import fxshard
 from fxshard._torch.progress import progress
 from fxshard.bench.arguments import add_device, listed, parser_of
 from fxshard.bench.contenders import BF16, CONTENDERS, TENSOR_PARALLEL, Make
-from fxshard.bench.figures import Column, Table, write
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.bench.tensor_parallel import PARTS
 from fxshard.bench.trace import STEP, Traced, analyse, read, table, waits
 from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of
@@ -45,24 +45,6 @@ COLUMNS = (
     Column("cpu_share", "of a step", ".0%"),
     *(Column(f"loss_{i}", f"loss {i + 1}", ".5f") for i in range(FIRST_STEPS)),
 )
-
-
-@dataclass
-class Result:
-    """What was measured of one contender."""
-
-    model: str
-    name: str
-    step_ms: float
-    first_step_s: float
-    peak_gib: float
-    losses: list[float]
-    """Of this rank, in the first steps."""
-    host_ms: float
-    """Wall time until one step is launched on an idle device (on a CPU: until it is done)."""
-    cpu_ms: float
-    """CPU time of the process meanwhile, of all its threads."""
-    trace: Traced | None = None
 
 
 class Contender:
@@ -141,18 +123,21 @@ class Contender:
         self._settle()
         self.traced = analyse(read(path))
 
-    def result(self) -> Result:
-        return Result(
-            self.workload.name,
-            self.name,
-            statistics.median(self.rounds) * 1e3,
-            self.first_step_s,
-            self.peak / 2**30,
-            self.losses,
-            statistics.median(wall for wall, _ in self.host) * 1e3,
-            statistics.median(cpu for _, cpu in self.host) * 1e3,
-            self.traced,
-        )
+    def result(self) -> Row:
+        """What was measured. *launch*: wall time until one step is launched on an idle device (on a CPU: until it is
+        done); *CPU*: that of the process meanwhile, of all its threads."""
+        step, (host, cpu) = statistics.median(self.rounds), map(statistics.median, zip(*self.host, strict=True))
+        return {
+            "name": self.name,
+            "step_ms": step * 1e3,
+            "first_step_s": self.first_step_s,
+            "peak_gib": self.peak / 2**30,
+            "host_ms": host * 1e3,
+            "host_share": host / step,
+            "cpu_ms": cpu * 1e3,
+            "cpu_share": cpu / step,
+            **{f"loss_{i}": loss for i, loss in enumerate(self.losses)},
+        }
 
     def _timed(self, steps: int) -> float:
         self._settle()
@@ -201,11 +186,12 @@ def main() -> None:
     tables: list[Table] = []
     for name in arguments.model:
         workload = Workload(name, arguments.layers, arguments.batch, not arguments.no_cache)
-        results = measured(workload, arguments, device)
+        contenders = measured(workload, arguments, device)
         torch.compiler.reset()  # a model is compiled as it would be alone
         if dist.get_rank() == 0:
-            tables += report(results, arguments.trace)
+            tables += report(contenders, arguments.trace)
             write(arguments.json, tables)
+        del contenders
     dist.destroy_process_group()
 
 
@@ -235,7 +221,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measured(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> list[Result]:
+def measured(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> list[Contender]:
     """All contenders on one model, compiled, timed in turns, and traced if that is wanted."""
     held = allocated()
     contenders: list[Contender] = []
@@ -258,26 +244,18 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
             begin(f"{workload.name}: tracing")
             for contender in contenders:
                 contender.record(arguments.trace)
-    return [contender.result() for contender in contenders]
+    return contenders
 
 
-def report(results: list[Result], traces: Path | None) -> list[Table]:
+def report(contenders: list[Contender], traces: Path | None) -> list[Table]:
     """One model, printed. Ratios are to FSDP2 with each block compiled, where it is a contender."""
-    base = next((r for r in results if r.name in ("fsdp2-compile", "fsdp2-tp-compile")), results[0])
-    rows = [
-        {
-            **asdict(r),
-            "host_share": r.host_ms / r.step_ms,
-            "cpu_share": r.cpu_ms / r.step_ms,
-            **{f"loss_{i}": loss for i, loss in enumerate(r.losses)},
-        }
-        for r in results
-    ]
-    tables = [Table(base.model, COLUMNS, rows, base.name)]
+    names, model = [contender.name for contender in contenders], contenders[0].workload.name
+    base = next((name for name in names if name in ("fsdp2-compile", "fsdp2-tp-compile")), names[0])
+    tables = [Table(model, COLUMNS, [contender.result() for contender in contenders], base)]
     print(f"\n{tables[0]}", flush=True)
     if traces is not None:
-        traced = {r.name: r.trace for r in results}
-        tables.append(table(base.model, traced))
+        traced = {contender.name: contender.traced for contender in contenders}
+        tables.append(table(model, traced))
         print("\n".join(["", str(tables[1]), *waits(traced), f"traces: {traces}"]), flush=True)
     return tables
 
