@@ -14,7 +14,7 @@ from fxshard.optim.directions import alike, apply_by_group, moved_directions, or
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
-from fxshard.optim.parts import is_cut, orthogonal_parts
+from fxshard.optim.parts import flat, is_cut, orthogonal_parts
 from fxshard.optim.row_moments import row_factors_
 from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
@@ -210,8 +210,8 @@ class ShardedMuon(ShardedOptimizer):
         if self._choice.beta2 is not None:
             seconds = [rows[travel.name].moments.row_moments(travel.name) for travel in held]
             parts = [torch.cat((part, second), -1) for part, second in zip(parts, seconds, strict=True)]
-        flat = self._flat(parts, torch.float32)
-        return self._engine.exchange(batch.buckets[0], flat, batch.to_owners(rank), batch.from_holders(rank))
+        sends = flat(parts, torch.float32, self._engine.device)
+        return self._engine.exchange(batch.buckets[0], sends, batch.to_owners(rank), batch.from_holders(rank))
 
     def _return(self, batch: Batch, sent: Sent) -> Sent:
         """Orthogonalize what this rank owns and send each holder its rows of the result."""
@@ -229,9 +229,9 @@ class ShardedMuon(ShardedOptimizer):
             for begin, numel in [_part(travel, holder)]
             if numel
         ]
-        flat = self._flat(back, torch.bfloat16)
+        sends = flat(back, torch.bfloat16, self._engine.device)
         sizes = batch.from_holders(rank, back=True), batch.to_owners(rank, back=True)
-        return self._engine.exchange(batch.buckets[0], flat, *sizes)
+        return self._engine.exchange(batch.buckets[0], sends, *sizes)
 
     def _with_factors(self, names: Sequence[str], whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """NorMuon: of updates with second moments in their last column, directions in bf16 with, beside each row, its
@@ -299,11 +299,6 @@ class ShardedMuon(ShardedOptimizer):
 
     def _rank(self, batch: Batch) -> int:
         return self._moments[batch.travels[0].bucket].bucket.rank
-
-    def _flat(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        if not parts:
-            return torch.empty(0, dtype=dtype, device=self._engine.device)
-        return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
 
 def _row_factors(shape: Sequence[int], split: Split | None, scale: Scale) -> torch.Tensor:
