@@ -6,7 +6,6 @@ python -m fxshard.bench.quantize --rows 16384 --columns 8192 --json quantize.jso
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -14,7 +13,7 @@ from fxshard.bench.arguments import parser_of
 from fxshard.bench.clock import DeviceClock, take_turns
 from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
-from fxshard.kernels.quantize import Tile, quantize_both, runs_on
+from fxshard.kernels.quantize import quantize_both, runs_on
 
 ROUNDS, REPEATS = 10, 10
 
@@ -26,7 +25,7 @@ COLUMNS = (
 )
 
 
-def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Row]:
+def measure(rows: int, columns: int) -> list[Row]:
     """All contenders on one bf16 matrix, in turns: every round times each of them once. Bandwidth is that of the bytes
     that have to be moved."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,8 +37,6 @@ def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Row]:
         "fxshard": (lambda: quantize_both(value), both_copies),
         "torch": (lambda: (quantize(value, ROWWISE), quantize(value, COLUMNWISE)), both_copies),
     }
-    for tile in tiles:
-        contenders[f"tile {tile.columns}/{tile.warps}"] = (partial(quantize_both, value, tile), both_copies)
     cast = transformer_engine_cast(value) if value.is_cuda else None
     if cast is not None:
         contenders["transformer engine"] = (cast, both_copies)
@@ -82,14 +79,12 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     parser.add_argument("--rows", type=int, default=16384 if cuda else 1024)
     parser.add_argument("--columns", type=int, default=8192 if cuda else 512)
-    parser.add_argument("--tiles", default="", help="tiles to compare with the default one: columns/warps,...")
     options = parser.parse_args()
     if cuda and not runs_on(torch.device("cuda")):
         parser.error("needs a CUDA device of compute capability 8.9 or more, and Triton")
     name = torch.cuda.get_device_name() if cuda else "CPU, where fxshard is the torch version"
-    tiles = [Tile(*map(int, tile.split("/"))) for tile in options.tiles.split(",") if tile]
     title = f"{name}, {options.rows} × {options.columns} bf16 to both MXFP8 copies"
-    table = Table(title, COLUMNS, measure(options.rows, options.columns, tiles), "copy")
+    table = Table(title, COLUMNS, measure(options.rows, options.columns), "copy")
     print(table)
     write(options.json, [table])
 
