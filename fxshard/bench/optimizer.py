@@ -19,7 +19,6 @@ from fxshard.bench.figures import Column, Table, write
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import Start, choose, explain, iterate, orthogonalize, start
-from fxshard.optim.start import Momentum
 from fxshard.plan.state import FORMATS, OFFLOADS
 
 
@@ -32,8 +31,7 @@ def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, C
     """What a step is made of, each by itself."""
     grads = [parameter.grad for parameter in params if parameter.grad is not None]
     momenta = [torch.zeros_like(parameter) for parameter in params]
-    momentum = Momentum(grads, choice.momentum, choice.nesterov)
-    directions = orthogonalize(momenta, form=choice.form, momentum=momentum)
+    directions = orthogonalize(momenta, form=choice.form)
     factors = [rule.scale_factor(parameter.shape, choice.scale) for parameter in params]
     iteration = triples(choice.coefficients, choice.steps)
     by_shape: dict[torch.Size, list[int]] = {}
@@ -42,15 +40,13 @@ def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, C
     form = {shape: choose(shape, momenta[0].device, choice.form) for shape in by_shape}
 
     def started() -> list[Start]:
-        return [
-            start(form[shape], [momenta[i] for i in of_shape], momentum.of(of_shape))
-            for shape, of_shape in by_shape.items()
-        ]
+        return [start(form[shape], [momenta[i] for i in of_shape]) for shape, of_shape in by_shape.items()]
 
     ready = started()
     return {
         "are gradients finite": lambda: rule.finite(grads),
-        "momentum, rounding and norms": started,
+        "momentum": lambda: rule.momentum_(grads, momenta, choice.momentum, choice.nesterov),
+        "rounding and norms": started,
         "products": lambda: [
             iterate(form[shape], begin, iteration, tall=shape[0] > shape[1])
             for shape, begin in zip(by_shape, ready, strict=True)

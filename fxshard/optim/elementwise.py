@@ -102,7 +102,7 @@ def momentum_(
             NESTEROV=nesterov,
             BLOCK=_BLOCK,
             num_warps=8,
-            enable_fp_fusion=False,  # each operation rounded by itself: ``rounding.moved`` gives the same bits
+            enable_fp_fusion=False,  # each operation rounded by itself
         )
     return updates
 

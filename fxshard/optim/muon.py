@@ -10,7 +10,7 @@ import torch
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon, Scale, Split
-from fxshard.optim.directions import alike, apply_by_group, moved_directions, orthogonal_pieces
+from fxshard.optim.directions import alike, apply_by_group, in_turns, moved_directions, orthogonal_pieces
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
@@ -125,7 +125,7 @@ class ShardedMuon(ShardedOptimizer):
             self._update_cut(tensor, cut)
             chosen = [rows for rows in chosen if not is_cut(tensor.pieces[rows.name])]
         groups, refused = [self._group_of[rows.name] for rows in chosen], self._refused
-        for members in alike(groups):
+        for members in in_turns(groups, [rows.value for rows in chosen]):
             batch, own = [chosen[i] for i in members], [groups[i] for i in members]
             grads = [rows.grad for rows in batch if rows.grad is not None]
             momenta = [rows.moments.momentum(rows.name) for rows in batch]

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon
-from fxshard.optim.directions import alike, apply_by_group, moved_directions
+from fxshard.optim.directions import apply_by_group, in_turns, moved_directions
 from fxshard.optim.groups import check_group, check_patterns, check_states, in_our_order, param_groups, saved
 from fxshard.optim.packed_step import fused_
 from fxshard.optim.verdict import Verdicts
@@ -91,7 +91,7 @@ class PlainMuon(torch.optim.Optimizer):
             for name, p in zip(group["param_names"], group["params"], strict=True)
             if p.grad is not None
         ]
-        for members in alike(group for _, _, group in with_grad):
+        for members in in_turns([group for _, _, group in with_grad], [p for _, p, _ in with_grad]):
             params = [with_grad[i][1] for i in members]
             splits = [self._splits[with_grad[i][0]] for i in members]
             own = [with_grad[i][2] for i in members]
