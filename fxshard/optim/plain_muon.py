@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fxshard.optim import muon_rule as rule
+from fxshard.optim.adamw_step import fused_
 from fxshard.optim.config import Muon
 from fxshard.optim.directions import apply_by_group, in_turns, moved_directions
 from fxshard.optim.groups import check_group, check_patterns, check_states, in_our_order, param_groups, saved
-from fxshard.optim.packed_step import fused_
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.state import ROW_MOMENTS
 

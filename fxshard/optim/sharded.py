@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from fxshard._torch.errors import ConfigError, StateError
+from fxshard.optim.adamw_step import adamw_step
 from fxshard.optim.groups import check_group, check_states, in_our_order, saved
 from fxshard.optim.host import Transfers
 from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
-from fxshard.optim.packed_step import adamw_step
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
 from fxshard.runtime.engine import Engine
