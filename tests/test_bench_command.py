@@ -12,7 +12,8 @@ import pytest
 
 from fxshard.bench import command
 from fxshard.bench.chart import Chart, to_svg
-from fxshard.bench.figures import CHARTS
+from fxshard.bench.figures import Table, read, write
+from fxshard.bench.train import COLUMNS
 from fxshard.cli import main as cli
 
 TRAIN = [
@@ -30,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def call(command: list[str], **_: Any) -> int:
         commands.append(command[1:])
         if "--json" in command:
-            Path(command[command.index("--json") + 1]).write_text(json.dumps(TRAIN))
+            write(Path(command[command.index("--json") + 1]), [Table("toy", COLUMNS, TRAIN, "fsdp2-compile")])
         return 0
 
     monkeypatch.delenv("RANK", raising=False)
@@ -73,7 +74,7 @@ def test_one_process_where_one_is_enough(started: list[list[str]]) -> None:
 def test_figures_and_picture(started: list[list[str]], tmp_path: Path) -> None:
     figures, picture = tmp_path / "train.json", tmp_path / "train.svg"
     assert cli.main(["bench", "train", "--json", str(figures), "--svg", str(picture)]) == 0
-    assert json.loads(figures.read_text()) == TRAIN
+    assert json.loads(figures.read_text())[0]["rows"] == TRAIN
     texts = [element.text for element in ElementTree.parse(picture).iter(f"{SVG}text")]
     assert "toy: time of a step, ms" in texts and "15   0.750×" in texts
     assert "toy: peak memory, GiB" not in texts  # a CPU run does not measure it
@@ -115,14 +116,14 @@ def test_arguments_are_checked_before_ranks_are_started(
 
 
 def test_time_to_the_first_step_beside_a_peer() -> None:
-    from fxshard.bench.compile_time import table
+    from fxshard.bench.compile_time import compared
 
     def row(contender: str, wall: float, cpu: float) -> dict[str, Any]:
         return {
             "model": "1b",
             "loss": 10.25,
             "layers": 8,
-            "contender": contender,
+            "name": contender,
             "first_step_s": wall,
             "cpu_s": cpu,
             "warm_s": 2.0,
@@ -130,11 +131,13 @@ def test_time_to_the_first_step_beside_a_peer() -> None:
         }
 
     rows = [row("fxshard", 6.0, 9.0), row("fxshard-trace-all", 3.0, 4.0), row("fsdp2-compile", 4.0, 8.0)]
-    lines = table(rows).splitlines()
-    assert " ".join(lines[1].split()).endswith("6.0 s 1.50 1.12 2.0 s 1.00 1.00 10.2500")
-    assert " ".join(lines[2].split()).endswith("3.0 s 0.75 0.50 2.0 s 1.00 1.00 10.2500")
-    (chart,) = CHARTS["compile-time"](rows)
-    assert chart.base == "fsdp2-compile" and ("fxshard-trace-all, again", 2.0) in chart.bars
+    (table,) = compared(rows)
+    title, _, *lines = str(table).splitlines()
+    assert title == "1b, 8 layers"
+    assert " ".join(lines[0].split()).endswith("6.0 1.500 9.0 1.125 2.0 1.000 1.0 1.000 10.2500")
+    assert " ".join(lines[1].split()).endswith("3.0 0.750 4.0 0.500 2.0 1.000 1.0 1.000 10.2500")
+    first, again = table.charts()
+    assert first.base == "fsdp2-compile" and ("fxshard-trace-all", 2.0) in again.bars
 
 
 def test_rounds_of_the_first_step() -> None:
@@ -149,9 +152,7 @@ def test_stages_of_a_first_and_a_second_start() -> None:
     from fxshard.bench.compile_time import stages
 
     clocks = {"capture": 2.0, "joint": 3.0, "next to nothing": 0.01}
-    said = stages(
-        [{"layers": 8, "contender": "fxshard", "stages": clocks, "warm_stages": {"capture": 1.5, "read": 0.2}}]
-    )
+    said = stages([{"layers": 8, "name": "fxshard", "stages": clocks, "warm_stages": {"capture": 1.5, "read": 0.2}}])
     title, *lines = said.strip().splitlines()
     assert title.startswith("fxshard, 8 layers") and title.split()[-2:] == ["first", "second"]
     assert [line.split() for line in lines] == [
@@ -181,7 +182,7 @@ def test_a_real_one_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     small = ["--device", "cpu", "--layers", "1", "--dim", "32", "--hidden", "48", "--rounds", "1", "--repeat", "1"]
     monkeypatch.setattr(sys, "argv", ["bench", *small, "--json", str(figures)])
     optimizer.main()
-    (chart,) = CHARTS["optimizer"](json.loads(figures.read_text()))
+    (chart,) = [chart for table in read(figures) for chart in table.charts()]
     assert {name for name, _ in chart.bars} > {"fxshard.Muon", "torch.optim.Muon"}
 
 
@@ -190,12 +191,8 @@ def test_tables_of_planning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     from fxshard.bench import planning
 
     planning.main(["--parts", "layers", "--layers", "1", "--json", str(tmp_path / "cost.json")])
-    (table,) = tables = json.loads((tmp_path / "cost.json").read_text())
-    assert table["head"][:2] == ["layers", "seconds"] and table["rows"][0][0] == "1"
-    assert f"### {table['title']}\n\n| layers | seconds | " in capsys.readouterr().out
-    (chart,) = CHARTS["planning"](tables)
-    assert chart.bars == (("fxshard, layers: 1", float(table["rows"][0][1])),)
-
-
-def test_every_benchmark_has_a_picture() -> None:
-    assert command.BENCHES.keys() - {"models", "tools", "budget"} == CHARTS.keys()  # those are tables
+    (table,) = read(tmp_path / "cost.json")
+    assert table.rows[0]["name"] == "1 layers" and table.rows[0]["seconds"] > 0
+    assert f"### {table.title}\n\n|  | seconds | " in capsys.readouterr().out
+    (chart,) = table.charts()
+    assert chart.bars == (("1 layers", table.rows[0]["seconds"]),)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxshard.bench import clock, moe, products
-from fxshard.bench.figures import CHARTS
+from fxshard.bench.figures import Table
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.case import Case
 
@@ -16,10 +16,11 @@ from fxshard.kernels.case import Case
 def test_figures_of_a_contender() -> None:
     layer = moe.make_layer(2, 16, 16, 8, True, "cpu")
     figures = moe.measure(layer, {"eager": moe.eager, "again": moe.eager}, rounds=2, repeat=1)
-    for found in figures.values():
+    for found in figures:
         assert found["error"] == 0
         assert min(found[f"{what}_ms"] for what in ("forward", "step", "host")) > 0
-    assert figures["again"]["step_speedup"] == figures["eager"]["step_ms"] / figures["again"]["step_ms"]
+    table = Table("", moe.COLUMNS, figures, "eager")
+    assert table.cells(figures[1])[4] == f"{figures[1]['step_ms'] / figures[0]['step_ms']:.3f}"
 
 
 def test_one_expert_is_a_dense_mlp(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,33 +43,28 @@ class Twice(TorchExperts):
         return 2 * super().weight_gradient(a, b, offsets)
 
 
-def test_products_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_products_one_by_one() -> None:
     layer = moe.make_layer(2, 16, 24, 8, False, "cpu")
     asked = products.products(layer.x.detach(), layer.offsets, layer.gate_up.detach(), layer.down.detach())
     shapes = {product.name: tuple(product.run(TorchExperts()).shape) for product in asked}
     assert list(shapes.values()) == [(8, 24), (8, 16), (8, 24), (8, 16), (2, 48, 16), (2, 16, 24)]
-    figures = products.measure(asked, {"torch": TorchExperts(), "twice": Twice()}, "cpu", rounds=2, repeat=1)
-    assert [found["error"] for found in figures.values()] == [0, 0, 0, 0, 1, 1]
-    assert all(min(found["torch_us"], found["twice_us"]) > 0 for found in figures.values())
-    products.show(asked, {name: {**found, "torch_us": 2.0} for name, found in figures.items()}, ["torch", "twice"])
-    title, first, *_ = capsys.readouterr().out.splitlines()
-    assert title.split() == ["torch", "twice", "error"] and "2 µs" in first
+    table = products.measure(asked, {"torch": TorchExperts(), "twice": Twice()}, "cpu", rounds=2, repeat=1)
+    assert [found["error"] for found in table.rows] == [0, 0, 0, 0, 1, 1]
+    assert all(min(found["torch_us"], found["twice_us"]) > 0 for found in table.rows)
+    assert table.head == ["", "torch µs", "TFLOP/s", "twice µs", "TFLOP/s", "error"]
 
 
 def test_products_of_one_expert_without_groups() -> None:
     layer = moe.make_layer(1, 16, 24, 8, False, "cpu")
     case = Case(torch.device("cpu"), torch.bfloat16, 16, 24)
-    figures = moe._kernels(layer, case, rounds=1, repeat=1)
-    assert all({"dense_us", "torch_us"} < found.keys() and found["error"] < 1e-2 for found in figures.values())
+    table = moe._kernels(layer, case, rounds=1, repeat=1)
+    assert all({"dense_us", "torch_us"} < found.keys() and found["error"] < 1e-2 for found in table.rows)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_host_is_a_chart_of_its_own(device: str) -> None:
-    found = {name: {"step_ms": 4.0, "host_ms": host} for name, host in (("eager", 0.6), ("triton", 1.2))}
-    results = [{"shape": "8x4096x2048", "routed": True, "figures": found}]
-    step, *host = CHARTS["moe"]({"device": device, "results": results})
-    assert step.bars == (("eager", 4.0), ("fxshard, triton", 4.0))
-    assert [chart.bars for chart in host] == ([(("eager", 0.6), ("fxshard, triton", 1.2))] if device == "cuda" else [])
+def test_the_host_is_a_chart_of_its_own() -> None:
+    rows = [{"name": name, "step_ms": 4.0, "host_ms": host} for name, host in (("eager", 0.6), ("triton", 1.2))]
+    step, host = Table("8x4096x2048", moe.COLUMNS, rows, "eager").charts()
+    assert step.bars == (("eager", 4.0), ("triton", 4.0)) and host.bars == (("eager", 0.6), ("triton", 1.2))
 
 
 class Device:

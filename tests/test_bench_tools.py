@@ -10,7 +10,7 @@ import pytest
 from fxshard.bench import tools
 
 
-def test_contenders_take_turns_and_the_median_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_contenders_take_turns_and_the_median_counts() -> None:
     order: list[str] = []
     took = {"loop": iter([100.0, 90.0, 110.0]), "trainer": iter([300.0, 200.0, 150.0])}
     number = count()
@@ -19,10 +19,9 @@ def test_contenders_take_turns_and_the_median_counts(capsys: pytest.CaptureFixtu
         order.append(name)
         return {"step_ms": next(took[name]), "peak_gib": 1.0, "loss": float(next(number))}
 
-    figures = tools.compare(["loop", "trainer"], "cpu", 5, 3, run)
+    table = tools.compare(["loop", "trainer"], "cpu", 5, 3, run)
     assert order == ["loop", "trainer"] * 3
-    assert {name: one["step_ms"] for name, one in figures.items()} == {"loop": 100.0, "trainer": 200.0}
-    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["trainer", "200.0", "5.000", "2.000"]
+    assert str(table).splitlines()[-1].split()[:3] == ["trainer", "200.0", "2.000"]
 
 
 def test_no_fsdp2_contender_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from fxshard.bench.figures import CHARTS
-from fxshard.bench.trace import STEP, Moved, Wait, analyse, kind_of_move, overlap, read, table, union
+from fxshard.bench.trace import STEP, Moved, Wait, analyse, kind_of_move, overlap, read, table, union, waits
 
 MAIN, BACKWARD, WATCHDOG = 1, 2, 3
 COMPUTE, COMMUNICATION = 7, 20
@@ -118,12 +117,12 @@ def test_a_file_a_table_and_a_picture(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": TRACE}).encode()))
     found = analyse(read(path))
     assert found is not None
-    text = table({"fxshard": found, "on a CPU": None})
-    assert "50.0%" in text and "1 × cudaStreamSynchronize (0.01 ms) in aten::nonzero" in text
-    result = {"model": "toy", "name": "fxshard", "step_ms": 1.0, "peak_gib": 0.0, "first_step_s": 1.0, "host_ms": 1.0}
-    trace = {"communication_ms": found.communication_ms, "hidden": found.hidden, "idle_ms": found.idle_ms}
-    bars = {chart.title: chart.bars for chart in CHARTS["train"]([{**result, "trace": trace}])}
-    assert bars["toy: communication with no compute at the same time"] == (("fxshard", 0.25),)
+    traced = {"fxshard": found, "on a CPU": None}
+    made = table("toy", traced)
+    assert "50.0%" in str(made)
+    assert "fxshard waits: 1 × cudaStreamSynchronize (0.01 ms) in aten::nonzero" in waits(traced)
+    bars = {chart.title.partition(": ")[2]: chart.bars for chart in made.charts()}
+    assert bars["communication with no compute at the same time"] == (("fxshard", 0.25),)
 
 
 def test_a_trace_without_a_device_or_without_steps() -> None:

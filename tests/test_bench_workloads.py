@@ -41,9 +41,11 @@ def test_variants_differ_from_the_llama_in_one_thing(variant: str, differs: dict
     assert ("position_ids" in inputs) == (variant == "packed")
 
 
-@pytest.mark.parametrize(("variant", "billions"), [("llama_8b", 8.03), ("llama_8b_layers", 2.01), ("moe_16b", 16.1)])
+@pytest.mark.parametrize(
+    ("variant", "billions"), [("llama_8b", 8.03), ("llama_8b_layers", 2.01), ("moe_16b", 16.1), ("lora_8b", 8.07)]
+)
 def test_large_models(variant: str, billions: float) -> None:
-    pytest.importorskip("transformers", reason="needs the hf extra")
+    pytest.importorskip("peft", reason="needs the integrations extra")
     model, inputs = Workload(f"fxshard.bench.variants:{variant}", cache=False).build(torch.device("meta"))
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
     assert inputs["input_ids"].shape[1] == 4096

@@ -130,7 +130,8 @@ def freed() -> tuple[int, int, int]:
 
 @pytest.mark.shows("S1")
 def test_bytes_at_rest_match_the_table_of_the_stage(stages: list[dict[int, Stage]]) -> None:
-    """N parameters of four bytes over two ranks: full is 4N, a shard 2N; padding stays under two per cent."""
+    """N parameters of four bytes over two ranks: full is 4N, a shard 2N; padding, and what one rank has more
+    rows of than the other, stay under two per cent."""
     full = sum(p.numel() * 4 for p in wide().parameters())
     table = {
         0: {"param": full, "grad": full, "state": 2 * full},
@@ -142,7 +143,7 @@ def test_bytes_at_rest_match_the_table_of_the_stage(stages: list[dict[int, Stage
         for zero, expected in table.items():
             held = found[zero].held
             for what, size in expected.items():
-                assert size <= held[what] <= size * 1.02, f"ZeRO-{zero} {what}"
+                assert held[what] == pytest.approx(size, rel=0.02), f"ZeRO-{zero} {what}"
             total = sum(expected.values())
             assert total <= held["total"] <= total * 1.04, f"ZeRO-{zero}: something else is held"
 

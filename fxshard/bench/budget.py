@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,49 +19,46 @@ from torch import nn
 
 import fxshard
 from fxshard._torch import private
-from fxshard.bench.arguments import DEVICES
+from fxshard._torch.progress import progress
+from fxshard.bench.arguments import add_device, parser_of
 from fxshard.bench.contenders import ADAMW, BF16, Make, fsdp2, ours
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import Workload, add_models
 
-
-@dataclass
-class Row:
-    """One budget. Sizes in GiB, times in milliseconds; None where there is nothing to say."""
-
-    model: str
-    name: str
-    budget: float | None
-    predicted: float | None
-    """What the schedule says that a step has allocated at its peak."""
-    measured: float
-    step_ms: float
-    simulated_ms: float | None
-    recomputed: int | None
-    """Kinds of values that backward computes again."""
+COLUMNS = (
+    Column("budget", "budget GiB", ".3f"),
+    Column("predicted", "predicted", ".3f"),
+    Column("measured", "measured", ".3f", bars="peak memory", unit="GiB"),
+    Column("step_ms", "step ms", bars="time of a step", unit="ms"),
+    Column("simulated_ms", "simulated"),
+    Column("recomputed", "again", ".0f"),
+)
+"""*predicted*: what the schedule says that a step has allocated at its peak. *again*: kinds of values that backward
+computes again."""
 
 
 def main() -> None:
     arguments = parse()
     device = join_ranks(arguments.device)
-    rows: list[Row] = []
+    tables: list[Table] = []
     for name in arguments.model:
         workload = Workload(name, arguments.layers, arguments.batch, not arguments.no_cache)
+        rows = []
+        with progress(arguments.budgets + len(arguments.shares), shown=dist.get_rank() == 0, lines=True) as begin:
+            for row in measured(workload, arguments, device):
+                rows.append(row)
+                begin(f"{name}: {row['name']} takes {row['step_ms']:.1f} ms and {row['measured']:.3f} GiB")
         if dist.get_rank() == 0:
-            print(f"\n{name}\n{HEADER}", flush=True)
-        for row in measured(workload, arguments, device):
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print(_line(row), flush=True)
-    if arguments.json is not None and dist.get_rank() == 0:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+            tables.append(Table(name, COLUMNS, rows))
+            print(f"\n{tables[-1]}", flush=True)
+            write(arguments.json, tables)
     dist.destroy_process_group()
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench budget", description=__doc__.split("\n")[0] if __doc__ else None)
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=DEVICES, default=best, help=f"(default here: {best})")
+    parser = parser_of(__doc__, "bench budget")
+    add_device(parser)
     add_models(parser, default="1b on CUDA, toy on a CPU")
     parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
     parser.add_argument("--layers", type=int, help="another number of layers than the model has")
@@ -74,7 +68,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args(argv)
     arguments.model = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
     arguments.shares = [float(share) for share in arguments.shares.split(",") if share]
@@ -124,37 +117,17 @@ def _measure(
     result = contender.result()
     model = contender.model
     schedule = model.schedule if isinstance(model, fxshard.ShardedModule) else None
-    row = Row(
-        workload.name,
-        name,
-        None if budget is None else budget / 2**30,
-        None if schedule is None else schedule.step_bytes / 2**30,
-        result.peak_gib,
-        result.step_ms,
-        None if schedule is None else schedule.simulate("cpu" if device.type == "cpu" else "h200").step_seconds * 1e3,
-        None if schedule is None else len(schedule.recomputed),
-    )
+    row: Row = {"name": name, "measured": result["peak_gib"], "step_ms": result["step_ms"]}
+    if schedule is not None and budget is not None:
+        simulated = schedule.simulate("cpu" if device.type == "cpu" else "h200").step_seconds
+        row |= {"budget": budget / 2**30, "predicted": schedule.step_bytes / 2**30}
+        row |= {"simulated_ms": simulated * 1e3, "recomputed": len(schedule.recomputed)}
     del contender, model, schedule
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return row
-
-
-HEADER = (
-    f"{'contender':<12}{'budget GiB':>12}{'predicted':>12}{'measured':>12}{'step ms':>10}{'simulated':>11}{'again':>7}"
-)
-
-
-def _line(row: Row) -> str:
-    def cell(value: float | None, width: int, digits: int) -> str:
-        return f"{'–' if value is None else f'{value:.{digits}f}':>{width}}"
-
-    return (
-        f"{row.name:<12}{cell(row.budget, 12, 3)}{cell(row.predicted, 12, 3)}{cell(row.measured, 12, 3)}"
-        f"{cell(row.step_ms, 10, 1)}{cell(row.simulated_ms, 11, 1)}{cell(row.recomputed, 7, 0)}"
-    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import shutil
 import statistics
 import tempfile
@@ -28,8 +27,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fxshard
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import listed
+from fxshard.bench.arguments import listed, parser_of
 from fxshard.bench.contenders import fsdp2
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.bench.models import Llama, LlamaConfig
 
 SIZES = {
@@ -86,6 +86,15 @@ class OursBeside(Ours):
         self.pending.wait()
 
 
+COLUMNS = (
+    Column("save_s", "save s", ".2f", bars="saving, until training goes on", unit="s"),
+    Column("written_after_s", "done s", ".2f", ratio=True, bars="saving, until it is written", unit="s"),
+    Column("save_speed", "GB/s", ".2f"),
+    Column("load_s", "load s", ".2f", ratio=True, bars="loading", unit="s"),
+    Column("load_speed", "GB/s", ".2f"),
+    Column("save_peak", "save +MiB", ".0f"),
+    Column("load_peak", "load +MiB", ".0f"),
+)
 CONTENDERS: dict[str, type[Fsdp2] | type[Ours]] = {"fsdp2": Fsdp2, "fxshard": Ours, "asynchronous": OursBeside}
 
 
@@ -127,13 +136,15 @@ def round_trip(contender: Fsdp2 | Ours, folder: Path) -> dict[str, float]:
         "written_after_s": save_s + finish_s,
         "load_s": load_s,
         "bytes": size,
-        "save_peak": save_peak,
-        "load_peak": load_peak,
+        "save_speed": size / (save_s + finish_s) / 1e9,
+        "load_speed": size / load_s / 1e9,
+        "save_peak": save_peak / 2**20,
+        "load_peak": load_peak / 2**20,
     }
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench checkpoint", description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = parser_of(__doc__, "bench checkpoint")
     every = ",".join(CONTENDERS)
     parser.add_argument("--contenders", type=listed(CONTENDERS), default=every, help=f"(default: {every})")
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -141,7 +152,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="the first one is not timed")
     parser.add_argument("--one-at-a-time", action="store_true", help="of the contenders, where memory is short")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args(argv)
 
 
@@ -170,36 +180,27 @@ def main() -> None:
             found[alive[name].name].append(round_trip(alive[name], folder))
     if dist.get_rank() == 0:
         folder.rmdir()
-        report(found, arguments.json)
+        table = medians(found)
+        print(table, flush=True)
+        write(arguments.json, [table])
     dist.destroy_process_group()
 
 
-def report(found: dict[str, list[dict[str, float]]], path: Path | None) -> None:
-    """Medians of times without the first round, and the largest of the peaks of all rounds."""
-    medians = {
-        name: {
-            key: max(one[key] for one in rounds)
-            if key.endswith("peak")
-            else statistics.median(one[key] for one in rounds[1:] or rounds)
-            for key in rounds[0]
+def medians(found: dict[str, list[dict[str, float]]]) -> Table:
+    """Of times without the first round, which warms up, and the largest of the peaks of all rounds."""
+    rows: list[Row] = [
+        {
+            "name": name,
+            **{
+                key: max(one[key] for one in rounds)
+                if key.endswith("peak")
+                else statistics.median(one[key] for one in rounds[1:] or rounds)
+                for key in rounds[0]
+            },
         }
         for name, rounds in found.items()
-    }
-    base = next(iter(medians.values()))
-    print(
-        f"{'contender':<24}{'save s':>8}{'done s':>8}{'GB/s':>7}{'speed':>7}{'load s':>8}{'GB/s':>7}{'speed':>7}"
-        f"{'save +MiB':>11}{'load +MiB':>11}   {base['bytes'] / 1e9:.2f} GB"
-    )
-    for name, m in medians.items():
-        print(
-            f"{name:<24}{m['save_s']:>8.2f}{m['written_after_s']:>8.2f}{m['bytes'] / m['written_after_s'] / 1e9:>7.2f}"
-            f"{base['written_after_s'] / m['written_after_s']:>7.2f}{m['load_s']:>8.2f}"
-            f"{m['bytes'] / m['load_s'] / 1e9:>7.2f}{base['load_s'] / m['load_s']:>7.2f}"
-            f"{m['save_peak'] / 2**20:>11.0f}{m['load_peak'] / 2**20:>11.0f}",
-            flush=True,
-        )
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1))
+    ]
+    return Table(f"{rows[0]['bytes'] / 1e9:.2f} GB", COLUMNS, rows, rows[0]["name"])
 
 
 if __name__ == "__main__":

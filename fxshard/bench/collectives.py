@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from fxshard.bench.figures import Column, Row, Table
 from fxshard.bench.trace import CALLS, Event, Recorded, enclosing, is_communication, length, overlap, read, span, union
 
 EVENTS = ("fxshard ", "FSDP::", "Optimizer.")
@@ -27,23 +28,15 @@ TURN_MS = 1.5
 or more on an H200."""
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One NCCL kernel. Times count from the first kernel of the trace."""
-
-    event: str
-    kind: str
-    """As torch calls it."""
-    launched_ms: float
-    """When the host launched it."""
-    begin_ms: float
-    ms: float
-    bare_ms: float
-    """Without a kernel that computes at the same time."""
-    sent: int
-    """Elements that this rank gives."""
-    blocks: int
-    """Thread blocks: how many multiprocessors it occupies."""
+COLUMNS = (
+    Column("launched_ms", "launched ms", ".2f"),
+    Column("begin_ms", "begins ms", ".2f"),
+    Column("ms", "takes ms", ".2f"),
+    Column("bare_ms", "bare ms", ".2f"),
+    Column("blocks", "blocks", ".0f"),
+)
+"""Times count from the first kernel of the trace; *launched*: by the host. *bare*: without a kernel that computes at
+the same time. *blocks* of threads: how many multiprocessors it occupies."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +71,9 @@ class Turns:
         return sum(max(0.0, silence.end_ms - silence.begin_ms - self.turn_ms) for silence in alone)
 
 
-def collectives(events: Iterable[Event]) -> list[Collective]:
-    """NCCL's kernels in the order in which they begin."""
+def collectives(events: Iterable[Event]) -> list[Row]:
+    """NCCL's kernels in the order in which they begin, named by their events, with the kind as torch calls it and the
+    elements that this rank gives."""
     recorded = Recorded.of(events)
     complete, ran = recorded.complete, recorded.ran
     first = min((e["ts"] for e in ran), default=0.0)
@@ -90,16 +84,16 @@ def collectives(events: Iterable[Event]) -> list[Collective]:
     for e in sorted(filter(_communicates, ran), key=lambda e: e["ts"]):
         args, call = e["args"], calls.get(e["args"].get("correlation"))
         found.append(
-            Collective(
-                event=next(iter(enclosing(call, named)), "?") if call is not None else "?",
-                kind=args.get("Collective name", "?"),
-                launched_ms=(call["ts"] - first) / 1e3 if call is not None else float("nan"),
-                begin_ms=(e["ts"] - first) / 1e3,
-                ms=e["dur"] / 1e3,
-                bare_ms=(e["dur"] - length(overlap([span(e)], compute))) / 1e3,
-                sent=args.get("In msg nelems", 0),
-                blocks=args.get("grid", [0])[0],
-            )
+            {
+                "name": next(iter(enclosing(call, named)), "?") if call is not None else "?",
+                "kind": args.get("Collective name", "?"),
+                "launched_ms": (call["ts"] - first) / 1e3 if call is not None else None,
+                "begin_ms": (e["ts"] - first) / 1e3,
+                "ms": e["dur"] / 1e3,
+                "bare_ms": (e["dur"] - length(overlap([span(e)], compute))) / 1e3,
+                "sent": args.get("In msg nelems", 0),
+                "blocks": args.get("grid", [0])[0],
+            }
         )
     return found
 
@@ -144,13 +138,11 @@ def _usual(ran: Iterable[Event]) -> dict[tuple[str, str], float]:
     return {kind: min(times) for kind, times in taken.items()}
 
 
-def report(found: Sequence[Collective], shared: Turns | None) -> str:
-    lines = [f"{'launched':>9}{'begins':>9}{'takes':>8}{'bare':>8}{'blocks':>8}  event; times in ms"]
+def report(found: Sequence[Row], shared: Turns | None) -> str:
+    lines = [str(Table("", COLUMNS, found))]
     alike: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for c in found:
-        alike[c.kind, c.sent].append(c.ms)
-        times = f"{c.launched_ms:>9.2f}{c.begin_ms:>9.2f}{c.ms:>8.2f}{c.bare_ms:>8.2f}"
-        lines.append(f"{times}{c.blocks:>8}  {c.event}")
+    for each in found:
+        alike[each["kind"], each["sent"]].append(each["ms"])
     lines.append("\nby size:")
     for (kind, sent), took in alike.items():
         fast = sum(ms < TURN_MS for ms in took)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxshard.bench.chart import to_svg
-from fxshard.bench.figures import CHARTS
+from fxshard.bench.figures import read
 from fxshard.bench.target import UsageError
 
 
@@ -40,7 +39,7 @@ BENCHES = {
     "moe": Bench("fxshard.bench.moe", "a mixture of experts against eager torch and torch.compile"),
     "compile-time": Bench("fxshard.bench.compile_time", "time to the first step, by number of layers"),
     "models": Bench("fxshard.bench.coverage", "which architectures of transformers train, in how many graphs: a table"),
-    "tools": Bench("fxshard.bench.tools", "transformers.Trainer and a LoRA fine-tune against FSDP2, each in a process"),
+    "tools": Bench("fxshard.bench.tools", "transformers.Trainer against FSDP2 and the bare loop, each in a process"),
     "planning": Bench("fxshard.bench.planning", "what planning costs, and what it gains in the simulator"),
     "checkpoint": Bench("fxshard.bench.checkpoint", "saving and loading against FSDP2", ranks=True),
 }
@@ -89,8 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.svg):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
-    if arguments.svg is not None and arguments.name not in CHARTS:
-        raise UsageError(f"cannot write {arguments.svg}: bench {arguments.name} gives a table, and no bars")
+    if arguments.svg is not None and arguments.name == "models":
+        raise UsageError(f"cannot write {arguments.svg}: bench models gives a table, and no bars")
     if bench.ranks:  # here, and not on every rank: torchrun would bury the message under its own
         importlib.import_module(bench.module).parse(rest)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +127,7 @@ def environment() -> dict[str, str]:
 
 
 def _draw(figures: Path, path: Path, name: str, called: str) -> None:
-    charts = CHARTS[name](json.loads(figures.read_text(encoding="utf-8")))
+    charts = [chart for table in read(figures) for chart in table.charts()]
     if not charts:
         raise UsageError(f"{path} is not written: these parts of bench {name} give tables, and no bars")
     path.write_text(to_svg(charts, f"fxshard bench {called}"), encoding="utf-8")

@@ -12,11 +12,9 @@ import json
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +23,9 @@ import torch.distributed as dist
 import fxshard
 from fxshard._torch import private
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import DEVICES
+from fxshard.bench.arguments import add_device, in_fresh_process, parser_of
 from fxshard.bench.contenders import BF16, blocks, fsdp2
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.bench.models import LlamaConfig
 from fxshard.bench.workloads import Inputs, Size, Workload, add_models, loss_of
 
@@ -35,6 +34,14 @@ LEAST = 0.05
 """Seconds of a stage that is worth a line."""
 Case = tuple[str | None, str | None, str]
 """Model, number of layers, contender; None: as by default."""
+COLUMNS = (
+    *(Column(key, key.replace("_", " "), ".0f") for key in ("segments", "compilations", "layers_folded")),
+    Column("first_step_s", "first step s", ratio=True, bars="time to the first step", unit="s"),
+    Column("cpu_s", "CPU s", ratio=True),
+    Column("warm_s", "second start s", ratio=True, bars="again, with a warm cache", unit="s"),
+    Column("warm_cpu_s", "CPU s", ratio=True),
+    Column("loss", "loss", ".4f"),
+)
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
@@ -52,7 +59,7 @@ def measure(workload: Workload, device: str, contender: str) -> dict[str, Any]:
     precision = BF16 if device == "cuda" and workload.size is None else None
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
-    found: dict[str, Any] = {"model": workload.name, "layers": len(blocks(model)), "contender": contender}
+    found: dict[str, Any] = {"model": workload.name, "layers": len(blocks(model)), "name": contender}
     start, cpu = time.perf_counter(), _cpu_seconds()
     if contender == PEER:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -96,33 +103,28 @@ def _cpu_seconds() -> float:
 def in_fresh_processes(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure with nothing compiled before, then once more with what that left in the compiler's cache."""
     model, layers, contender = case
-    command = [sys.executable, "-m", "fxshard.bench.compile_time", "--contender", contender]
+    command = ["-m", "fxshard.bench.compile_time", "--contender", contender]
     command += ["--device", arguments.device, "--dim", str(arguments.dim)]
     command += ["--model", model] if model else []
     command += ["--layers", layers] if layers else []
     command += ["--no-cache"] if arguments.no_cache else []
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-        starts = []
-        for _ in range(2):
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            starts.append(json.loads(done.stdout.splitlines()[-1]))
+        starts = [in_fresh_process(*command, env=environment) for _ in range(2)]
     again = {"warm_s": "first_step_s", "warm_cpu_s": "cpu_s", "warm_stages": "stages"}
     return {**starts[0], **{name: starts[1][measured] for name, measured in again.items()}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = parser_of(__doc__)
+    add_device(parser)
     add_models(parser, default="a small Llama in fp32; the others are in bf16 on CUDA")
     parser.add_argument("--layers", metavar="N,...", help="depths to compare (default: 8,32, or what a model has)")
-    parser.add_argument("--device", choices=DEVICES, default=best, help=f"(default here: {best})")
     parser.add_argument("--dim", type=int, default=256, help="width of a small one, a multiple of 64 (default: 256)")
     parser.add_argument("--peer", choices=(PEER,), help="FSDP2 with each block compiled as well")
     parser.add_argument("--trace-all", action="store_true", help="fxshard with Debug(fold_layers=False) as well")
     parser.add_argument("--stages", action="store_true", help="also where the time went, by torch's own clocks")
     parser.add_argument("--rounds", type=int, default=1, help="times that each takes its turn; medians (default: 1)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender:
@@ -142,13 +144,20 @@ def main() -> None:
             begin(f"{' '.join(part for part in case if part)}, in fresh processes")
             measured[case].append(in_fresh_processes(case, arguments))
     rows = [{**median(each), "rounds": each} for each in measured.values()]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
-    for model, of_model in itertools.groupby(rows, key=lambda row: row["model"]):
-        own = list(of_model)
-        print(f"\n{model}\n{table(own)}")
+    tables = list(compared(rows))
+    for table in tables:
+        print(f"\n{table}")
         if arguments.stages:
-            print(stages(own))
+            print(stages(table.rows))
+    write(arguments.json, tables)
+
+
+def compared(rows: list[Row]) -> Iterator[Table]:
+    """By model and depth. Ratios are to the peer, where there is one."""
+    for (model, layers), alike in itertools.groupby(rows, key=lambda row: (row["model"], row["layers"])):
+        own = list(alike)
+        base = PEER if any(row["name"] == PEER for row in own) else own[0]["name"]
+        yield Table(f"{model}, {layers} layers", COLUMNS, own, base)
 
 
 def median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,37 +172,15 @@ def median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _base(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a row is compared with: the peer at the same depth, or the first row."""
-    peers = (r for r in rows if r["layers"] == row["layers"] and r["contender"] == PEER)
-    return next(peers, rows[0])
-
-
-def stages(rows: list[dict[str, Any]]) -> str:
+def stages(rows: Sequence[Row]) -> str:
     """Seconds of what torch has clocks for, where it took any time; one may lie in another."""
     lines = []
     for row in rows:
         named = sorted({*row["stages"], *row["warm_stages"]})
         taken = [(name, row["stages"].get(name, 0.0), row["warm_stages"].get(name, 0.0)) for name in named]
-        lines.append(f"\n{row['contender']}, {row['layers']} layers{'first':>52}{'second':>10}")
+        lines.append(f"\n{row['name']}, {row['layers']} layers{'first':>52}{'second':>10}")
         shown = sorted((each for each in taken if max(each[1:]) >= LEAST), key=lambda each: -each[1])
         lines += [f"{name:<60}{first:>8.2f} s{second:>8.2f} s" for name, first, second in shown]
-    return "\n".join(lines)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Seconds until the first step is done; ratios, of CPU seconds too, to the peer at the same depth, or to the first
-    row. The second start has the cache that the first left.
-    """
-    counts = ("segments", "compilations", "layers_folded")
-    titles = (*counts, "first step", "ratio", "CPU ratio", "second start", "ratio", "CPU ratio", "loss")
-    lines = [f"{'layers':>6}  {'contender':<20}" + "".join(f"{title:>14}" for title in titles)]
-    for row in rows:
-        base = _base(row, rows)
-        line = f"{row['layers']:>6}  {row['contender']:<20}" + "".join(f"{row.get(name, '–'):>14}" for name in counts)
-        for wall, cpu in (("first_step_s", "cpu_s"), ("warm_s", "warm_cpu_s")):
-            line += f"{row[wall]:>12.1f} s{row[wall] / base[wall]:>14.2f}{row[cpu] / base[cpu]:>14.2f}"
-        lines.append(line + f"{row['loss']:>14.4f}")
     return "\n".join(lines)
 
 

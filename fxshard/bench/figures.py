@@ -1,116 +1,87 @@
-"""Which bars the figures of each benchmark make. Times throughout: shorter is better."""
+"""What benchmarks find: rows of figures, as a table on a terminal, as a file, and as bars."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from fxshard.bench.chart import Chart
 
-
-def of_train(results: list[dict[str, Any]]) -> list[Chart]:
-    models = dict.fromkeys(result["model"] for result in results)
-    return [chart for model in models for chart in _of_model(model, [r for r in results if r["model"] == model])]
+Row = dict[str, Any]
+"""Figures by the keys of columns; ``name`` is what was measured."""
 
 
-def _of_model(model: str, results: list[dict[str, Any]]) -> list[Chart]:
-    names = [result["name"] for result in results]
-    base = "fsdp2-compile" if "fsdp2-compile" in names else names[0]
-    charts = [Chart("time of a step", "ms", _bars(results, "step_ms"), base)]
-    if any(result["peak_gib"] for result in results):
-        charts.append(Chart("peak memory", "GiB", _bars(results, "peak_gib"), base))
-    charts.append(Chart("the host, launching a step on an idle device", "ms", _bars(results, "host_ms"), base))
-    charts.append(Chart("time to the first step, compiling included", "s", _bars(results, "first_step_s"), base))
-    traces = {result["name"]: result["trace"] for result in results if result.get("trace")}
-    if any(trace["communication_ms"] for trace in traces.values()):
-        exposed = ((name, t["communication_ms"] * (1 - (t["hidden"] or 0))) for name, t in traces.items())
-        charts.append(Chart("communication with no compute at the same time", "ms", tuple(exposed), base))
-    if traces:
-        idle = tuple((name, trace["idle_ms"]) for name, trace in traces.items())
-        charts.append(Chart("nothing running on the device, within a step", "ms", idle, base))
-    return [replace(chart, title=f"{model}: {chart.title}") for chart in charts]
+@dataclass(frozen=True)
+class Column:
+    """One figure of every row."""
+
+    key: str
+    title: str
+    form: str = ".1f"
+    ratio: bool = False
+    """Whether the ratio to that of the base stands beside it."""
+    bars: str = ""
+    """What bars of it are called. Times and sizes: shorter is better."""
+    unit: str = ""
+    """Of bars."""
 
 
-def of_optimizer(figures: dict[str, Any]) -> list[Chart]:
-    about = f"an optimizer step over {figures['matrices']} matrices"
-    return [Chart(about, "ms", tuple(figures["step_ms"].items()), "torch.optim.Muon")]
+@dataclass(frozen=True)
+class Table:
+    """Rows that are compared with one of them, if there is a ``base``."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Row]
+    base: str | None = None
+
+    @property
+    def head(self) -> list[str]:
+        return ["", *(title for column in self.columns for title in (column.title, *["ratio"] * column.ratio))]
+
+    def cells(self, row: Row) -> list[str]:
+        """A row as text. What was not measured is a dash."""
+        base = next((each for each in self.rows if each["name"] == self.base), {})
+        found = [row["name"]]
+        for column in self.columns:
+            value, reference = row.get(column.key), base.get(column.key)
+            found.append(_cell(value, column.form))
+            if column.ratio:
+                found.append(_cell(value / reference if value is not None and reference else None, ".3f"))
+        return found
+
+    def __str__(self) -> str:
+        lines = [self.head, *map(self.cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        texts = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        texts[0] += f"   base: {self.base}" if self.base is not None else ""
+        return "\n".join([self.title, *texts] if self.title else texts)
+
+    def charts(self) -> list[Chart]:
+        """Bars of the columns that have some."""
+        found = []
+        for column in self.columns:
+            bars = tuple((row["name"], row[column.key]) for row in self.rows if row.get(column.key))
+            if column.bars and bars:
+                found.append(Chart(f"{self.title}: {column.bars}", column.unit, bars, self.base))
+        return found
 
 
-def of_quantize(figures: dict[str, Any]) -> list[Chart]:
-    about = f"{figures['rows']} × {figures['columns']} bf16 to both MXFP8 copies"
-    return [Chart(about, "ms", tuple((t["name"], t["milliseconds"]) for t in figures["timings"]), "copy")]
+def _cell(value: Any, form: str) -> str:
+    return "–" if value is None else value if isinstance(value, str) else f"{value:{form}}"
 
 
-def of_moe(figures: dict[str, Any]) -> list[Chart]:
-    charts = []
-    for result in figures["results"]:
-        about = f"{result['shape']} {'with' if result['routed'] else 'without'} routing weights"
-        charts.append(Chart(f"{about}, forward and backward", "ms", _experts(result, "step_ms"), "eager"))
-        if figures["device"] == "cuda":
-            charts.append(Chart(f"{about}, the host, launching them", "ms", _experts(result, "host_ms"), "eager"))
-    return charts
+def write(path: Path | None, tables: Sequence[Table]) -> None:
+    """To a file, if one is asked for."""
+    if path is not None:
+        path.write_text(json.dumps([asdict(table) for table in tables], indent=1), encoding="utf-8")
 
 
-def _experts(result: dict[str, Any], key: str) -> tuple[tuple[str, float], ...]:
-    """What is not eager and not torch.compile is fxshard's, by the implementation of that name."""
-    return tuple(
-        (name if name in ("eager", "compile") else f"fxshard, {name}", found[key])
-        for name, found in result["figures"].items()
-    )
-
-
-def of_compile_time(rows: list[dict[str, Any]]) -> list[Chart]:
-    charts = []
-    for model, layers in dict.fromkeys((row["model"], row["layers"]) for row in rows):
-        bars = []
-        for row in rows:
-            if (row["model"], row["layers"]) == (model, layers):
-                bars += [(row["contender"], row["first_step_s"]), (f"{row['contender']}, again", row["warm_s"])]
-        names = [name for name, _ in bars]
-        base = "fsdp2-compile" if "fsdp2-compile" in names else names[0]
-        charts.append(
-            Chart(f"{model}: time to the first step, {layers} layers; again: with a warm cache", "s", tuple(bars), base)
-        )
-    return charts
-
-
-def of_planning(tables: list[dict[str, Any]]) -> list[Chart]:
-    """What planning costs. Gains are tables of many columns: they stay tables."""
+def read(path: Path) -> list[Table]:
     return [
-        Chart(table["title"], "s", tuple((f"fxshard, layers: {row[0]}", float(row[1])) for row in table["rows"]))
-        for table in tables
-        if table["head"][:2] == ["layers", "seconds"]
+        Table(**{**table, "columns": tuple(Column(**column) for column in table["columns"])})
+        for table in json.loads(path.read_text(encoding="utf-8"))
     ]
-
-
-def of_checkpoint(found: dict[str, list[dict[str, float]]]) -> list[Chart]:
-    """The first round warms up."""
-
-    def medians(key: str) -> tuple[tuple[str, float], ...]:
-        return tuple(
-            (name, statistics.median(one[key] for one in rounds[1:] or rounds)) for name, rounds in found.items()
-        )
-
-    base = next(iter(found))
-    return [
-        Chart("saving, until training goes on", "s", medians("save_s"), base),
-        Chart("saving, until it is written", "s", medians("written_after_s"), base),
-        Chart("loading", "s", medians("load_s"), base),
-    ]
-
-
-def _bars(results: list[dict[str, Any]], key: str) -> tuple[tuple[str, float], ...]:
-    return tuple((result["name"], result[key]) for result in results)
-
-
-CHARTS: dict[str, Callable[[Any], list[Chart]]] = {
-    "train": of_train,
-    "optimizer": of_optimizer,
-    "quantize": of_quantize,
-    "moe": of_moe,
-    "compile-time": of_compile_time,
-    "planning": of_planning,
-    "checkpoint": of_checkpoint,
-}

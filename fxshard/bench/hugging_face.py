@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxshard.bench.models import LlamaConfig
@@ -13,23 +14,25 @@ CONFIGS = {
     "llama": "LlamaConfig",
     "qwen3": "Qwen3Config",
     "gemma3": "Gemma3TextConfig",
+    "mistral": "MistralConfig",
     "qwen3-moe": "Qwen3MoeConfig",
 }
 """By kind: the class of its configuration."""
 
 
-def build(kind: str, size: LlamaConfig, length: int) -> nn.Module:
-    """A causal language model of that size, otherwise as its configuration has it by default."""
+def build(kind: str, size: LlamaConfig, length: int, dtype: torch.dtype = torch.float32, **different: Any) -> nn.Module:
+    """A causal language model of that size, but for what is ``different``; otherwise as its configuration has it by
+    default."""
     try:
         import transformers
     except ImportError:
         raise UsageError(f"hf:{kind} needs transformers: pip install -c constraints.txt -e '.[hf]'") from None
-    config = getattr(transformers, CONFIGS[kind])(**shapes(kind, size, length))
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    config = getattr(transformers, CONFIGS[kind])(**{**_shapes(kind, size, length), **different})
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.train()
 
 
-def shapes(kind: str, size: LlamaConfig, length: int) -> dict[str, Any]:
+def _shapes(kind: str, size: LlamaConfig, length: int) -> dict[str, Any]:
     """What a configuration of that kind is given for a model of that size."""
     shapes = {
         "vocab_size": size.vocab,

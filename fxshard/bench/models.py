@@ -11,6 +11,8 @@ from torch import nn
 
 import fxshard
 
+EPS = 1e-5
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -27,15 +29,6 @@ class LlamaConfig:
     hidden: int = 5632
     experts: int = 0
     chosen: int = 2
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-5)
 
 
 class Attention(nn.Module):
@@ -119,9 +112,9 @@ class Experts(nn.Module):
 class Block(nn.Module):
     def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(dim)
+        self.attention_norm = nn.RMSNorm(dim, EPS)
         self.attention = attention
-        self.mlp_norm = RMSNorm(dim)
+        self.mlp_norm = nn.RMSNorm(dim, EPS)
         self.mlp = mlp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +129,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
         self.layers = nn.ModuleList(blocks)  # a generator's are made here, after the embedding: so seeds mean the same
-        self.norm = RMSNorm(dim)
+        self.norm = nn.RMSNorm(dim, EPS)
         self.head = nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:

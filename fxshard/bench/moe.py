@@ -13,8 +13,6 @@ ordinary ones if there is a single expert.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +22,9 @@ import torch.nn.functional as F
 
 from fxshard._torch.progress import progress
 from fxshard.bench import products
-from fxshard.bench.arguments import listed
+from fxshard.bench.arguments import listed, parser_of
 from fxshard.bench.clock import DeviceClock, take_turns
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.frontend.backend import fxshard_backend
 from fxshard.kernels.case import Case
 from fxshard.kernels.choose import choose, implementation, refusal
@@ -33,6 +32,14 @@ from fxshard.kernels.choose import choose, implementation, refusal
 Contender = Callable[["Layer"], torch.Tensor]
 FUSED = ("torch", "triton", "te")
 DENSE = ("dense", "dense-fused")
+COLUMNS = (
+    Column("forward_ms", "forward ms", ".3f", ratio=True),
+    Column("step_ms", "step ms", ".3f", ratio=True, bars="forward and backward", unit="ms"),
+    Column("host_ms", "host ms", ".3f", bars="the host, launching them", unit="ms"),
+    Column("saved_mib", "saved MiB", ".0f"),
+    Column("peak_mib", "peak MiB", ".0f"),
+    Column("error", "error", ".1e"),
+)
 
 
 @dataclass
@@ -113,15 +120,15 @@ def error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> f
     )
 
 
-def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat: int) -> dict[str, dict[str, float]]:
-    figures: dict[str, dict[str, float]] = {}
+def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat: int) -> list[Row]:
+    figures: dict[str, Row] = {}
     out = eager(layer)
     reference = (out.detach(), *backward(layer, out))
     for name, contender in contenders.items():
         for _ in range(3):
             out = contender(layer)
             found = (out.detach(), *backward(layer, out))
-        figures[name] = {"error": error(found, reference)}
+        figures[name] = {"name": name, "error": error(found, reference)}
         del out, found
     del reference
     for name, contender in contenders.items():
@@ -135,14 +142,12 @@ def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat:
     host = take_turns(steps, clock.launching, rounds)
     for name in contenders:
         figures[name] |= {"forward_ms": forward[name], "step_ms": step[name], "host_ms": host[name]}
-        for what in ("forward", "step"):
-            figures[name][f"{what}_speedup"] = figures["eager"][f"{what}_ms"] / figures[name][f"{what}_ms"]
-    return figures
+    return list(figures.values())
 
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     shapes = "8x4096x2048,64x2048x1408" if cuda else "8x256x128"
     parser.add_argument("--shapes", default=shapes, help=f"experts × hidden × inner, … (default: {shapes})")
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 512)
@@ -151,10 +156,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15 if cuda else 5)
     parser.add_argument("--repeat", type=int, default=10 if cuda else 2)
     parser.add_argument("--kernels", action="store_true", help="the products of a step one by one, too")
-    parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     device = "cuda" if cuda else "cpu"
-    results = []
+    tables = []
     cases = [(shape, routed) for shape in arguments.shapes.split(",") for routed in (False, True)]
     with progress(len(cases)) as begin:
         for shape, routed in cases:
@@ -164,27 +168,24 @@ def main() -> None:
             layer = make_layer(experts, hidden, inner, arguments.tokens, routed, device)
             torch.compiler.reset()
             contenders = _contenders(arguments.contenders, case, experts)
-            figures = measure(layer, contenders, arguments.rounds, arguments.repeat)
-            results.append({"shape": shape, "routed": routed, "default": choose("auto", case), "figures": figures})
-            _show(results[-1])
+            rows = measure(layer, contenders, arguments.rounds, arguments.repeat)
+            title = f"{shape} {'with' if routed else 'without'} routing weights, the default is {choose('auto', case)}"
+            made = [Table(title, COLUMNS, rows, "eager")]
             if arguments.kernels and not routed:
-                results[-1]["products"] = _kernels(layer, case, arguments.rounds, arguments.repeat)
+                made.append(_kernels(layer, case, arguments.rounds, arguments.repeat))
+            print("", *made, sep="\n", flush=True)
+            tables += made
             del layer
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            about = {"tokens": arguments.tokens, "torch": torch.__version__, "device": device}
-            json.dump({**about, "results": results}, file, indent=1)
+    write(arguments.json, tables)
 
 
-def _kernels(layer: Layer, case: Case, rounds: int, repeat: int) -> dict[str, dict[str, float]]:
+def _kernels(layer: Layer, case: Case, rounds: int, repeat: int) -> Table:
     """The products of a step, by torch, by what ``"auto"`` takes and, of a single expert, without groups."""
     contenders = {name: implementation(name) for name in ("torch", choose("auto", case))}
     if layer.offsets.shape[0] == 1:
         contenders = {"dense": products.Dense(), **contenders}
     asked = products.products(layer.x.detach(), layer.offsets, layer.gate_up.detach(), layer.down.detach())
-    figures = products.measure(asked, contenders, case.device.type, rounds, repeat)
-    products.show(asked, figures, list(contenders))
-    return figures
+    return products.measure(asked, contenders, case.device.type, rounds, repeat)
 
 
 def _contenders(names: list[str], case: Case, experts: int) -> dict[str, Contender]:
@@ -203,17 +204,6 @@ def _contenders(names: list[str], case: Case, experts: int) -> dict[str, Contend
             else:
                 print(f"{name} does not run here: {reason}")
     return chosen
-
-
-def _show(result: dict) -> None:  # type: ignore[type-arg]
-    routed = "with" if result["routed"] else "without"
-    print(f"\n{result['shape']} {routed} routing weights, the default is {result['default']}")
-    print(f"{'':12}{'forward':>9}{'':>7}{'step':>9}{'':>7}{'host':>9}{'saved':>9}{'peak':>9}{'error':>9}")
-    for name, f in result["figures"].items():
-        print(
-            f"{name:12}{f['forward_ms']:7.3f}ms{f['forward_speedup']:6.3f}×{f['step_ms']:7.3f}ms{f['step_speedup']:6.3f}×"
-            f"{f['host_ms']:7.3f}ms{f['saved_mib']:6.0f}MiB{f['peak_mib']:6.0f}MiB{f['error']:9.1e}"
-        )
 
 
 if __name__ == "__main__":

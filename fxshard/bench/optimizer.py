@@ -7,20 +7,18 @@ python -m fxshard.bench.optimizer --device cuda --json optimizer.json
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import torch
 
 import fxshard
+from fxshard.bench.arguments import add_device, parser_of
 from fxshard.bench.clock import take_turns, timed
+from fxshard.bench.figures import Column, Table, write
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import Start, choose, explain, iterate, orthogonalize, start
-from fxshard.optim.start import Momentum
 from fxshard.plan.state import FORMATS, OFFLOADS
 
 
@@ -33,8 +31,7 @@ def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, C
     """What a step is made of, each by itself."""
     grads = [parameter.grad for parameter in params if parameter.grad is not None]
     momenta = [torch.zeros_like(parameter) for parameter in params]
-    momentum = Momentum(grads, choice.momentum, choice.nesterov)
-    directions = orthogonalize(momenta, form=choice.form, momentum=momentum)
+    directions = orthogonalize(momenta, form=choice.form)
     factors = [rule.scale_factor(parameter.shape, choice.scale) for parameter in params]
     iteration = triples(choice.coefficients, choice.steps)
     by_shape: dict[torch.Size, list[int]] = {}
@@ -43,15 +40,13 @@ def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, C
     form = {shape: choose(shape, momenta[0].device, choice.form) for shape in by_shape}
 
     def started() -> list[Start]:
-        return [
-            start(form[shape], [momenta[i] for i in of_shape], momentum.of(of_shape))
-            for shape, of_shape in by_shape.items()
-        ]
+        return [start(form[shape], [momenta[i] for i in of_shape]) for shape, of_shape in by_shape.items()]
 
     ready = started()
     return {
         "are gradients finite": lambda: rule.finite(grads),
-        "momentum, rounding and norms": started,
+        "momentum": lambda: rule.momentum_(grads, momenta, choice.momentum, choice.nesterov),
+        "rounding and norms": started,
         "products": lambda: [
             iterate(form[shape], begin, iteration, tall=shape[0] > shape[1])
             for shape, begin in zip(by_shape, ready, strict=True)
@@ -69,7 +64,8 @@ def adamw(sizes: list[tuple[int, int]], device: str, **kept: str) -> Callable[[]
     return sharded.optimizer.step
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> list[Table]:
+    """Steps, and the parts of one of Muon's."""
     torch.manual_seed(0)
     device = arguments.device
     sizes = shapes(arguments.layers, arguments.dim, arguments.hidden)
@@ -90,42 +86,36 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     def clock(run: Callable[[], object]) -> float:
         return timed(run, device, arguments.repeat)
 
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    parameters = sum(rows * columns for rows, columns in sizes) / 1e6
+    forms = (f"{list(shape)}: {explain(shape, params[0].device, arguments.form)}" for shape in dict.fromkeys(sizes))
+    title = f"{len(sizes)} matrices, {parameters:.1f} M parameters, {name}; {'; '.join(forms)}"
     steps = take_turns(contenders, clock, arguments.rounds)
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "matrices": len(sizes),
-        "parameters": sum(rows * columns for rows, columns in sizes),
-        "forms": {str(list(shape)): explain(shape, params[0].device, arguments.form) for shape in dict.fromkeys(sizes)},
-        "step_ms": steps,
-        "ratio": steps["fxshard.Muon"] / steps["torch.optim.Muon"],
-        "parts_ms": take_turns(parts(params, choice), clock, arguments.rounds),
-    }
+    taken = take_turns(parts(params, choice), clock, arguments.rounds)
+    return [
+        _table(title, steps, Column("ms", "ms", ".2f", ratio=True, bars="an optimizer step", unit="ms")),
+        _table("parts of fxshard.Muon's", taken, Column("ms", "ms", ".2f")),
+    ]
+
+
+def _table(title: str, times: dict[str, float], column: Column) -> Table:
+    return Table(title, (column,), [{"name": name, "ms": ms} for name, ms in times.items()], next(iter(times)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
+    add_device(parser)
     cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--layers", type=int, default=16 if cuda else 2)
     parser.add_argument("--dim", type=int, default=2048 if cuda else 64)
     parser.add_argument("--hidden", type=int, default=5632 if cuda else 176)
     parser.add_argument("--form", default="auto", help="auto, plain, symmetric or gram")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=3, help="calls in a row within a round")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    figures = measure(arguments)
-    print(f"{figures['matrices']} matrices, {figures['parameters'] / 1e6:.1f} M parameters, {figures['device']}")
-    for shape, form in figures["forms"].items():
-        print(f"  {shape}: {form}")
-    for title in ("step_ms", "parts_ms"):
-        print()
-        for name, milliseconds in figures[title].items():
-            print(f"{name:<40}{milliseconds:>10.2f} ms")
-    print(f"\nfxshard.Muon takes {figures['ratio']:.3f} of torch.optim.Muon")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+    tables = measure(arguments)
+    print(*tables, sep="\n\n")
+    write(arguments.json, tables)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fxshard
 from fxshard._torch.progress import progress
+from fxshard.bench.arguments import in_fresh_process, parser_of
 from fxshard.bench.captured import Captured, capture
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.bench.presets import PRESETS
 from fxshard.plan.hardware import hardware as known
@@ -48,16 +46,6 @@ with nothing gathered."""
 
 OURS = ("default", "roomy")
 ROOM = 0.7
-Table = dict[str, Any]
-"""Title, head and rows."""
-
-
-def cost(preset: str, layers: int | None, ranks: int) -> dict[str, float]:
-    """Seconds and peak memory of one plan, in a process of its own."""
-    command = [sys.executable, "-m", "fxshard.bench.planning", "--one", preset, str(layers or 0), str(ranks)]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found: dict[str, float] = json.loads(out.splitlines()[-1])
-    return found
 
 
 def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
@@ -72,9 +60,9 @@ def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
     return {"seconds": seconds, "cpu": cpu, "gib": gib, "events": len(schedule)}
 
 
-def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str, Step | None]]]:
-    """(hardware, ranks, {rule: simulated step, None where it does not fit}) of one model, captured once for machines
-    with the same kernels."""
+def gain_rows(preset: str, layers: int | None) -> Iterator[Row]:
+    """A simulated step by each rule, on each machine and number of ranks; one model is captured once for machines with
+    the same kernels."""
     captured: dict[tuple[int, int] | None, Captured] = {}
     for ranks in RANKS:
         for hardware in HARDWARE:
@@ -82,48 +70,37 @@ def gains(preset: str, layers: int | None) -> Iterator[tuple[str, int, dict[str,
             if kernels not in captured:
                 captured[kernels] = capture(*PRESETS[preset](layers), precision=PRECISION, hardware=hardware)
             found = {rule: _step(captured[kernels], ranks, hardware, **options) for rule, options in RULES.items()}
-            for ours in filter(None, (found[rule] for rule in OURS)):
-                for other in filter(None, (found["one ahead"], found["FSDP2"])):
-                    if ours.exposed > other.exposed * (1 + 1e-9):
-                        raise AssertionError(f"{preset}, {hardware}, {ranks} ranks: worse than one ahead: {found}")
-            yield hardware, ranks, found
+            least = min(step["exposed"] for rule, step in found.items() if step and rule not in OURS)
+            if any(found[rule] and found[rule]["exposed"] > least * (1 + 1e-9) for rule in OURS):
+                raise AssertionError(f"{preset}, {hardware}, {ranks} ranks: worse than one ahead: {found}")
+            figures = {f"{rule}: {key}": value for rule, step in found.items() for key, value in step.items()}
+            yield {"name": f"{hardware}, {ranks} ranks", **figures}
 
 
-@dataclass(frozen=True)
-class Step:
-    """What the table says of a simulated step: seconds and bytes."""
+def _step(captured: Captured, ranks: int, hardware: str, *, roomy: bool = False, **options: Any) -> dict[str, float]:
+    """Figures of a simulated step, in milliseconds; none where it does not fit.
 
-    seconds: float
-    exposed: float
-    compute: float
-    communication: float
-    bound: float
-    seam: float
-    """Compute stands still between two steps: for the last reductions and the first gathers."""
-    turn: float
-    """The network rests before the first reduction."""
-    arena: int
-
-
-def _step(captured: Captured, ranks: int, hardware: str, *, roomy: bool = False, **options: Any) -> Step | None:
+    *seam*: compute stands still between two steps, for the last reductions and the first gathers. *turn*: the network
+    rests before the first reduction.
+    """
     if roomy:
         options["memory_budget"] = int(known(hardware).memory_bytes * ROOM)
     try:
         schedule = captured.schedule(ranks=ranks, hardware=hardware, **options)
     except fxshard.BudgetError:
-        return None
+        return {}
     schedule.verify()
     run = schedule.simulate(hardware)
-    return Step(
-        run.step_seconds,
-        run.exposed_seconds,
-        run.compute_seconds,
-        run.communication_seconds,
-        run.bound_seconds,
-        _seam(schedule, run),
-        _turn(schedule, run),
-        schedule.arena_bytes,
-    )
+    seconds = {
+        "compute": run.compute_seconds,
+        "communication": run.communication_seconds,
+        "step": run.step_seconds,
+        "exposed": run.exposed_seconds,
+        "seam": _seam(schedule, run),
+        "turn": _turn(schedule, run),
+    }
+    ratios = {"step / bound": run.step_seconds / run.bound_seconds, "arena GiB": schedule.arena_bytes / 2**30}
+    return {**{name: 1e3 * value for name, value in seconds.items()}, **ratios}
 
 
 def _seam(schedule: Schedule, run: Simulation) -> float:
@@ -152,53 +129,41 @@ def _turn(schedule: Schedule, run: Simulation) -> float:
 
 
 def layers_table(depths: Sequence[int]) -> Iterator[Table]:
-    head = ("layers", "seconds", "CPU seconds", "peak GiB", "events")
-    yield _table("Cost by layers: llama-70b on 1024 ranks", head, map(_cost_row, depths), len(depths))
+    columns = (
+        Column("seconds", "seconds", bars="planning", unit="s"),
+        Column("cpu", "CPU seconds"),
+        Column("gib", "peak GiB", ".2f"),
+        Column("events", "events", ".0f"),
+    )
+    yield _table("Cost by layers: llama-70b on 1024 ranks", columns, map(_cost_row, depths), len(depths))
 
 
-def _cost_row(layers: int) -> list[str]:
-    found = cost("llama-70b", layers, 1024)
-    seconds, cpu = f"{found['seconds']:.1f}", f"{found['cpu']:.1f}"
-    return [str(layers), seconds, cpu, f"{found['gib']:.2f}", f"{found['events']:.0f}"]
+def _cost_row(layers: int) -> Row:
+    """Of one plan, in a process of its own."""
+    found = in_fresh_process("-m", "fxshard.bench.planning", "--one", "llama-70b", str(layers), "1024")
+    return {"name": f"{layers} layers", **found}
 
 
 def gain_tables(layers: int | None) -> Iterator[Table]:
+    of_ours = ("communication", "step", "exposed", "step / bound", "seam", "turn", "arena GiB")
+    titles = ["default: compute"]
+    for rule in RULES:
+        titles += [f"{rule}: {figure}" for figure in (of_ours if rule in OURS else ("step", "exposed"))]
+    columns = tuple(Column(title, title, ".3f" if "bound" in title else ".1f") for title in titles)
     for preset in PRESETS:
         about = f", {layers} layers" if layers else ""
-        head = ["hardware", "ranks", "compute"]
-        for rule in OURS:
-            head += [f"{rule}: communication", "step (exposed)", "step / bound", "seam", "turn", "arena GiB"]
-        head += [f"{rule}: step (exposed)" for rule in RULES if rule not in OURS]
-        rows = (_gain_row(*row) for row in gains(preset, layers))
-        yield _table(f"Gain: {preset}{about}, milliseconds per step", head, rows, len(RANKS) * len(HARDWARE))
-
-
-def _gain_row(hardware: str, ranks: int, found: dict[str, Step | None]) -> list[str]:
-    default = found["default"]
-    assert default is not None
-    row = [hardware, str(ranks), f"{default.compute * 1e3:.1f}"]
-    for rule in OURS:
-        step = found[rule]
-        if step is None:
-            row += ["–"] * 6
-        else:
-            ratio, gib = f"{step.seconds / step.bound:.3f}", f"{step.arena / 2**30:.1f}"
-            row += [f"{step.communication * 1e3:.1f}", _taken(step), ratio]
-            row += [f"{step.seam * 1e3:.1f}", f"{step.turn * 1e3:.1f}", gib]
-    return [*row, *[_taken(step) for rule, step in found.items() if rule not in OURS and step is not None]]
-
-
-def _taken(step: Step) -> str:
-    return f"{step.seconds * 1e3:.1f} ({step.exposed * 1e3:.1f})"
+        title = f"Gain: {preset}{about}, milliseconds per step"
+        yield _table(title, columns, gain_rows(preset, layers), len(RANKS) * len(HARDWARE))
 
 
 def muon_table() -> Iterator[Table]:
-    """A training step with each optimizer, and what its optimizer phase has to do."""
-    head = ("ranks", "ZeRO", "optimizer", "step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
-    yield _table("Muon against AdamW, simulated: 0.95 B Llama, 4 × 4096 tokens per rank, h200", head, _muon_rows(), 8)
+    """A training step with each optimizer, and what its optimizer phase has to do, in milliseconds."""
+    titles = ("step", "to AdamW", "compute", "communication", "exposed", "updates", "tail")
+    columns = tuple(Column(title, title, ".3f" if title == "to AdamW" else ".1f") for title in titles)
+    yield _table("Muon against AdamW: 0.95 B Llama, 4 × 4096 tokens per rank, h200", columns, _muon_rows(), 8)
 
 
-def _muon_rows() -> Iterator[list[str]]:
+def _muon_rows() -> Iterator[Row]:
     with torch.device("meta"):
         model = Llama(LlamaConfig())
         tokens = torch.empty(4, 4096, dtype=torch.long)
@@ -210,50 +175,53 @@ def _muon_rows() -> Iterator[list[str]]:
                 schedule = captured.schedule(ranks=ranks, hardware="h200", zero=zero, optimizer=optimizer)
                 run = schedule.simulate("h200")
                 baseline = baseline or run.step_seconds
-                yield [str(ranks), str(zero), name, *_muon_figures(schedule, run, baseline)]
+                figures = {key: 1e3 * seconds for key, seconds in _muon_seconds(schedule, run).items()}
+                ratio = run.step_seconds / baseline
+                yield {"name": f"{ranks} ranks, ZeRO-{zero}, {name}", **figures, "to AdamW": ratio}
 
 
-def _muon_figures(schedule: Schedule, run: Simulation, baseline: float) -> list[str]:
+def _muon_seconds(schedule: Schedule, run: Simulation) -> dict[str, float]:
     """*updates*: compute of the optimizer phase. *tail*: from the end of the last stretch of backward to the step's."""
-    spans = [(event, span) for event, span in zip(schedule.events, run.spans, strict=True)]
+    spans = list(zip(schedule.events, run.spans, strict=True))
     updates = sum(
         span.stop - span.start
         for event, span in spans
         if event.phase is Phase.OPTIMIZER and event.kind in (Kind.UPDATE, Kind.COMPUTE)
     )
     backward = max(span.stop for event, span in spans if event.phase is Phase.BACKWARD and event.kind is Kind.COMPUTE)
-    tail = run.step_seconds - backward
-    times = (run.compute_seconds, run.communication_seconds, run.exposed_seconds, updates, tail)
-    return [
-        f"{run.step_seconds * 1e3:.1f}",
-        f"{run.step_seconds / baseline:.3f}",
-        *[f"{seconds * 1e3:.1f}" for seconds in times],
-    ]
+    return {
+        "step": run.step_seconds,
+        "compute": run.compute_seconds,
+        "communication": run.communication_seconds,
+        "exposed": run.exposed_seconds,
+        "updates": updates,
+        "tail": run.step_seconds - backward,
+    }
 
 
-def _table(title: str, head: Sequence[str], rows: Iterator[list[str]], total: int) -> Table:
+def _table(title: str, columns: tuple[Column, ...], rows: Iterator[Row], total: int) -> Table:
     """Print a table in Markdown, row by row as they come."""
-    print(f"\n### {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
-    made: list[list[str]] = []
+    made = Table(title, columns, [])
+    print(f"\n### {title}\n\n| {' | '.join(made.head)} |\n|{'---|' * len(made.head)}", flush=True)
+    found: list[Row] = []
     with progress(total) as begin:
         for number in range(total):
             begin(f"row {number + 1} of {total}")
-            made.append(next(rows))
-            print(f"| {' | '.join(made[-1])} |", flush=True)
-    return {"title": title, "head": list(head), "rows": made}
+            found.append(next(rows))
+            print(f"| {' | '.join(made.cells(found[-1]))} |", flush=True)
+    return Table(title, columns, found)
 
 
 PARTS = ("layers", "gains", "muon")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: all of them)")
     parser.add_argument("--layers", metavar="N,...", help="depths in the part of that name (default: 8 to 80)")
     parser.add_argument(
         "--quick", action="store_true", help=f"depths of 8 and 16; gains with {QUICK_LAYERS} layers of each model"
     )
-    parser.add_argument("--json", type=Path, help="write the tables here")
     parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
@@ -267,8 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "muon": muon_table,
     }
     tables = [table for part in args.parts for table in parts[part]()]
-    if args.json is not None:
-        args.json.write_text(json.dumps(tables, indent=1), encoding="utf-8")
+    write(args.json, tables)
 
 
 if __name__ == "__main__":

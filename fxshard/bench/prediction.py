@@ -11,18 +11,26 @@ one device.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import torch.distributed as dist
 
 import fxshard
+from fxshard.bench.arguments import add_device, parser_of
+from fxshard.bench.figures import Column, Table, write
 from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import SIZES, Workload
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.events import Kind
+
+RESCHEDULED = "measured, rescheduled by its own profile"
+COLUMNS = (
+    Column("step_ms", "step ms", ratio=True),
+    Column("compute_ms", "compute ms"),
+    Column("communication_ms", "communication ms"),
+    Column("exposed_ms", "exposed ms"),
+)
 
 
 def shared_device(machine: Hardware, ranks: int, link: float) -> Hardware:
@@ -52,12 +60,11 @@ def link_of(profile: fxshard.Profile, schedule: fxshard.Schedule) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser = parser_of(__doc__)
+    add_device(parser)
     parser.add_argument("--model", choices=SIZES, default="toy")
     parser.add_argument("--batch", type=int, help="sequences per rank")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of five steps")
-    parser.add_argument("--json", type=Path, help="write schedule, profile and figures here")
     arguments = parser.parse_args()
     device = join_ranks(arguments.device)
     contender = Contender("fxshard", Workload(arguments.model, batch=arguments.batch), device, device.type == "cuda")
@@ -83,7 +90,6 @@ def report(
     schedule: fxshard.Schedule, profile: fxshard.Profile, before: float, after: float, arguments: argparse.Namespace
 ) -> None:
     machine = hardware("h200" if arguments.device == "cuda" else "cpu")
-    print(f"measured {before * 1e3:.1f} ms per step; rescheduled by its own profile {after * 1e3:.1f} ms")
     predictions = {"preset": schedule.simulate(machine)}
     if schedule.ranks > 1:
         link = link_of(profile, schedule)
@@ -92,15 +98,13 @@ def report(
         predictions["shared device, recorded link"] = schedule.simulate(part, overlap=False)
     alone = schedule.ranks == 1  # the others are on the same device
     predictions["recorded durations"] = schedule.simulate(machine, durations=profile, overlap=alone)
+    rows = [{"name": "measured", "step_ms": before * 1e3}, {"name": RESCHEDULED, "step_ms": after * 1e3}]
     for name, found in predictions.items():
-        print(
-            f"{name:<30} step {found.step_seconds * 1e3:8.1f} ms ({found.step_seconds / after - 1:+.1%})   "
-            f"compute {found.compute_seconds * 1e3:8.1f}   communication {found.communication_seconds * 1e3:8.1f}   "
-            f"exposed {found.exposed_seconds * 1e3:8.1f}"
-        )
-    if arguments.json is not None:
-        figures = {"measured": before, "rescheduled": after, "profile": json.loads(profile.to_json())}
-        arguments.json.write_text(json.dumps({**figures, "schedule": json.loads(schedule.to_json())}))
+        parts = ("step", "compute", "communication", "exposed")
+        rows.append({"name": name, **{f"{part}_ms": getattr(found, f"{part}_seconds") * 1e3 for part in parts}})
+    table = Table("", COLUMNS, rows, RESCHEDULED)
+    print(table)
+    write(arguments.json, [table])
 
 
 if __name__ == "__main__":

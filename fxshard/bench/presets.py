@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxshard.bench.models import MLP, Block, LanguageModel, Llama, LlamaConfig, RMSNorm
+from fxshard.bench.models import EPS, MLP, Block, LanguageModel, Llama, LlamaConfig
 
 LENGTH = 4096
 """Tokens of the example sequence."""
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
         self.latent = config.latent
         self.q = nn.Linear(config.dim, config.heads * (config.head_dim + config.rope_dim), bias=False)
         self.kv_down = nn.Linear(config.dim, config.latent + config.rope_dim, bias=False)
-        self.kv_norm = RMSNorm(config.latent)
+        self.kv_norm = nn.RMSNorm(config.latent, EPS)
         self.kv_up = nn.Linear(config.latent, config.heads * 2 * config.head_dim, bias=False)
         self.o = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from fxshard.bench.clock import DeviceClock, take_turns
+from fxshard.bench.figures import Column, Row, Table
 from fxshard.kernels.by_torch import Call, Experts, TorchExperts
 from fxshard.kernels.glu import SWIGLU
 
@@ -50,27 +51,17 @@ class Dense(TorchExperts):
 
 
 @torch.no_grad()
-def measure(
-    asked: list[Product], contenders: dict[str, TorchExperts], device: str, rounds: int, repeat: int
-) -> dict[str, dict[str, float]]:
-    """By product: microseconds of each contender on the device, medians over rounds in which they take turns, and how
-    far the last contender's result is from the first one's."""
+def measure(asked: list[Product], contenders: dict[str, TorchExperts], device: str, rounds: int, repeat: int) -> Table:
+    """By product: microseconds of each contender on the device, medians over rounds in which they take turns, with
+    TFLOP/s, and how far the last contender's result is from the first one's."""
     clock = DeviceClock(device)
-    figures: dict[str, dict[str, float]] = {}
+    rows: list[Row] = []
     for product in asked:
         runs = {name: partial(product.run, by) for name, by in contenders.items()}
         results = [run().float() for run in runs.values()]
         times = take_turns(runs, lambda run: clock.milliseconds(run, repeat), rounds)
-        figures[product.name] = {f"{name}_us": milliseconds * 1e3 for name, milliseconds in times.items()}
-        figures[product.name]["error"] = float((results[-1] - results[0]).norm() / results[0].norm())
-    return figures
-
-
-def show(asked: list[Product], figures: dict[str, dict[str, float]], contenders: list[str]) -> None:
-    print(f"{'':28}" + "".join(f"{name:>19}" for name in contenders) + f"{'error':>9}")
-    for product in asked:
-        found = figures[product.name]
-        times = "".join(
-            f"{found[f'{name}_us']:9.0f} µs{product.flops / found[f'{name}_us'] / 1e6:5.0f} T" for name in contenders
-        )
-        print(f"{product.name:28}{times}{found['error']:9.1e}")
+        rows.append({"name": product.name, "error": float((results[-1] - results[0]).norm() / results[0].norm())})
+        for name, milliseconds in times.items():
+            rows[-1] |= {f"{name}_us": milliseconds * 1e3, f"{name}_rate": product.flops / milliseconds / 1e9}
+    columns = [(Column(f"{name}_us", f"{name} µs", ".0f"), Column(f"{name}_rate", "TFLOP/s", ".0f")) for name in times]
+    return Table("products", (*(c for both in columns for c in both), Column("error", "error", ".1e")), rows)

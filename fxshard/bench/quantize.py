@@ -5,38 +5,29 @@ python -m fxshard.bench.quantize --rows 16384 --columns 8192 --json quantize.jso
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
 
+from fxshard.bench.arguments import parser_of
 from fxshard.bench.clock import DeviceClock, take_turns
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
-from fxshard.kernels.quantize import Tile, quantize_both, runs_on
+from fxshard.kernels.quantize import quantize_both, runs_on
 
 ROUNDS, REPEATS = 10, 10
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median milliseconds of one contender, the bytes it has to move, and its bandwidth as a part of the copy's."""
-
-    name: str
-    milliseconds: float
-    bytes: int
-    of_copy: float = 0.0
-
-    @property
-    def bandwidth(self) -> float:
-        return self.bytes / self.milliseconds * 1e3
+COLUMNS = (
+    Column("milliseconds", "ms", ".3f", bars="both copies", unit="ms"),
+    Column("bandwidth", "TB/s", ".2f"),
+    Column("of_copy", "of the copy's", ".2f"),
+)
 
 
-def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Timing]:
-    """All contenders on one bf16 matrix, in turns: every round times each of them once."""
+def measure(rows: int, columns: int) -> list[Row]:
+    """All contenders on one bf16 matrix, in turns: every round times each of them once. Bandwidth is that of the bytes
+    that have to be moved."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     value = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
     other = torch.empty_like(value)
@@ -46,16 +37,17 @@ def measure(rows: int, columns: int, tiles: list[Tile]) -> list[Timing]:
         "fxshard": (lambda: quantize_both(value), both_copies),
         "torch": (lambda: (quantize(value, ROWWISE), quantize(value, COLUMNWISE)), both_copies),
     }
-    for tile in tiles:
-        contenders[f"tile {tile.columns}/{tile.warps}"] = (partial(quantize_both, value, tile), both_copies)
     cast = transformer_engine_cast(value) if value.is_cuda else None
     if cast is not None:
         contenders["transformer engine"] = (cast, both_copies)
     clock, repeats = DeviceClock(device), REPEATS if value.is_cuda else 1
     runs = {name: run for name, (run, _) in contenders.items()}
     times = take_turns(runs, lambda run: clock.milliseconds(run, repeats), ROUNDS)
-    timings = [Timing(name, times[name], size) for name, (_, size) in contenders.items()]
-    return [Timing(t.name, t.milliseconds, t.bytes, t.bandwidth / timings[0].bandwidth) for t in timings]
+    speed = {name: size / times[name] / 1e9 for name, (_, size) in contenders.items()}
+    return [
+        {"name": name, "milliseconds": times[name], "bandwidth": speed[name], "of_copy": speed[name] / speed["copy"]}
+        for name in contenders
+    ]
 
 
 def transformer_engine_cast(value: torch.Tensor) -> Callable[[], object] | None:
@@ -83,24 +75,18 @@ def transformer_engine_cast(value: torch.Tensor) -> Callable[[], object] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--rows", type=int, default=16384 if cuda else 1024)
     parser.add_argument("--columns", type=int, default=8192 if cuda else 512)
-    parser.add_argument("--tiles", default="", help="tiles to compare with the default one: columns/warps,...")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
     if cuda and not runs_on(torch.device("cuda")):
         parser.error("needs a CUDA device of compute capability 8.9 or more, and Triton")
     name = torch.cuda.get_device_name() if cuda else "CPU, where fxshard is the torch version"
-    tiles = [Tile(*map(int, tile.split("/"))) for tile in options.tiles.split(",") if tile]
-    timings = measure(options.rows, options.columns, tiles)
-    print(f"{name}, {options.rows} × {options.columns} bf16 to both MXFP8 copies")
-    for t in timings:
-        print(f"{t.name:>20}  {t.milliseconds:8.3f} ms  {t.bandwidth / 1e12:6.2f} TB/s  {t.of_copy:5.2f} × copy")
-    if options.json is not None:
-        shape = {"rows": options.rows, "columns": options.columns, "device": name}
-        options.json.write_text(json.dumps({**shape, "timings": [asdict(t) for t in timings]}, indent=1))
+    title = f"{name}, {options.rows} × {options.columns} bf16 to both MXFP8 copies"
+    table = Table(title, COLUMNS, measure(options.rows, options.columns), "copy")
+    print(table)
+    write(options.json, [table])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 import fxshard
 from fxshard._torch.errors import BudgetError
 from fxshard.bench.captured import Captured, capture
+from fxshard.bench.figures import Column, Row, Table
 from fxshard.bench.target import load, parallelizing
 from fxshard.frontend.planned_mesh import parallelized, planned_mesh
 from fxshard.plan.hardware import Hardware
@@ -136,19 +137,27 @@ def _simulated(captured: Captured, choice: Choice, machine: Hardware) -> Found:
     return Found(choice, schedule.peak_bytes, run.step_seconds, run.exposed_seconds)
 
 
-def rows(found: Sequence[Found], tokens: int) -> Iterator[tuple[str, ...]]:
-    """As text, for a table; ``tokens``: of the global batch."""
-    for each in found:
-        choice = each.choice
-        shards = f"{choice.shards}" + f" × {choice.replicas} replicas" * (choice.replicas > 1)
-        about = (choice.mesh, shards, str(choice.zero))
-        memory = f"{each.bytes / 2**30:.1f}"
-        if each.seconds is None:
-            yield *about, "–", "–", "–", f"{memory}: too much"
-            continue
-        share = f"{each.exposed / each.seconds:.1%}"
-        ranks = choice.tensor * choice.shards * choice.replicas
-        yield *about, f"{each.seconds * 1e3:.0f}", f"{tokens / each.seconds / ranks:.0f}", share, memory
+COLUMNS = (
+    Column("shards", "shards"),
+    Column("zero", "ZeRO", ".0f"),
+    Column("step_ms", "step ms", ".0f"),
+    Column("tokens", "tokens/s per GPU", ".0f"),
+    Column("exposed", "exposed", ".1%"),
+    Column("memory", "GiB"),
+)
 
 
-HEAD = ("mesh", "shards", "ZeRO", "step ms", "tokens/s per GPU", "exposed", "GiB")
+def table(found: Sequence[Found], tokens: int) -> Table:
+    """``tokens``: of the global batch."""
+    return Table("", COLUMNS, [_row(each, tokens) for each in found])
+
+
+def _row(found: Found, tokens: int) -> Row:
+    choice = found.choice
+    shards = f"{choice.shards}" + f" × {choice.replicas} replicas" * (choice.replicas > 1)
+    row: Row = {"name": choice.mesh, "shards": shards, "zero": choice.zero, "memory": found.bytes / 2**30}
+    if found.seconds is None:
+        return {**row, "memory": f"{row['memory']:.1f}: too much"}
+    ranks = choice.tensor * choice.shards * choice.replicas
+    row |= {"step_ms": found.seconds * 1e3, "tokens": tokens / found.seconds / ranks}
+    return {**row, "exposed": found.exposed / found.seconds}

@@ -10,10 +10,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from fxshard.bench.figures import Column, Row, Table
 
 Event = dict[str, Any]
 Span = tuple[float, float]
@@ -235,28 +237,38 @@ def enclosing(call: Event, around: Iterable[Event]) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def table(found: dict[str, Traced | None]) -> str:
-    """By contender, for a terminal."""
-    columns = ("window", "busy", "compute", "comm.", "hidden", "idle", "longest gap")
-    counts = ("kernels", "copies", "casts", "fills", "waits")
-    lines = ["device ms of a step, from the trace; hidden: the share of communication under compute; counts per step"]
-    head = f"{'contender':<20}" + "".join(f"{name:>12}" for name in columns) + "".join(f"{c:>9}" for c in counts)
-    lines.append(head)
-    for name, t in found.items():
-        if t is None:
-            lines.append(f"{name:<20}{'nothing ran on a GPU':>24}")
-            continue
-        times = (t.window_ms, t.busy_ms, t.compute_ms, t.communication_ms)
-        hidden = "–" if t.hidden is None else f"{t.hidden:.1%}"
-        moved = [t.moved[kind].count for kind in ("copy", "cast", "fill")]
-        waits = sum(wait.count for wait in t.waits) / t.steps
-        lines.append(
-            f"{name:<20}"
-            + "".join(f"{ms:>12.2f}" for ms in times)
-            + f"{hidden:>12}{t.idle_ms:>12.2f}{t.longest_gap_ms:>12.3f}"
-            + "".join(f"{value:>9.0f}" for value in (t.kernels, *moved, waits))
-        )
-    for name, t in found.items():
-        for wait in t.waits if t is not None else ():
-            lines.append(f"{name} waits: {wait.count} × {wait.call} ({wait.host_ms:.2f} ms) in {wait.inside}")
-    return "\n".join(lines)
+COLUMNS = (
+    Column("window_ms", "window", ".2f"),
+    Column("busy_ms", "busy", ".2f"),
+    Column("compute_ms", "compute", ".2f"),
+    Column("communication_ms", "comm.", ".2f"),
+    Column("hidden", "hidden", ".1%"),
+    Column("exposed_ms", "exposed", ".2f", bars="communication with no compute at the same time", unit="ms"),
+    Column("idle_ms", "idle", ".2f", bars="nothing running on the device, within a step", unit="ms"),
+    Column("longest_gap_ms", "longest gap", ".3f"),
+    *(Column(key, key, ".0f") for key in ("kernels", "copies", "casts", "fills", "waits")),
+)
+
+
+def table(model: str, found: dict[str, Traced | None]) -> Table:
+    """By contender. Milliseconds of the device in a step, and numbers of things in it; where nothing ran on a GPU,
+    there is nothing to say."""
+    rows: list[Row] = []
+    for name, traced in found.items():
+        rows.append({"name": name})
+        if traced is not None:
+            moved = {f"{kind[:-1]}ies" if kind == "copy" else f"{kind}s": m.count for kind, m in traced.moved.items()}
+            exposed = traced.communication_ms * (1 - (traced.hidden or 0))
+            waits = sum(wait.count for wait in traced.waits) / traced.steps
+            rows[-1] |= {**asdict(traced), **moved, "exposed_ms": exposed, "waits": waits}
+    return Table(f"{model}, device ms of a step", COLUMNS, rows)
+
+
+def waits(found: dict[str, Traced | None]) -> list[str]:
+    """A line for each call at which the host waits for the device."""
+    return [
+        f"{name} waits: {wait.count} × {wait.call} ({wait.host_ms:.2f} ms) in {wait.inside}"
+        for name, traced in found.items()
+        if traced is not None
+        for wait in traced.waits
+    ]

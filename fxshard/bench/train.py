@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,33 +25,26 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import fxshard
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import DEVICES, listed
+from fxshard.bench.arguments import add_device, listed, parser_of
 from fxshard.bench.contenders import BF16, CONTENDERS, TENSOR_PARALLEL, Make
+from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.bench.tensor_parallel import PARTS
-from fxshard.bench.trace import STEP, Traced, analyse, read, table
+from fxshard.bench.trace import STEP, Traced, analyse, read, table, waits
 from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of
 
 HOST_STEPS, TRACED_STEPS = 3, 2
 FIRST_STEPS = 4
 """Steps that warm up; their losses are shown."""
-
-
-@dataclass
-class Result:
-    """What was measured of one contender."""
-
-    model: str
-    name: str
-    step_ms: float
-    first_step_s: float
-    peak_gib: float
-    losses: list[float]
-    """Of this rank, in the first steps."""
-    host_ms: float
-    """Wall time until one step is launched on an idle device (on a CPU: until it is done)."""
-    cpu_ms: float
-    """CPU time of the process meanwhile, of all its threads."""
-    trace: Traced | None = None
+COLUMNS = (
+    Column("step_ms", "step ms", ratio=True, bars="time of a step", unit="ms"),
+    Column("first_step_s", "first s", bars="time to the first step, compiling included", unit="s"),
+    Column("peak_gib", "peak GiB", ".2f", bars="peak memory", unit="GiB"),
+    Column("host_ms", "launch ms", bars="the host, launching a step on an idle device", unit="ms"),
+    Column("host_share", "of a step", ".0%"),
+    Column("cpu_ms", "CPU ms"),
+    Column("cpu_share", "of a step", ".0%"),
+    *(Column(f"loss_{i}", f"loss {i + 1}", ".5f") for i in range(FIRST_STEPS)),
+)
 
 
 class Contender:
@@ -131,18 +123,21 @@ class Contender:
         self._settle()
         self.traced = analyse(read(path))
 
-    def result(self) -> Result:
-        return Result(
-            self.workload.name,
-            self.name,
-            statistics.median(self.rounds) * 1e3,
-            self.first_step_s,
-            self.peak / 2**30,
-            self.losses,
-            statistics.median(wall for wall, _ in self.host) * 1e3,
-            statistics.median(cpu for _, cpu in self.host) * 1e3,
-            self.traced,
-        )
+    def result(self) -> Row:
+        """What was measured. *launch*: wall time until one step is launched on an idle device (on a CPU: until it is
+        done); *CPU*: that of the process meanwhile, of all its threads."""
+        step, (host, cpu) = statistics.median(self.rounds), map(statistics.median, zip(*self.host, strict=True))
+        return {
+            "name": self.name,
+            "step_ms": step * 1e3,
+            "first_step_s": self.first_step_s,
+            "peak_gib": self.peak / 2**30,
+            "host_ms": host * 1e3,
+            "host_share": host / step,
+            "cpu_ms": cpu * 1e3,
+            "cpu_share": cpu / step,
+            **{f"loss_{i}": loss for i, loss in enumerate(self.losses)},
+        }
 
     def _timed(self, steps: int) -> float:
         self._settle()
@@ -188,25 +183,24 @@ def join_ranks(kind: str) -> torch.device:
 def main() -> None:
     arguments = parse()
     device = join_ranks(arguments.device)
-    results: list[Result] = []
+    tables: list[Table] = []
     for name in arguments.model:
         workload = Workload(name, arguments.layers, arguments.batch, not arguments.no_cache)
-        results += measured(workload, arguments, device)
+        contenders = measured(workload, arguments, device)
         torch.compiler.reset()  # a model is compiled as it would be alone
         if dist.get_rank() == 0:
-            report([result for result in results if result.model == name], arguments)
-        if arguments.json is not None and dist.get_rank() == 0:
-            arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+            tables += report(contenders, arguments.trace)
+            write(arguments.json, tables)
+        del contenders
     dist.destroy_process_group()
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench train", description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = parser_of(__doc__, "bench train")
     known, usual = listed(CONTENDERS), "fsdp2,fsdp2-compile,fxshard"
     parser.add_argument("--contenders", type=known, default=usual, help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--peer", type=known, metavar="NAME,...", help="these and fxshard, in place of --contenders")
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=DEVICES, default=best, help=f"(default here: {best})")
+    add_device(parser)
     add_models(parser, default="1b on CUDA, toy on a CPU")
     parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches in a step (default: 1)")
@@ -214,7 +208,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="profile two steps of each, write traces there")
-    parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args(argv)
     if arguments.peer:
         arguments.contenders = [*arguments.peer, "fxshard"]
@@ -228,7 +221,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measured(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> list[Result]:
+def measured(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> list[Contender]:
     """All contenders on one model, compiled, timed in turns, and traced if that is wanted."""
     held = allocated()
     contenders: list[Contender] = []
@@ -251,26 +244,20 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
             begin(f"{workload.name}: tracing")
             for contender in contenders:
                 contender.record(arguments.trace)
-    return [contender.result() for contender in contenders]
+    return contenders
 
 
-def report(results: list[Result], arguments: argparse.Namespace) -> None:
-    """One model. Host times with their share of a step."""
-    base = next((r for r in results if r.name in ("fsdp2-compile", "fsdp2-tp-compile")), results[0])
-    print(
-        f"\n{base.model}\n{'contender':<20}{'step ms':>10}{'ratio':>8}{'first s':>9}{'peak GiB':>10}{'launch ms':>17}"
-        f"{'CPU ms':>17}   base: {base.name}"
-    )
-    for r in results:
-        host = (f"{ms:.1f} ({ms / r.step_ms:.0%})" for ms in (r.host_ms, r.cpu_ms))
-        print(
-            f"{r.name:<20}{r.step_ms:>10.1f}{r.step_ms / base.step_ms:>8.3f}{r.first_step_s:>9.1f}{r.peak_gib:>10.2f}"
-            + "".join(f"{cell:>17}" for cell in host)
-        )
-    for r in results:
-        print(f"{r.name:<20}losses of the first steps" + "".join(f"{loss:>10.5f}" for loss in r.losses), flush=True)
-    if arguments.trace is not None:
-        print(f"\n{table({r.name: r.trace for r in results})}\ntraces: {arguments.trace}", flush=True)
+def report(contenders: list[Contender], traces: Path | None) -> list[Table]:
+    """One model, printed. Ratios are to FSDP2 with each block compiled, where it is a contender."""
+    names, model = [contender.name for contender in contenders], contenders[0].workload.name
+    base = next((name for name in names if name in ("fsdp2-compile", "fsdp2-tp-compile")), names[0])
+    tables = [Table(model, COLUMNS, [contender.result() for contender in contenders], base)]
+    print(f"\n{tables[0]}", flush=True)
+    if traces is not None:
+        traced = {contender.name: contender.traced for contender in contenders}
+        tables.append(table(model, traced))
+        print("\n".join(["", str(tables[1]), *waits(traced), f"traces: {traces}"]), flush=True)
+    return tables
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Models of ``transformers`` beside those of ``--model hf:...``: our Llama's sizes but for one thing, and large ones.
+"""Models of ``transformers`` beside those of ``--model hf:...``: our Llama's sizes but for one thing, large
+ones, and one with adapters.
 
 fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:packed --contenders fsdp2-compile,fxshard
 fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:llama_8b --contenders fxshard-8bit
@@ -16,7 +17,7 @@ from fxshard.bench.workloads import SIZES, Inputs
 
 DOCUMENTS = 16
 """In a packed row."""
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -24,21 +25,22 @@ LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def large_vocabulary() -> tuple[nn.Module, Inputs]:
     """A Llama with 128,256 tokens, those of Llama 3: logits take as much memory as everything else."""
-    return _built("LlamaConfig", vocab_size=128256)
+    return _built("llama", vocab_size=128256)
 
 
 def window() -> tuple[nn.Module, Inputs]:
     """A Mistral whose queries see a quarter of a sequence."""
-    return _built("MistralConfig", sliding_window=SIZES["1b"].length // 4)
+    return _built("mistral", sliding_window=SIZES["1b"].length // 4)
 
 
 def packed() -> tuple[nn.Module, Inputs]:
     """A Llama with sixteen documents in a row, told apart by ``position_ids``."""
-    model, inputs = _built("LlamaConfig")
+    model, inputs = _built("llama")
     batch, length = inputs["input_ids"].shape
     positions = torch.arange(length // DOCUMENTS).repeat(DOCUMENTS)
     return model, {**inputs, "position_ids": positions.expand(batch, length).contiguous()}
@@ -46,25 +48,30 @@ def packed() -> tuple[nn.Module, Inputs]:
 
 def llama_8b() -> tuple[nn.Module, Inputs]:
     """The shapes of Llama 3 8B, two sequences of 4096."""
-    return _built("LlamaConfig", batch=2, **LLAMA_8B)
+    return _built("llama", batch=2, **LLAMA_8B)
 
 
 def llama_8b_layers() -> tuple[nn.Module, Inputs]:
     """Eight of its 32 layers and a quarter of its vocabulary: its products, in the memory of a small model."""
-    return _built("LlamaConfig", **{**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32000})
+    return _built("llama", **{**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32000})
 
 
 def moe_16b() -> tuple[nn.Module, Inputs]:
     """A Qwen3-MoE of 28 layers with 64 experts in each, six of them for a token: 16 B parameters, one sequence."""
     sizes = {"num_hidden_layers": 28, "num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
-    return _built("Qwen3MoeConfig", batch=1, **sizes)
+    return _built("qwen3-moe", batch=1, **sizes)
+
+
+def lora_8b() -> tuple[nn.Module, Inputs]:
+    """A LoRA fine-tune: rank 16 on all linears of ``llama_8b`` in bf16."""
+    from peft import LoraConfig, get_peft_model
+
+    model, inputs = _built("llama", batch=2, dtype=torch.bfloat16, **LLAMA_8B)
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED, task_type="CAUSAL_LM")), inputs
 
 
 def _built(kind: str, batch: int | None = None, **different: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    import transformers
-
     size = SIZES["1b"]
-    shapes = {**hugging_face.shapes("llama", size.config, size.length), **different}
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**shapes)).train()
-    tokens = torch.randint(shapes["vocab_size"], (batch or size.batch, size.length))
+    model = hugging_face.build(kind, size.config, size.length, **different)
+    tokens = torch.randint(different.get("vocab_size", size.config.vocab), (batch or size.batch, size.length))
     return model, {"input_ids": tokens, "labels": tokens}

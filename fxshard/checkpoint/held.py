@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.frontend.module import ShardedModule
-from fxshard.optim.packed_moments import Deferred, Unpacked
+from fxshard.optim.moments import Deferred, Unpacked
 from fxshard.plan.layout import Fragment
 from fxshard.plan.state import state_shape
 from fxshard.runtime.bucket import Bucket

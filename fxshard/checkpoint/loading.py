@@ -24,7 +24,7 @@ from fxshard.checkpoint.reader import RowReader
 from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_save
 from fxshard.checkpoint.surroundings import restore_random_states
 from fxshard.frontend.module import ShardedModule
-from fxshard.optim.packed_moments import Unpacked
+from fxshard.optim.moments import Unpacked
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import Source
 
@@ -84,7 +84,7 @@ def load(
         plan.optimizer.settle(may_raise=False)  # what is still on its way to the host would land on what is read
     with torch.no_grad(), shown as watch:
         planner = LoadRows(plan.targets, objects, watch)
-        _read(plan.reader, planner, ranks, path)
+        read_rows(plan.reader, planner, ranks, path)
     plan.finish()
     if f"rng.{ranks.rank}" in planner.loaded:
         restore_random_states(planner.loaded[f"rng.{ranks.rank}"], model._sharding.engine.device)
@@ -185,7 +185,8 @@ def _find(path: Path, ranks: Ranks) -> Path:
     return found
 
 
-def _read(reader: RowReader, planner: LoadRows, ranks: Ranks, path: Path) -> None:
+def read_rows(reader: RowReader, planner: LoadRows, ranks: Ranks, path: Path) -> None:
+    """Each rank what is planned, together."""
     try:
         with quiet(ranks), ranks.together():
             dcp.load({}, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.group is None)

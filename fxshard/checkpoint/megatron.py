@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint import TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
 from fxshard._torch.errors import CheckpointError, ConfigError
-from fxshard.checkpoint.hugging_face import fill_rows
+from fxshard.checkpoint.held import Held, of_model
+from fxshard.checkpoint.loading import read_rows
+from fxshard.checkpoint.planners import LoadRows, Target
 from fxshard.checkpoint.reader import RowReader
-from fxshard.checkpoint.records import Record
 from fxshard.checkpoint.saving import check_model, wait_for_save
 from fxshard.frontend.module import ShardedModule
 
@@ -68,123 +65,59 @@ def load_megatron(
     ranks = check_model(model)
     wait_for_save(model)
     ranks.doing = f"loading {path}"
-    where: dict[str, Any] = {}
-    problems: list[str] = []
     try:
-        reader = _open(_folder(Path(path)))
-        plan = _Table(reader, names, heads, query_groups or heads)
-        where = plan.slices({name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()})
+        folder = _folder(Path(path))
+        reader = _open(folder)
+        plan = _Table(reader.read_metadata(), names, heads, query_groups or heads)
+        targets = plan.targets(list(of_model(model)))
         problems = plan.problems
     except (CheckpointError, ConfigError, OSError) as error:
         problems = [str(error)]
     ranks.settle(problems, f"{path} does not fit, nothing was loaded")
-    damaged = reader.damage(tuple({each.key for each in where.values()}), ranks.rank, ranks.size)
+    damaged = reader.damage(tuple(plan.used), ranks.rank, ranks.size)
     ranks.settle(damaged, f"{path} is damaged, nothing was loaded")
-    fill_rows(model, where, ranks)
-
-
-@dataclass(frozen=True)
-class MegatronSlice:
-    """Rows of a stored tensor that are one parameter, read when they are asked for."""
-
-    reader: RowReader
-    key: str
-    layer: int | None
-    """Which layer of a tensor that holds all of them."""
-    runs: tuple[tuple[int, int], ...]
-    """Stored rows, the first and the one after the last, in the order of the parameter's rows."""
-    columns: tuple[int, ...]
-    """What a row has."""
-
-    def get_shape(self) -> list[int]:
-        return [sum(end - begin for begin, end in self.runs), *self.columns]
-
-    def get_dtype(self) -> str:
-        return "F" if self._stored.properties.dtype.is_floating_point else "I"
-
-    def __getitem__(self, part: Any, /) -> torch.Tensor:
-        wanted = [range(size)[cut] for size, cut in zip(self.get_shape(), _slices(part, self.get_shape()), strict=True)]
-        rows, at = [], 0
-        for begin, end in self.runs:
-            first = max(wanted[0].start - at, 0) + begin
-            last = min(wanted[0].stop - at, end - begin) + begin
-            if first < last:
-                rows.append(self._box([(first, last), *((cut.start, cut.stop) for cut in wanted[1:])]))
-            at += end - begin
-        return (
-            torch.cat(rows) if rows else torch.empty([len(cut) for cut in wanted], dtype=self._stored.properties.dtype)
-        )
-
-    @property
-    def _stored(self) -> TensorStorageMetadata:
-        stored = self.reader.read_metadata().state_dict_metadata[self.key]
-        assert isinstance(stored, TensorStorageMetadata)
-        return stored
-
-    def _box(self, box: list[tuple[int, int]]) -> torch.Tensor:
-        """Elements between bounds in every dimension, out of all pieces that have some of them."""
-        whole = box if self.layer is None else [(self.layer, self.layer + 1), *box]
-        dtype = self._stored.properties.dtype
-        found = torch.empty([end - begin for begin, end in whole], dtype=dtype)
-        for chunk in self._stored.chunks:
-            bounds = list(zip(chunk.offsets, chunk.sizes, strict=True))
-            common = [(max(b, o), min(e, o + n)) for (b, e), (o, n) in zip(whole, bounds, strict=True)]
-            if any(begin >= end for begin, end in common):
-                continue
-            piece = self._rows(MetadataIndex(self.key, chunk.offsets), chunk.sizes, common[0], chunk.offsets[0])
-            for dim, ((begin, end), (offset, _)) in enumerate(zip(common[1:], bounds[1:], strict=True), start=1):
-                piece = piece.narrow(dim, begin - offset, end - begin)
-            at = tuple(slice(b - start, e - start) for (b, e), (start, _) in zip(common, whole, strict=True))
-            found[at] = piece
-        return found if self.layer is None else found[0]
-
-    def _rows(self, index: MetadataIndex, sizes: torch.Size, rows: tuple[int, int], offset: int) -> torch.Tensor:
-        """Rows of one stored piece."""
-        place, dtype = self.reader.read_metadata().storage_data[index], self._stored.properties.dtype
-        into = torch.empty((rows[1] - rows[0], *sizes[1:]), dtype=dtype)
-        with open(Path(self.reader.path) / place.relative_path, "rb", buffering=0) as file:
-            record = Record(file, place.offset, place.length, self.key)
-            record.read(into, (rows[0] - offset) * into[:1].nbytes if len(into) else 0)
-        return into
+    read_rows(reader, LoadRows(targets, ()), ranks, folder)
+    model.parameters_changed()
 
 
 class _Table:
     """The table of names applied to a model and a checkpoint."""
 
-    def __init__(self, reader: RowReader, names: Names, heads: int | None, groups: int | None) -> None:
-        self._reader, self._names, self._heads, self._groups = reader, names, heads, groups
-        metadata = reader.read_metadata().state_dict_metadata
-        self._stored = {key: tuple(v.size) for key, v in metadata.items() if isinstance(v, TensorStorageMetadata)}
+    def __init__(self, metadata: Metadata, names: Names, heads: int | None, groups: int | None) -> None:
+        self._names, self._heads, self._groups = names, heads, groups
+        self._stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self.problems: list[str] = []
+        self.used: set[str] = set()
 
-    def slices(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, MegatronSlice]:
-        """Where each of the model's tensors comes from."""
-        found, used = {}, set()
-        for name, shape in wanted.items():
-            entry = next((e for pattern, e in self._names.items() if fnmatchcase(name, pattern)), None)
-            if entry is None:
-                self.problems.append(f"{name}: the table of names has no entry for it")
-                continue
-            key, part = entry if isinstance(entry, tuple) else (entry, "")
-            pattern = next(pattern for pattern in self._names if fnmatchcase(name, pattern))
-            layer = _number(name, pattern)
-            in_key = "*" in key
-            key = key.replace("*", str(layer)) if in_key else key
-            if key not in self._stored:
-                self.problems.append(f"{name}: the checkpoint has no {key}")
-                continue
-            used.add(key)
-            try:
-                found[name] = self._slice(key, part, None if in_key else layer, shape)
-            except ConfigError as error:
-                self.problems.append(f"{name}: {error}")
-        left = [key for key in self._stored if key not in used and not key.startswith(_OTHERS) and "_extra" not in key]
-        self.problems += [f"{key} of the checkpoint is in no entry of the table" for key in sorted(left)[:8]]
+    def targets(self, held: Sequence[Held]) -> list[Target]:
+        """What is read into the rows that this rank holds."""
+        found: list[Target] = []
+        for one in held:
+            for name in one.names:
+                try:
+                    targets = self._of(name, one)
+                except ConfigError as error:
+                    self.problems.append(f"{name}: {error}")
+                    continue
+                found += targets if name == one.names[0] else []
+        left = sorted(key for key in self._stored if key not in self.used and not key.startswith(_OTHERS))
+        unknown = [key for key in left if "_extra" not in key]
+        self.problems += [f"{key} of the checkpoint is in no entry of the table" for key in unknown[:8]]
         return found
 
-    def _slice(self, key: str, part: str, layer: int | None, shape: tuple[int, ...]) -> MegatronSlice:
-        stored = self._stored[key]
-        if layer is not None and len(stored) == len(shape) + 1:
+    def _of(self, name: str, one: Held) -> list[Target]:
+        pattern = next((pattern for pattern in self._names if fnmatchcase(name, pattern)), None)
+        if pattern is None:
+            raise ConfigError("the table of names has no entry for it")
+        entry, layer = self._names[pattern], _number(name, pattern)
+        key, part = entry if isinstance(entry, tuple) else (entry, "")
+        if "*" in key:
+            key, layer = key.replace("*", str(layer)), None
+        if key not in self._stored:
+            raise ConfigError(f"the checkpoint has no {key}")
+        self.used.add(key)
+        stored, dtype = tuple(self._stored[key].size), self._stored[key].properties.dtype
+        if layer is not None and len(stored) == len(one.shape) + 1:
             if layer >= stored[0]:
                 raise ConfigError(f"{key} has {stored[0]} layers")
             stored = stored[1:]
@@ -192,7 +125,13 @@ class _Table:
             layer = None
         if not stored or part not in ("", *PARTS):
             raise ConfigError(f"{part!r} of {key}: expected one of {', '.join(PARTS)}, of a tensor with rows")
-        return MegatronSlice(self._reader, key, layer, self._runs(part, stored[0], key, shape), stored[1:])
+        runs = self._runs(part, stored[0], key, one.shape)
+        shape = (sum(end - begin for begin, end in runs), *stored[1:])
+        if shape != one.shape:
+            raise ConfigError(f"it has shape {shape} there and {one.shape} here")
+        if dtype.is_floating_point != one.tensor.is_floating_point():
+            raise ConfigError(f"it is {dtype} there and {one.tensor.dtype} here")
+        return list(_rows(one, key, layer, runs))
 
     def _runs(self, part: str, rows: int, key: str, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """The stored rows of a part."""
@@ -215,6 +154,20 @@ class _Table:
         return tuple((start * width, (start + count) * width) for start in starts)
 
 
+def _rows(one: Held, key: str, layer: int | None, runs: Sequence[tuple[int, int]]) -> Iterator[Target]:
+    """Of runs of stored rows, which one after another are a parameter, what belongs to the rows that a rank holds.
+
+    ``layer``: which one of a tensor that holds all of them.
+    """
+    first, at = one.offsets[0], 0
+    for begin, end in runs:
+        low, high = max(first, at), min(first + one.tensor.shape[0], at + end - begin)
+        if low < high:
+            place, rows = (begin + low - at, *one.offsets[1:]), one.tensor[low - first : high - first]
+            yield Target(key, place, rows) if layer is None else Target(key, (layer, *place), rows.unsqueeze(0))
+        at += end - begin
+
+
 def _number(name: str, pattern: str) -> int | None:
     """What stands for ``*``."""
     if "*" not in pattern:
@@ -226,10 +179,6 @@ def _number(name: str, pattern: str) -> int | None:
             f"the pattern {pattern!r} of the table finds {found!r} in {name}, where a layer's number belongs"
         )
     return int(found)
-
-
-def _slices(part: Any, shape: list[int]) -> tuple[slice, ...]:
-    return tuple(slice(None) for _ in shape) if part is ... else part
 
 
 def _folder(path: Path) -> Path:

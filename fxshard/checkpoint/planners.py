@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, 
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fxshard.checkpoint.held import Held
-from fxshard.optim.packed_moments import Deferred
+from fxshard.optim.moments import Deferred
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and the bytes that this rank has to do."""

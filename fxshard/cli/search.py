@@ -47,7 +47,7 @@ def _search(arguments: argparse.Namespace) -> int:
     with progress(2 + len(tensor)) as report:
         report("importing torch")
         from fxshard._torch.errors import ConfigError
-        from fxshard.bench.search import HEAD, Search, rows
+        from fxshard.bench.search import Search, table
         from fxshard.bench.target import load, parallelizing
         from fxshard.plan.hardware import hardware
 
@@ -62,10 +62,7 @@ def _search(arguments: argparse.Namespace) -> int:
         report(f"capturing {arguments.target}")
         found = wanted.run(tensor, min(len(tensor), os.cpu_count() or 1), report)
     tokens = inputs[0].numel() * arguments.world_size if inputs else arguments.world_size
-    lines = [HEAD, *rows(found, tokens)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    print(table(found, tokens))
     return 0
 
 

@@ -8,8 +8,11 @@ from functools import cache
 import torch
 
 from fxshard._torch.errors import ConfigError
+from fxshard.kernels.by_te import TransformerEngineExperts, engine_refusal
+from fxshard.kernels.by_te_mxfp8 import FusedGroupedMlp, mxfp8_recipe
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.case import Case
+from fxshard.kernels.te_gates import fused_mlp_refusal
 
 
 def choices() -> tuple[str, ...]:
@@ -74,18 +77,6 @@ def _triton() -> TorchExperts:
     return TritonExperts()
 
 
-def _te() -> TorchExperts:
-    from fxshard.kernels.by_te import TransformerEngineExperts
-
-    return TransformerEngineExperts()
-
-
-def _te_mxfp8() -> TorchExperts:
-    from fxshard.kernels.by_te_mxfp8 import FusedGroupedMlp, mxfp8_recipe
-
-    return FusedGroupedMlp(mxfp8_recipe())
-
-
 def _triton_refusal(case: Case) -> str | None:
     from fxshard.kernels import hopper_products
 
@@ -115,28 +106,20 @@ def _te_refusal(case: Case) -> str | None:
         return f"hidden size {case.hidden} and inner size {case.inner} must be multiples of 8"
     if case.glu.interleave % 32:
         return f"Transformer Engine alternates gate and up every 32 columns, they do every {case.glu.interleave}"
-    from fxshard.kernels.by_te import engine_refusal
-
     return engine_refusal()
-
-
-def _te_mxfp8_refusal(case: Case) -> str | None:
-    from fxshard.kernels.te_gates import fused_mlp_refusal
-
-    return fused_mlp_refusal(case)
 
 
 _MAKE: dict[str, Callable[[], TorchExperts]] = {
     "torch": TorchExperts,
     "triton": _triton,
-    "te": _te,
-    "te-mxfp8": _te_mxfp8,
+    "te": TransformerEngineExperts,
+    "te-mxfp8": lambda: FusedGroupedMlp(mxfp8_recipe()),
 }
 _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "torch": lambda case: None,
     "triton": _triton_refusal,
     "te": _te_refusal,
-    "te-mxfp8": _te_mxfp8_refusal,
+    "te-mxfp8": fused_mlp_refusal,
 }
 _FASTEST_FIRST = ("triton", "torch")
 """By the time of a step (docs/benchmarks.md); te was slower everywhere, te-mxfp8 rounds more and was never measured.

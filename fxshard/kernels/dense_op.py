@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels.by_torch import Call, Experts
 from fxshard.kernels.choose import implementation
@@ -78,6 +77,7 @@ dense_swiglu = define(
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
+    flops=lambda x, *weights, **_: sum(2 * x[0] * w[0] * w[1] for w in weights[:3] if w is not None),
     compiled_ahead=True,
 )
 
@@ -88,8 +88,3 @@ def dense_mlp(
     """``down(silu(gate(x)) · up(x))`` for weights as ``nn.Linear`` has them; without ``up``, ``gate`` holds both."""
     out, _, _ = dense_swiglu(x.reshape(-1, x.shape[-1]), gate, up, down, name)
     return out.view(*x.shape[:-1], out.shape[-1])
-
-
-@register_flop_formula(torch.ops.fxshard.dense_swiglu)
-def _(x: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -> int:
-    return sum(2 * x[0] * weight[0] * weight[1] for weight in (gate, up, down) if weight is not None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels import float8_products as products
 from fxshard.kernels.float8 import E4M3, Scaling, largest_of, scale_shape, scales_of
@@ -49,6 +48,10 @@ def _multiply(a: Any, a_scales: Any, b: Any, b_scales: Any, fast: bool, dtype: A
     return products.multiply(a, a_scales, b, b_scales, dtype, fast)
 
 
+def _flops(a: Any, a_scales: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * a[0] * a[1] * b[0]
+
+
 _OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, bool fast"
 _CAST = "(Tensor value, Tensor scales, ScalarType dtype)"
 
@@ -60,12 +63,13 @@ float8_quantize = define(
 )
 float8_cast_turned = define(f"float8_cast_turned{_CAST} -> Tensor", cast_turned, _fake_turned, contiguous=True)
 float8_cast_both = define(f"float8_cast_both{_CAST} -> (Tensor, Tensor)", cast_both, _fake_both, contiguous=True)
-float8_mm = define(f"float8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply, contiguous=True)
-float8_mm_into = define(
-    f"float8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()", products.multiply_into, lambda *_: None, contiguous=True
+float8_mm = define(
+    f"float8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply, flops=_flops, contiguous=True
 )
-
-
-@register_flop_formula([torch.ops.fxshard.float8_mm, torch.ops.fxshard.float8_mm_into])
-def _(a: Any, a_scales: Any, b: Any, *_: Any, **__: Any) -> int:
-    return 2 * a[0] * a[1] * b[0]
+float8_mm_into = define(
+    f"float8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()",
+    products.multiply_into,
+    lambda *_: None,
+    flops=_flops,
+    contiguous=True,
+)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels.loss_rows import Cap, rows_loss, wide
 from fxshard.kernels.ops import define, scaled
@@ -144,6 +143,7 @@ chunked_cross_entropy = define(
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
+    flops=lambda hidden, weight, *options, **_: (1 + sum(options[-2:])) * 2 * hidden[0] * hidden[1] * weight[0],
 )
 
 
@@ -170,9 +170,3 @@ def chunked_loss(
         tokens, weight, bias, labels.reshape(-1), ignore_index, mean, *cap, rows, of_hidden, of_weight
     )
     return loss.to(dtype)
-
-
-@register_flop_formula(torch.ops.fxshard.chunked_cross_entropy)
-def _(hidden: Any, weight: Any, *options: Any, **_: Any) -> int:
-    products = 1 + sum(options[-2:])
-    return int(products * 2 * hidden[0] * hidden[1] * weight[0])

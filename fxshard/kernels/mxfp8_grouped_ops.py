@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels.mxfp8 import COLUMNWISE, E4M3, ROWWISE, Quantized
 from fxshard.kernels.mxfp8_grouped import multiply_groups, quantize_groups, scale_rows, weight_gradients
@@ -56,16 +55,14 @@ mxfp8_quantize_groups = define(
 )
 mxfp8_stack = define("mxfp8_stack(Tensor[] data, Tensor[] scales) -> (Tensor, Tensor)", _stack, _fake_stack)
 mxfp8_grouped_mm = define(
-    f"mxfp8_grouped_mm({_OPERANDS}, int axis, ScalarType dtype) -> Tensor", _multiply, _fake_multiply
+    f"mxfp8_grouped_mm({_OPERANDS}, int axis, ScalarType dtype) -> Tensor",
+    _multiply,
+    _fake_multiply,
+    flops=lambda a, a_scales, b, *_, **__: 2 * a[0] * b[1] * b[2],
 )
-mxfp8_grouped_wgrad = define(f"mxfp8_grouped_wgrad({_OPERANDS}, ScalarType dtype) -> Tensor", _wgrad, _fake_wgrad)
-
-
-@register_flop_formula(torch.ops.fxshard.mxfp8_grouped_mm)
-def _(a: Any, a_scales: Any, b: Any, *_: Any, **__: Any) -> int:
-    return 2 * a[0] * b[1] * b[2]
-
-
-@register_flop_formula(torch.ops.fxshard.mxfp8_grouped_wgrad)
-def _(a: Any, a_scales: Any, b: Any, *_: Any, **__: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]
+mxfp8_grouped_wgrad = define(
+    f"mxfp8_grouped_wgrad({_OPERANDS}, ScalarType dtype) -> Tensor",
+    _wgrad,
+    _fake_wgrad,
+    flops=lambda a, a_scales, b, *_, **__: 2 * a[0] * a[1] * b[1],
+)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels import mxfp8_products as products
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, Quantized
@@ -55,16 +54,17 @@ def _fake_multiply(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_
     return made
 
 
+def _flops(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_axis: int, *_: Any, **__: Any) -> int:
+    return 2 * a[0] * a[1] * b[1 - b_axis]
+
+
 _OPERANDS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, int a_axis, int b_axis"
 
 mxfp8_quantize = define("mxfp8_quantize(Tensor value, int axis) -> (Tensor, Tensor)", _quantize, _fake_quantize)
 mxfp8_quantize_both = define(
     "mxfp8_quantize_both(Tensor value) -> (Tensor, Tensor, Tensor, Tensor)", _quantize_both, _fake_both
 )
-mxfp8_mm = define(f"mxfp8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply)
-mxfp8_mm_into = define(f"mxfp8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()", _multiply_into, lambda *_: None)
-
-
-@register_flop_formula([torch.ops.fxshard.mxfp8_mm, torch.ops.fxshard.mxfp8_mm_into])
-def _(a: Any, a_scales: Any, b: Any, b_scales: Any, a_axis: int, b_axis: int, *_: Any, **__: Any) -> int:
-    return 2 * a[0] * a[1] * b[1 - b_axis]
+mxfp8_mm = define(f"mxfp8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply, flops=_flops)
+mxfp8_mm_into = define(
+    f"mxfp8_mm_into({_OPERANDS}, Tensor(c!) out) -> ()", _multiply_into, lambda *_: None, flops=_flops
+)

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels.by_torch import Call, Experts, TorchExperts
 from fxshard.kernels.choose import implementation
@@ -192,6 +191,7 @@ grouped_swiglu = define(
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
+    flops=lambda x, offsets, gate, up, down, *_, **__: _products(x[0], gate, up, down),
     compiled_ahead=True,
 )
 grouped_swiglu_backward = define(
@@ -199,6 +199,7 @@ grouped_swiglu_backward = define(
     f"Tensor? weights, Tensor pre, Tensor pre_up, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+    flops=lambda grad, offsets, gate, up, down, *_, **__: _products(grad[0], gate, up, down),
     compiled_ahead=True,
 )
 grouped_swiglu_gradients = define(
@@ -207,6 +208,7 @@ grouped_swiglu_gradients = define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _gradients,
     _fake_gradients,
+    flops=lambda grad, x, offsets, gate, up, down, *_, **__: 3 * _products(x[0], gate, up, down),
 )
 grouped_product = define(
     "grouped_product(Tensor x, Tensor weight, Tensor offsets, str implementation) -> Tensor",
@@ -214,12 +216,14 @@ grouped_product = define(
     lambda x, weight, offsets, name: x.new_empty(x.shape[0], weight.shape[-1]),
     backward=_product_autograd,
     setup_context=_setup_product,
+    flops=lambda x, weight, *_, **__: _products(x[0], weight),
     compiled_ahead=True,
 )
 grouped_wgrad = define(
     "grouped_wgrad(Tensor a, Tensor b, Tensor offsets, str implementation) -> Tensor",
     lambda a, b, offsets, name: implementation(name).weight_gradient(a, b, offsets),
     lambda a, b, offsets, name: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
+    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
     compiled_ahead=True,
 )
 grouped_sum = define(
@@ -242,28 +246,3 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> 
 
 def _products(tokens: int, *weights: Any) -> int:
     return sum(2 * tokens * weight[-1] * weight[-2] for weight in weights if weight is not None)
-
-
-@register_flop_formula(torch.ops.fxshard.grouped_swiglu)
-def _(x: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -> int:
-    return _products(x[0], gate, up, down)
-
-
-@register_flop_formula(torch.ops.fxshard.grouped_swiglu_backward)
-def _(grad: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -> int:
-    return _products(grad[0], gate, up, down)
-
-
-@register_flop_formula(torch.ops.fxshard.grouped_swiglu_gradients)
-def _(grad: Any, x: Any, offsets: Any, gate: Any, up: Any, down: Any, *_: Any, **__: Any) -> int:
-    return 3 * _products(x[0], gate, up, down)
-
-
-@register_flop_formula(torch.ops.fxshard.grouped_product)
-def _(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return _products(x[0], weight)
-
-
-@register_flop_formula(torch.ops.fxshard.grouped_wgrad)
-def _(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]

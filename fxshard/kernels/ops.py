@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 _LIBRARY = torch.library.Library("fxshard", "DEF")
 COMPILED_AHEAD: dict[Any, Callable[..., Any]] = {}
@@ -27,20 +28,23 @@ def define(
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
     contiguous: bool = False,
     compiled_ahead: bool = False,
 ) -> Any:
     """The operator ``fxshard::NAME`` of a schema ``NAME(...) -> ...``, on every device.
 
     ``fake`` gives results of the right shapes while tracing; ``backward`` and ``setup_context`` are those of
-    ``torch.library.register_autograd``. ``compiled_ahead``: what ``compile_ahead`` looks for. ``contiguous``: a
-    compiler, which chooses layouts, has to give it such tensors.
+    ``torch.library.register_autograd``. ``flops`` counts operations, given the shapes of tensors. ``compiled_ahead``:
+    what ``compile_ahead`` looks for. ``contiguous``: a compiler, which chooses layouts, has to give it such tensors.
     """
     name = _LIBRARY.define(schema, tags=(torch.Tag.needs_contiguous_strides,) if contiguous else ())
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxshard::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"fxshard::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.fxshard, name))(flops)
     operator = getattr(torch.ops.fxshard, name).default
     if compiled_ahead:
         COMPILED_AHEAD[operator] = kernel

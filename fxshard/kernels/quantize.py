@@ -6,7 +6,6 @@ Triton is imported when a kernel is first needed: a CPU build of torch has none.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +15,9 @@ from fxshard.kernels.ops import has_triton
 
 CAPABILITY = (8, 9)
 """From here on a GPU converts to E4M3 by itself."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program of the kernel works on: 32 rows, so many columns."""
-
-    columns: int = 64
-    warps: int = 1
+COLUMNS = 64
+"""That one program of the kernel works on, of 32 rows, where they divide those of the matrix. The fastest of those
+that were measured (docs/benchmarks.md)."""
 
 
 @functools.cache
@@ -32,28 +26,28 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
-def quantize_both(value: torch.Tensor, tile: Tile | None = None) -> tuple[Quantized, Quantized]:
+def quantize_both(value: torch.Tensor) -> tuple[Quantized, Quantized]:
     """The rowwise and the columnwise copy of a matrix."""
     if not runs_on(value.device):
         return quantize(value, ROWWISE), quantize(value, COLUMNWISE)
     rowwise, columnwise = empty(value, ROWWISE), empty(value, COLUMNWISE)
-    _launch(value, rowwise, columnwise, tile)
+    _launch(value, rowwise, columnwise)
     return rowwise, columnwise
 
 
-def quantize_one(value: torch.Tensor, axis: int, tile: Tile | None = None) -> Quantized:
+def quantize_one(value: torch.Tensor, axis: int) -> Quantized:
     """One copy of a matrix."""
     if not runs_on(value.device):
         return quantize(value, axis)
     copy = empty(value, axis)
-    _launch(value, copy if axis == ROWWISE else None, copy if axis == COLUMNWISE else None, tile)
+    _launch(value, copy if axis == ROWWISE else None, copy if axis == COLUMNWISE else None)
     return copy
 
 
 def quantize_into(value: torch.Tensor, rowwise: Quantized | None, columnwise: Quantized | None) -> None:
     """Quantize into memory that is there already; a copy that is None is not made."""
     if runs_on(value.device):
-        _launch(value, rowwise, columnwise, None)
+        _launch(value, rowwise, columnwise)
         return
     for copy in (rowwise, columnwise):
         if copy is not None:
@@ -71,16 +65,16 @@ def empty(value: torch.Tensor, axis: int) -> Quantized:
     return Quantized(data, torch.empty(shape, dtype=torch.uint8, device=value.device), axis)
 
 
-def _launch(value: torch.Tensor, rowwise: Quantized | None, columnwise: Quantized | None, tile: Tile | None) -> None:
+def _launch(value: torch.Tensor, rowwise: Quantized | None, columnwise: Quantized | None) -> None:
     value = value.contiguous()
     rows, columns = value.shape
     if value.numel() == 0:
         return
-    tile = tile or Tile(min(Tile.columns, columns & -columns))  # the largest power of two that divides
+    across = min(COLUMNS, columns & -columns)  # the largest power of two that divides
     present = rowwise or columnwise
     assert present is not None
     row, column = rowwise or present, columnwise or present
-    grid = (-(-columns // tile.columns), -(-rows // BLOCK))
+    grid = (columns // across, -(-rows // BLOCK))
     with torch.cuda.device(value.device):
         _kernel()[grid](
             value,
@@ -90,11 +84,11 @@ def _launch(value: torch.Tensor, rowwise: Quantized | None, columnwise: Quantize
             column.scales,
             rows,
             columns,
-            COLUMNS=tile.columns,
+            COLUMNS=across,
             ROWWISE=rowwise is not None,
             COLUMNWISE=columnwise is not None,
-            WHOLE=rows % BLOCK == 0 and columns % tile.columns == 0,
-            num_warps=tile.warps,
+            WHOLE=rows % BLOCK == 0,
+            num_warps=1,
         )
 
 

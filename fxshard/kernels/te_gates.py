@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fxshard.kernels.by_te import engine, engine_refusal
 from fxshard.kernels.case import Case
 from fxshard.kernels.glu import CLAMPED_GEGLU, Glu
 
@@ -33,7 +34,7 @@ WRAPPERS = tuple(f"grouped_gemm_{name}_wrapper_sm100" for name in ("glu", "dglu"
 
 def fused_mlp_refusal(case: Case) -> str | None:
     """The first gate that keeps the fused grouped MLP from running these experts on this machine, or None."""
-    return _form_refusal(case) or _variable_refusal() or _engine_refusal() or _device_refusal(case) or _last_word()
+    return _form_refusal(case) or _variable_refusal() or engine_refusal() or _device_refusal(case) or _last_word()
 
 
 def _form_refusal(case: Case) -> str | None:
@@ -60,12 +61,6 @@ def _variable_refusal() -> str | None:
         return None
     found = "is not set" if value is None else f"is {value!r}"
     return f"{VARIABLE} {found}: set it to 1 before Transformer Engine is imported, which looks at it once"
-
-
-def _engine_refusal() -> str | None:
-    from fxshard.kernels.by_te import engine_refusal
-
-    return engine_refusal()
 
 
 def _device_refusal(case: Case) -> str | None:
@@ -100,8 +95,6 @@ def _frontend_refusal(glu: Glu) -> str | None:
 
 def _last_word() -> str | None:
     """What Transformer Engine says itself. It looks once, when it is imported, and keeps the answer."""
-    from fxshard.kernels.by_te import engine
-
     version, kernel = engine().version, fused_operation()
     if kernel is None:
         return f"Transformer Engine {version} has no {KERNEL}"
@@ -115,8 +108,6 @@ def _last_word() -> str | None:
 
 def fused_operation() -> Any:
     """The class of the fused operation, or None where this version has none."""
-    from fxshard.kernels.by_te import engine
-
     return getattr(engine().module("ops.fused"), KERNEL, None)
 
 

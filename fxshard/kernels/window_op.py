@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from fxshard.kernels.ops import define, has_triton
 
@@ -139,6 +138,7 @@ window_attention_backward = define(
     "Tensor? bounds, int window, float scale) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+    flops=lambda grad, query, *others, **_: 2 * 5 * _seen(query, others[5]),
     compiled_ahead=True,
 )
 
@@ -160,6 +160,7 @@ window_attention_forward = define(
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
+    flops=lambda query, key, value, bounds, window, *_, **__: 2 * 2 * _seen(query, window),
     compiled_ahead=True,
 )
 
@@ -176,15 +177,3 @@ def _seen(query: Any, window: int) -> int:
     """Pairs of a query and a key that it sees, documents aside: where they begin is data."""
     length, window = query[2], min(query[2], window)
     return int(query[0] * query[1] * query[3] * (window * length - window * (window - 1) // 2))
-
-
-@register_flop_formula(torch.ops.fxshard.window_attention)
-def _(query: Any, key: Any, value: Any, bounds: Any, window: int, scale: float, **_: Any) -> int:
-    return 2 * 2 * _seen(query, window)
-
-
-@register_flop_formula(torch.ops.fxshard.window_attention_backward)
-def _(
-    grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, bounds: Any, window: int, *_: Any, **__: Any
-) -> int:
-    return 2 * 5 * _seen(query, window)

@@ -1,4 +1,4 @@
-"""AdamW over the flat shards of buckets: the formula is torch's fused kernel, a pass covers many buckets."""
+"""AdamW over the shards of buckets: the formula is torch's fused kernel, a call of it covers many buckets."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NAN = ("raise", "skip")
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW over the flat shards: one fused pass per bucket, equal to ``torch.optim.AdamW``.
+    """AdamW over the shards by torch's fused kernel, equal to ``torch.optim.AdamW``.
 
     ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch. ``nan``: what to
     do when a gradient is not finite, as in :class:`fxshard.Muon`: "raise" or "skip"; by default nobody looks, as in

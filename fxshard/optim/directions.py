@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Scale, Split
 from fxshard.optim.newton_schulz import orthogonalize
 from fxshard.optim.row_moments import row_factors_, scaled
-from fxshard.optim.start import Momentum
+
+MOST_NUMEL = 2**29
 
 
 def alike(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
@@ -21,6 +22,20 @@ def alike(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
         key = tuple(group.get(field) for field in ("momentum", "nesterov", "steps", "coefficients", "beta2"))
         found.setdefault(key, []).append(i)
     return list(found.values())
+
+
+def in_turns(groups: Sequence[Mapping[str, Any]], values: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """``alike``, with a limit to what is updated together: a step takes six bytes more for each element of those."""
+    for members in alike(groups):
+        part: list[int] = []
+        together = 0
+        for i in members:
+            if part and together + values[i].numel() > MOST_NUMEL:
+                yield part
+                part, together = [], 0
+            part.append(i)
+            together += values[i].numel()
+        yield part
 
 
 def apply_by_group(
@@ -53,53 +68,23 @@ def moved_directions(
     second moments of rows, these are brought up to date and rows are normalized by them (NorMuon).
     Unless the number ``refused`` is there and not zero: then the momenta stay, and the updates mean nothing.
     """
-    in_place = [_cut_in_place(buffer, split) for buffer, split in zip(momenta, splits, strict=True)]
-    pieces: dict[int, list[torch.Tensor]] = {}
-    for moving in (True, False):
-        chosen = [i for i, fits in enumerate(in_place) if fits is moving]
-        buffers, of_chosen = [momenta[i] for i in chosen], [grads[i] for i in chosen]
-        cuts = [splits[i] for i in chosen]
-        if not moving:
-            buffers = rule.momentum_(of_chosen, buffers, group["momentum"], group["nesterov"], refused)
-        done = orthogonal_pieces(buffers, cuts, group, form, of_chosen if moving else None, refused)
-        pieces.update(zip(chosen, done, strict=True))
+    updates = rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], refused)
+    pieces = orthogonal_pieces(updates, splits, group, form)
     if seconds is not None:
-        factors = row_factors_([pieces[i] for i in range(len(momenta))], seconds, splits, group["beta2"], refused)
-        pieces = {i: scaled(pieces[i], of_rows) for i, of_rows in enumerate(factors)}
+        factors = row_factors_(pieces, seconds, splits, group["beta2"], refused)
+        pieces = [scaled(of_one, of_rows) for of_one, of_rows in zip(pieces, factors, strict=True)]
     joined = [
-        rule.join_directions(pieces[i], split, buffer.shape, scale)
-        for i, (split, buffer, scale) in enumerate(zip(splits, momenta, scales, strict=True))
+        rule.join_directions(of_one, split, buffer.shape, scale)
+        for of_one, split, buffer, scale in zip(pieces, splits, momenta, scales, strict=True)
     ]
     return [direction for direction, _ in joined], [factor for _, factor in joined]
 
 
 def orthogonal_pieces(
-    updates: Sequence[torch.Tensor],
-    splits: Sequence[Split | None],
-    group: Mapping[str, Any],
-    form: str,
-    grads: Sequence[torch.Tensor] | None = None,
-    refused: torch.Tensor | None = None,
+    updates: Sequence[torch.Tensor], splits: Sequence[Split | None], group: Mapping[str, Any], form: str
 ) -> list[list[torch.Tensor]]:
-    """The matrices of each update, orthogonalized. All at once, so that equal shapes make one batch.
-
-    With ``grads``, the updates are momentum buffers, to be brought up to date on the way, unless ``refused``.
-    """
+    """The matrices of each update, orthogonalized. All at once, so that equal shapes make one batch."""
     pieces = [rule.split_matrices(update, split) for update, split in zip(updates, splits, strict=True)]
     matrices = [matrix for of_one in pieces for matrix in of_one]
-    momentum = None
-    if grads is not None:
-        parts = [part for grad, split in zip(grads, splits, strict=True) for part in rule.split_matrices(grad, split)]
-        momentum = Momentum(parts, group["momentum"], group["nesterov"], refused)
-    done = iter(
-        orthogonalize(matrices, steps=group["steps"], coefficients=group["coefficients"], form=form, momentum=momentum)
-    )
+    done = iter(orthogonalize(matrices, steps=group["steps"], coefficients=group["coefficients"], form=form))
     return [[next(done) for _ in of_one] for of_one in pieces]
-
-
-def _cut_in_place(tensor: torch.Tensor, split: Split | None) -> bool:
-    """Whether the matrices of a split are views: only then does writing to them write to the tensor."""
-    if split is None:
-        return True
-    storage = tensor.untyped_storage().data_ptr()
-    return all(part.untyped_storage().data_ptr() == storage for part in rule.split_matrices(tensor, split))

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""Momentum, normalisation and update, each as one pass over memory for many tensors, in Triton.
+"""Momentum and update, each as one pass over memory for many tensors, in Triton.
 
 Tensors of one size share a launch: the kernel finds them through a table of addresses. ``fits`` says whether it can.
 Kernels that write state take ``refused``, a number on the device: unless it is zero they leave everything as it was.
@@ -27,8 +27,6 @@ except ImportError:  # torch for the CPU comes without Triton
     _DTYPES = {}
 
 _BLOCK = 4096
-_PARTS = 1024
-_ROWS, _COLUMNS = 4, 1024
 
 
 def fits(*lists: Sequence[torch.Tensor]) -> bool:
@@ -81,92 +79,6 @@ if HAS_TRITON:
         d = tl.load(_pointer(table, 1, count, DIRECTION) + where, mask=inside).to(tl.float32)
         tl.store(param + where, p * keep - rate * d, mask=inside)
 
-    @triton.jit
-    def _finite_kernel(table, count, size, bad, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-        where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(_pointer(table, 0, count, DTYPE) + where, mask=where < size, other=0.0).to(tl.float32)
-        # Nothing but infinities and NaN differ from themselves after subtraction from themselves.
-        if tl.max((x - x != 0.0).to(tl.int32)) > 0:
-            tl.store(bad + tl.load(table + count + tl.program_id(1)), 1)
-
-    @triton.jit
-    def _squares_kernel(table, count, size, parts, each, sums, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-        source = _pointer(table, 0, count, DTYPE)
-        begin = tl.program_id(0) * each
-        end = tl.minimum(begin + each, size)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(begin, end, BLOCK):
-            where = start + tl.arange(0, BLOCK)
-            x = tl.load(source + where, mask=where < end, other=0.0).to(tl.float32)
-            total += x * x
-        tl.store(sums + tl.program_id(1) * parts + tl.program_id(0), tl.sum(total))
-
-    @triton.jit
-    def _normalize_kernel(
-        table, count, size, parts, sums, out, eps, DTYPE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        part = tl.arange(0, PARTS)
-        squares = tl.load(sums + tl.program_id(1) * parts + part, mask=part < parts, other=0.0)
-        norm = tl.maximum(tl.sqrt_rn(tl.sum(squares)), eps)
-        where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = where < size
-        x = tl.load(_pointer(table, 0, count, DTYPE) + where, mask=inside).to(tl.float32)
-        tl.store(out + tl.program_id(1).to(tl.int64) * size + where, tl.div_rn(x, norm), mask=inside)
-
-    @triton.jit
-    def _row_squares_kernel(
-        table, count, rows, columns, out, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        source = _pointer(table, 0, count, DTYPE)
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, BLOCK)
-        total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for start in range(0, columns, BLOCK):
-            inside = (row[:, None] < rows) & (start + column[None, :] < columns)
-            x = tl.load(source + row[:, None] * columns + start + column[None, :], mask=inside, other=0.0)
-            x = x.to(tl.float32)
-            total += x * x
-        tl.store(out + tl.program_id(1) * rows + row, tl.sum(total, axis=1) / columns, mask=row < rows)
-
-    @triton.jit
-    def _row_factors_kernel(
-        table, count, rows, squares, out, beta2, eps, refused, STATE: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        """One program for a matrix: rows are few, and both sums are taken in an order of their own."""
-        second = _pointer(table, 1, count, STATE)
-        squares += tl.program_id(1) * rows
-        out += tl.program_id(1) * rows
-        before = tl.zeros((BLOCK,), dtype=tl.float32)
-        after = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, rows, BLOCK):
-            where = start + tl.arange(0, BLOCK)
-            s = tl.load(squares + where, mask=where < rows, other=0.0)
-            v = tl.load(second + where, mask=where < rows, other=0.0).to(tl.float32)
-            factor = 1.0 / (tl.sqrt(v + (1 - beta2) * (s - v)) + eps)
-            before += s
-            after += s * factor * factor
-        ratio = tl.sqrt(tl.sum(before)) / (tl.sqrt(tl.sum(after)) + eps)
-        for start in range(0, rows, BLOCK):
-            where = start + tl.arange(0, BLOCK)
-            s = tl.load(squares + where, mask=where < rows, other=0.0)
-            v = tl.load(second + where, mask=where < rows, other=0.0).to(tl.float32)
-            moved = v + (1 - beta2) * (s - v)
-            tl.store(out + where, ratio / (tl.sqrt(moved) + eps), mask=where < rows)
-            if refused is not None:
-                moved = tl.where(tl.load(refused) != 0, v, moved)
-            tl.store(second + where, moved, mask=where < rows)
-
-
-def finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See ``muon_rule.finite``."""
-    bad = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
-    for size, (dtype,), table in launches(tensors):
-        count = table.shape[1]
-        _finite_kernel[(triton.cdiv(size, _BLOCK), count)](
-            table, count, size, bad, DTYPE=dtype, BLOCK=_BLOCK, num_warps=8
-        )
-    return bad == 0
-
 
 def momentum_(
     grads: Sequence[torch.Tensor],
@@ -190,7 +102,7 @@ def momentum_(
             NESTEROV=nesterov,
             BLOCK=_BLOCK,
             num_warps=8,
-            enable_fp_fusion=False,  # each operation rounded by itself: ``rounding.moved`` gives the same bits
+            enable_fp_fusion=False,  # each operation rounded by itself
         )
     return updates
 
@@ -222,61 +134,13 @@ def apply_(
             )
 
 
-def row_factors_(
-    matrices: Sequence[torch.Tensor],
-    seconds: Sequence[torch.Tensor],
-    beta2: float,
-    eps: float,
-    refused: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """See ``row_moments.row_factors_``: for each [rows, columns], with its [rows, 1] of second moments, [rows, 1].
-
-    Sums are taken in an order that depends on the shape of a matrix alone.
-    """
-    made: dict[int, torch.Tensor] = {}
-    kinds = [(matrix.shape, matrix.dtype, second.dtype) for matrix, second in zip(matrices, seconds, strict=True)]
-    for kind in dict.fromkeys(kinds):  # each is one launch
-        chosen = [i for i, other in enumerate(kinds) if other == kind]
-        rows, columns = kind[0]
-        for _, (dtype, state), table in launches([matrices[i] for i in chosen], [seconds[i] for i in chosen]):
-            count = table.shape[1]
-            squares = torch.empty(count, rows, dtype=torch.float32, device=matrices[0].device)
-            out = torch.empty_like(squares)
-            _row_squares_kernel[(triton.cdiv(rows, _ROWS), count)](
-                table, count, rows, columns, squares, DTYPE=dtype, ROWS=_ROWS, BLOCK=_COLUMNS, num_warps=4
-            )
-            _row_factors_kernel[(1, count)](
-                table, count, rows, squares, out, beta2, eps, refused, STATE=state, BLOCK=_COLUMNS, num_warps=4
-            )
-            made.update(zip(chosen, out.unsqueeze(-1), strict=True))
-    return [made[i] for i in range(len(matrices))]
-
-
-def normalize(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -> None:
-    """Each matrix divided by its Frobenius norm, into its place in the batch ``out``.
-
-    Sums are taken in an order that depends on the size of a matrix alone, so that equal matrices have equal norms.
-    """
-    start = 0
-    for size, (dtype,), table in launches(matrices):
-        count = table.shape[1]
-        each = triton.cdiv(triton.cdiv(size, _PARTS), _BLOCK) * _BLOCK
-        parts = triton.cdiv(size, each)
-        sums = torch.empty(count, parts, dtype=torch.float32, device=out.device)
-        _squares_kernel[(parts, count)](table, count, size, parts, each, sums, DTYPE=dtype, BLOCK=_BLOCK, num_warps=8)
-        _normalize_kernel[(triton.cdiv(size, _BLOCK), count)](
-            table, count, size, parts, sums, out[start:], eps, DTYPE=dtype, PARTS=_PARTS, BLOCK=_BLOCK, num_warps=8
-        )
-        start += count
-
-
 def launches(*columns: Sequence[torch.Tensor]) -> Iterator[tuple[int, tuple[Any, ...], torch.Tensor]]:
-    """(size, dtypes, table) of tensors that can share a launch: rows of addresses, and one of positions in a column."""
+    """(size, dtypes, table) of tensors that can share a launch: a row of addresses for each column."""
     groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
-    for position, row in enumerate(zip(*columns, strict=True)):
+    for row in zip(*columns, strict=True):
         if row[0].numel():
             key = (row[0].device, row[0].numel(), *(_DTYPES[tensor.dtype] for tensor in row))
-            groups.setdefault(key, []).append((*(tensor.data_ptr() for tensor in row), position))
+            groups.setdefault(key, []).append(tuple(tensor.data_ptr() for tensor in row))
     for (device, size, *dtypes), members in groups.items():
         yield size, tuple(dtypes), _table(device, tuple(members))
 

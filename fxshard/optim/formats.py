@@ -18,6 +18,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ STEPS = {True: 16, False: 32}
 SMALLEST_SCALE = 2.0**-88
 """Of smaller blocks, too: what codes stand for is then never below the normal numbers of fp32, in either moment."""
 _MASK = 0xFFFFFFFF
+Bits = TypeVar("Bits", int, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,17 @@ class Noise:
 
     @classmethod
     def of(cls, name: str, step: int, first: int) -> Noise:
-        return cls(_mixed_number(zlib.crc32(name.encode()) + 0x9E3779B9 * step), first & _MASK)
+        return cls(_mixed(zlib.crc32(name.encode()) + 0x9E3779B9 * step & _MASK), first & _MASK)
 
     def draw(self, numel: int, device: torch.device, *, second: bool) -> torch.Tensor:
         """Whole numbers from 0 to 2¹⁶ − 1, one for each element."""
-        x = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device) & _MASK
-        x = x ^ self.seed
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            x = ((x ^ (x >> shift)) * factor) & _MASK
-        x = x ^ (x >> 16)
+        place = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device) & _MASK
+        x = _mixed(place ^ self.seed)
         return x >> 16 if second else x & 0xFFFF
 
 
-def _mixed_number(x: int) -> int:
-    x &= _MASK
+def _mixed(x: Bits) -> Bits:
+    """32 bits, or a tensor of such, of which each depends on all that were given."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & _MASK
     return x ^ (x >> 16)

@@ -1,136 +1,226 @@
-"""The optimizer state of one bucket, in flat tensors on the rank of its shard."""
+"""The optimizer state of one bucket: as its masters are, in fewer bits, on the host, or both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxshard.optim.counts import StepCounts, own_rows
-from fxshard.plan.layout import Fragment, aligned
-from fxshard.plan.state import ROW_MOMENTS, second_moment_numel, second_numel
+from fxshard.optim.formats import Noise
+from fxshard.optim.host import Transfers
+from fxshard.optim.packed import Stored
+from fxshard.plan.layout import aligned
+from fxshard.plan.state import ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.host_memory import host_memory
+
+PIECE_NUMEL = 2**24
+"""Elements that are updated together, where they come from the host; a row at least."""
+MOST_NUMEL = 2**30
+"""Where they do not: fewer than kernels can count."""
 
 
 class Moments(StepCounts):
-    """State tensors of a bucket, as its master is.
+    """State of a bucket, one parameter after another in one piece of memory, and a step count per parameter.
 
-    ``first`` is as long as the shard: AdamW's first moment, and the momentum of what Muon updates. ``second`` has room
-    for the second moments of AdamW's parameters, and under NorMuon for one of each row of Muon's.
+    ``first`` and ``second`` by position of the parameter; what Muon updates has no second moment, or, under NorMuon,
+    one of each row, in the dtype of the masters.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, transfers: Transfers | None) -> None:
         super().__init__(bucket)
-        length = second_moment_numel(bucket.plan, bucket.rank)
-        if bucket.plan.shares_state:
-            length = self.end - self.begin
-            self.first = bucket.master.new_zeros(length)
-            if self.muon:
-                length = sum(aligned(second_numel(bucket.plan, fragment)) for fragment in self.fragments)
+        plan, dtype = bucket.plan, bucket.plan.master_dtype
+        self.transfers = transfers
+        shapes = [slot.spec.shape for slot in plan.layout.slots]
+        sizes = [
+            moment_bytes(f.numel, shape, plan.state, dtype) for f, shape in zip(self.fragments, shapes, strict=True)
+        ]
+        moments = [1 if fragment.name in self.muon else 2 for fragment in self.fragments]
+        of_rows = [second_numel(plan, f) if f.name in self.muon else 0 for f in self.fragments]
+        length = sum(size * number for size, number in zip(sizes, moments, strict=True))
+        length += sum(dtype.itemsize * aligned(numel) for numel in of_rows)
+        if transfers is None:
+            self.memory = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
         else:
-            self.first = torch.zeros_like(bucket.master)
-        self.second = torch.zeros(length, dtype=bucket.master.dtype, device=bucket.device)
-        self._second_at = self._places()
+            instead = 'keep the state on the device in fewer bits (state="8bit")'
+            self.memory = host_memory(length, bucket.device, 'offload="host"', instead)
+        self.first: list[Stored] = []
+        self.second: list[Stored | None] = []
+        at = 0
+        for fragment, shape, size, number, rows in zip(self.fragments, shapes, sizes, moments, of_rows, strict=True):
+            cut = [
+                Stored.cut(self.memory[at + i * size :], fragment.numel, shape, plan.state, signed=i == 0, exact=dtype)
+                for i in range(number)
+            ]
+            self.first.append(cut[0])
+            at += number * size
+            if plan.row_moments and number == 1:  # too few for fewer bits
+                cut.append(Stored.cut(self.memory[at:], rows, (rows, 1), "fp32", signed=False, exact=dtype))
+                at += dtype.itemsize * aligned(rows)
+            self.second.append(cut[1] if len(cut) == 2 else None)
+        self._pieces = {piece: self._both(*piece) for piece in self._cuts()}
+        if transfers is not None:
+            for both in self._pieces.values():
+                transfers.reserve(both)
 
-    def _places(self) -> list[int]:
-        """Where each parameter's second moment starts."""
-        if not self.muon:
-            return [fragment.offset - self.begin for fragment in self.fragments]
-        places, cursor = [], 0
-        for fragment in self.fragments:
-            places.append(cursor)
-            cursor += aligned(second_numel(self.bucket.plan, fragment))
-        return places
+    # -- updating ----------------------------------------------------------------------------------------------------
 
-    # -- AdamW -------------------------------------------------------------------------------------------------------
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(position, begin, end) of what AdamW has to update: parameters with gradients, cut between rows."""
+        return (piece for piece in self._pieces if self.bucket.params[piece[0]].grad is not None)
 
-    def stretches(self, group_of: Mapping[str, int]) -> Iterator[tuple[int, list[int]]]:
-        """(group, positions) of local neighbours that one call can update: same group, same step, with gradients."""
-        current: list[int] = []
-        previous: tuple[int, int, int] | None = None
-        for i, (fragment, parameter) in enumerate(zip(self.fragments, self.bucket.params, strict=True)):
-            if not fragment.numel:
-                continue
-            adamw = parameter.grad is not None and fragment.name not in self.muon
-            # Neighbours in the shard must be equally far apart in the second moment.
-            kind = (group_of[fragment.name], self.counts[i], fragment.offset - self._second_at[i]) if adamw else None
-            if current and kind != previous:
-                assert previous is not None
-                yield previous[0], current
-                current = []
-            if kind is not None:
-                current.append(i)
-            previous = kind
-        if current and previous is not None:
-            yield previous[0], current
+    def moments(self, i: int, begin: int, end: int) -> list[Stored]:
+        """Both moments of a piece, where they are kept."""
+        return self._pieces[i, begin, end]
 
-    def tensors(self, positions: list[int]) -> tuple[torch.Tensor, ...]:
-        """(master, gradient, moments, step) of one stretch."""
-        bucket = self.bucket
-        assert bucket.grad is not None
-        begin, last = self.fragments[positions[0]], self.fragments[positions[-1]]
-        where = slice(begin.offset, last.offset + last.numel)
-        moments = slice(where.start - self.begin, where.stop - self.begin)
-        at = self._second_at[positions[0]]
-        return (
-            bucket.master[where],
-            bucket.grad[where],
-            self.first[moments],
-            self.second[at : at + last.offset + last.numel - begin.offset],
-            self.steps[positions[0]],
-        )
+    def _cuts(self) -> Iterator[tuple[int, int, int]]:
+        most = PIECE_NUMEL if self.transfers is not None else MOST_NUMEL
+        for i, fragment in enumerate(self.fragments):
+            if fragment.numel and fragment.name not in self.muon:
+                row = fragment.numel // max(fragment.rows, 1)
+                step = max(most // row, 1) * row
+                for begin in range(0, fragment.numel, step):
+                    yield i, begin, min(begin + step, fragment.numel)
+
+    def _both(self, i: int, begin: int, end: int) -> list[Stored]:
+        second = self.second[i]
+        assert second is not None
+        return [self.first[i].part(begin, end), second.part(begin, end)]
+
+    def noise(self, i: int, step: int, begin: int = 0) -> Noise:
+        """For the rounding of a parameter's elements from ``begin`` on."""
+        fragment = self.fragments[i]
+        spec = self.bucket.plan.layout.slots[i].spec
+        return Noise.of(fragment.name, step, fragment.row_start * spec.row_numel + begin)
+
+    def momentum(self, name: str) -> torch.Tensor:
+        """The momentum of one of Muon's parameters: the memory itself, or, where that is in fewer bits or the host's, a
+        copy in fp32 to be changed and given back."""
+        i = self.bucket.plan.layout.index[name]
+        stored = self.first[i]
+        if self.transfers is not None:
+            (stored,) = self.transfers.bring([stored])
+        return self.bucket.shaped(stored.values if stored.exact else stored.read(), name, self.fragments[i])
+
+    def keep_momentum(self, name: str, momentum: torch.Tensor, step: int, refused: torch.Tensor | None) -> None:
+        """Take back what ``momentum`` gave a copy of, rounded for the ``step``-th time."""
+        i = self.bucket.plan.layout.index[name]
+        stored = self.first[i]
+        if self.transfers is None:
+            if not stored.exact:
+                stored.write_(momentum.view(-1), self.noise(i, step), refused)
+            return
+        if stored.exact:
+            here = stored.holding(momentum.view(-1))
+        else:
+            # A step that is refused leaves what was there.
+            (here,) = self.transfers.room([stored]) if refused is None else self.transfers.bring([stored])
+            here.write_(momentum.view(-1), self.noise(i, step), refused)
+        self.transfers.take_back([stored], [here])
+
+    def row_moments(self, name: str) -> torch.Tensor:
+        """The second moments of this rank's rows of a matrix, as [..., rows, 1]: the memory itself, or, where that is
+        the host's, a copy to be changed and given back."""
+        stored = self._of_rows(name)
+        if self.transfers is not None:
+            (stored,) = self.transfers.bring([stored])
+        return self.bucket.shaped(stored.values, name, self.fragments[self.bucket.plan.layout.index[name]], ROW_MOMENTS)
+
+    def keep_row_moments(self, name: str, moments: torch.Tensor) -> None:
+        """Take them back, where ``row_moments`` gave a copy."""
+        if self.transfers is not None:
+            stored = self._of_rows(name)
+            self.transfers.take_back([stored], [stored.holding(moments.view(-1))])
+
+    def _of_rows(self, name: str) -> Stored:
+        stored = self.second[self.bucket.plan.layout.index[name]]
+        assert stored is not None
+        return stored
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
-    def state_of(self, i: int) -> dict[str, torch.Tensor]:
-        """What ``optimizer.state`` holds for a parameter: views of the flat tensors."""
-        bucket, name = self.bucket, self.bucket.plan.params[i]
+    def fields(self, i: int) -> dict[str, Stored]:
+        """The moments of a parameter by the names they have in ``optimizer.state``."""
+        second = self.second[i]
+        if self.fragments[i].name in self.muon:
+            return {"momentum_buffer": self.first[i], **({} if second is None else {ROW_MOMENTS: second})}
+        assert second is not None
+        return {"exp_avg": self.first[i], "exp_avg_sq": second}
+
+    def state_of(self, i: int) -> Mapping[str, torch.Tensor]:
+        """What ``optimizer.state`` holds for a parameter: views of the memory, or, where that is in fewer bits or the
+        host's, fp32, made when it is asked for."""
+        if self.bucket.plan.packs_state:
+            return Unpacked(self, i)
         fragment = self.fragments[i]
-        first = bucket.as_state(self._first_of(fragment), name, fragment=fragment)
-        if name in self.muon:
-            found = {"momentum_buffer": first}
-            if bucket.plan.row_moments:
-                of_rows = self._second_of(i)
-                found[ROW_MOMENTS] = bucket.as_state(of_rows, name, fragment=fragment, field=ROW_MOMENTS)
-            return found
-        second = bucket.as_state(self._second_of(i), name, fragment=fragment)
-        return {"step": self.steps[i], "exp_avg": first, "exp_avg_sq": second}
-
-    def row_moments(self, name: str) -> torch.Tensor:
-        """The second moments of this rank's rows of a matrix, as [..., rows, 1]."""
-        i = self.bucket.plan.layout.index[name]
-        return self.bucket.shaped(self._second_of(i), name, self.fragments[i], ROW_MOMENTS)
-
-    def momentum(self, name: str) -> torch.Tensor:
-        """The momentum of the rows of a matrix that this rank updates."""
-        fragment = self.fragments[self.bucket.plan.layout.index[name]]
-        return self.bucket.shaped(self._first_of(fragment), name, fragment)
-
-    def _second_of(self, i: int) -> torch.Tensor:
-        at = self._second_at[i]
-        return self.second[at : at + second_numel(self.bucket.plan, self.fragments[i])]
-
-    def _first_of(self, fragment: Fragment) -> torch.Tensor:
-        at = fragment.offset - self.begin
-        return self.first[at : at + fragment.numel]
+        views = {
+            field: self.bucket.as_state(stored.values, fragment.name, fragment=fragment, field=field)
+            for field, stored in self.fields(i).items()
+        }
+        return views if fragment.name in self.muon else {"step": self.steps[i], **views}
 
     def clear(self, i: int) -> None:
         """As if a parameter had never been stepped."""
-        self._first_of(self.fragments[i]).zero_()
-        self._second_of(i).zero_()
+        for stored in self.fields(i).values():
+            for tensor in stored.tensors:
+                tensor.zero_()
         self.set_count(i, 0)
 
     def load(self, i: int, state: Mapping[str, Any]) -> None:
-        """Copy loaded state of a parameter into the flat tensors."""
-        fragment = self.fragments[i]
-        first = self._first_of(fragment)
-        if fragment.name in self.muon:
-            first.copy_(own_rows(self.bucket, state["momentum_buffer"], fragment))
-            if self.bucket.plan.row_moments:
-                second = self._second_of(i)
-                second.copy_(own_rows(self.bucket, state[ROW_MOMENTS], fragment, second.numel()))
-            return
-        first.copy_(own_rows(self.bucket, state["exp_avg"], fragment))
-        self._second_of(i).copy_(own_rows(self.bucket, state["exp_avg_sq"], fragment))
-        self.set_count(i, int(state["step"]))
+        """Take over loaded state of a parameter, rounded to the nearest."""
+        for field, stored in self.fields(i).items():
+            given = own_rows(self.bucket, state[field], self.fragments[i], stored.values.numel())
+            stored.write_(given.to(stored.values.device, stored.read_dtype).contiguous())
+        if "step" in state:
+            self.set_count(i, int(state["step"]))
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """This rank's rows of a moment in fp32, made when they are read."""
+
+    shape: torch.Size
+    """Of the rows that this rank holds."""
+    offsets: tuple[int, ...]
+    """Where they begin in the whole parameter."""
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], None]
+
+
+class Unpacked(Mapping[str, torch.Tensor]):
+    """State of a parameter that is kept in fewer bits, as fp32. Each access makes a copy: to write to it changes
+    nothing, ``load_state_dict`` does.
+    """
+
+    def __init__(self, moments: Moments, i: int) -> None:
+        self._moments, self._i = moments, i
+        self._fields = moments.fields(i)
+
+    def __getitem__(self, field: str) -> torch.Tensor:
+        if field == "step" and "exp_avg" in self._fields:
+            return self._moments.steps[self._i]
+        bucket, fragment = self._moments.bucket, self._moments.fragments[self._i]
+        return bucket.as_state(self._fields[field].read(), fragment.name, fragment=fragment, field=field)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*(["step"] if "exp_avg" in self._fields else []), *self._fields))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def deferred(self, field: str) -> Deferred:
+        """A moment for a checkpoint, which reads and writes one after another."""
+        stored, fragment = self._fields[field], self._moments.fragments[self._i]
+        flat = torch.empty(stored.values.numel(), device="meta")
+        shape = self._moments.bucket.shaped(flat, fragment.name, fragment, field).shape
+
+        def read() -> torch.Tensor:
+            return stored.read().view(shape)
+
+        def write(given: torch.Tensor) -> None:
+            stored.write_(given.to(stored.values.device).reshape(-1))
+
+        return Deferred(shape, self._moments.bucket.offsets(fragment.name, fragment), read, write)

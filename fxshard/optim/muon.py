@@ -10,12 +10,11 @@ import torch
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon, Scale, Split
-from fxshard.optim.directions import alike, apply_by_group, moved_directions, orthogonal_pieces
+from fxshard.optim.directions import alike, apply_by_group, in_turns, moved_directions, orthogonal_pieces
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
-from fxshard.optim.packed_moments import PackedMoments
-from fxshard.optim.parts import is_cut, orthogonal_parts
+from fxshard.optim.parts import flat, is_cut, orthogonal_parts
 from fxshard.optim.row_moments import row_factors_
 from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
@@ -29,41 +28,14 @@ ROUNDED = "rounded"
 """How often the momentum of a group was rounded at random: Muon counts no steps, and no two roundings may be alike."""
 
 
-_Kept = tuple[torch.Tensor, torch.Tensor | PackedMoments, torch.Tensor | PackedMoments | None]
-"""Of a parameter: this rank's rows, where their momentum is, and where NorMuon's second moments are."""
-
-
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's rows of one of Muon's parameters: the parameter itself, its gradient and where its momentum is."""
+    """This rank's rows of one of Muon's parameters: the parameter itself, its gradient and who keeps its momentum."""
 
     name: str
     value: torch.Tensor
     grad: torch.Tensor | None
-    kept: torch.Tensor | PackedMoments
-    row_moments: torch.Tensor | PackedMoments | None
-    """NorMuon's second moments of these rows."""
-
-    def momentum(self) -> torch.Tensor:
-        """Of what is kept as it is computed with, the memory itself; of the rest, a copy in fp32."""
-        return self.kept if isinstance(self.kept, torch.Tensor) else self.kept.momentum(self.name)
-
-    def keep(self, momentum: torch.Tensor, step: int, refused: torch.Tensor | None) -> None:
-        """Where ``momentum`` gave a copy, take it back."""
-        if isinstance(self.kept, PackedMoments):
-            self.kept.keep_momentum(self.name, momentum, step, refused)
-
-    def second(self) -> torch.Tensor:
-        """NorMuon's second moments as [..., rows, 1]: the memory itself, or a copy of what is on the host."""
-        assert self.row_moments is not None
-        if isinstance(self.row_moments, PackedMoments):
-            return self.row_moments.row_moments(self.name)
-        return self.row_moments
-
-    def keep_second(self, second: torch.Tensor) -> None:
-        """Where ``second`` gave a copy, take it back."""
-        if isinstance(self.row_moments, PackedMoments):
-            self.row_moments.keep_row_moments(self.name, second)
+    moments: Moments
 
 
 class ShardedMuon(ShardedOptimizer):
@@ -93,7 +65,7 @@ class ShardedMuon(ShardedOptimizer):
             for travel in instruction.batch.travels
         }
         self._on_the_way: dict[int, Sent] = {}
-        self._views: dict[str, _Kept] = {}
+        self._values: dict[str, torch.Tensor] = {}
         self._row_factors: dict[tuple[str, Scale], torch.Tensor | float] = {}
         self._tensor = engine.buckets[0].tensor
         if self._tensor is not None and choice.beta2 is not None:
@@ -130,27 +102,21 @@ class ShardedMuon(ShardedOptimizer):
 
     # -- on this rank ------------------------------------------------------------------------------------------------
 
-    def _local_rows(self, moments: Moments | PackedMoments) -> Iterable[_Rows]:
+    def _local_rows(self, moments: Moments) -> Iterable[_Rows]:
         for name in moments.bucket.plan.matrices:
             rows = self._rows(moments, name)
             if name not in self._travelling and rows.grad is not None and rows.value.numel():
                 yield rows
 
-    def _rows(self, moments: Moments | PackedMoments, name: str) -> _Rows:
+    def _rows(self, moments: Moments, name: str) -> _Rows:
         bucket, i = moments.bucket, moments.bucket.plan.layout.index[name]
         fragment = moments.fragments[i]  # of replicas that share state, all of a matrix or nothing
         here = slice(fragment.offset, fragment.offset + fragment.numel)
-        if name not in self._views:  # parameters and momentum stay where they are, gradients do not
-            value = bucket.shaped(bucket.master[here], name, fragment)
-            if isinstance(moments, PackedMoments):
-                self._views[name] = (value, moments, moments if bucket.plan.row_moments else None)
-            else:
-                second = moments.row_moments(name) if bucket.plan.row_moments else None
-                self._views[name] = (value, moments.momentum(name), second)
+        if name not in self._values:  # parameters stay where they are, gradients do not
+            self._values[name] = bucket.shaped(bucket.master[here], name, fragment)
         has_grad = bucket.params[i].grad is not None and bucket.grad is not None
         grad = bucket.shaped(bucket.grad[here], name, fragment) if has_grad and bucket.grad is not None else None
-        value, kept, of_rows = self._views[name]
-        return _Rows(name, value, grad, kept, of_rows)
+        return _Rows(name, self._values[name], grad, moments)
 
     def _update(self, chosen: Sequence[_Rows]) -> None:
         tensor = self._tensor
@@ -159,22 +125,24 @@ class ShardedMuon(ShardedOptimizer):
             self._update_cut(tensor, cut)
             chosen = [rows for rows in chosen if not is_cut(tensor.pieces[rows.name])]
         groups, refused = [self._group_of[rows.name] for rows in chosen], self._refused
-        for members in alike(groups):
+        for members in in_turns(groups, [rows.value for rows in chosen]):
             batch, own = [chosen[i] for i in members], [groups[i] for i in members]
-            grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum() for rows in batch]
+            grads = [rows.grad for rows in batch if rows.grad is not None]
+            momenta = [rows.moments.momentum(rows.name) for rows in batch]
             splits, scales = [self._splits[rows.name] for rows in batch], [group["scale"] for group in own]
             form = self._choice.form
-            seconds = [rows.second() for rows in batch] if "beta2" in own[0] else None
+            seconds = [rows.moments.row_moments(rows.name) for rows in batch] if "beta2" in own[0] else None
             directions, factors = moved_directions(grads, momenta, splits, own[0], scales, form, refused, seconds)
             apply_by_group([rows.value for rows in batch], directions, factors, own, refused)
             for rows, second in zip(batch, seconds or (), strict=False):
-                rows.keep_second(second)
+                rows.moments.keep_row_moments(rows.name, second)
             self._keep(batch, momenta)
 
     def _keep(self, batch: Sequence[_Rows], momenta: Sequence[torch.Tensor]) -> None:
         """Take back momenta that are kept in another form than they were brought up to date in."""
         for rows, momentum in zip(batch, momenta, strict=True):
-            rows.keep(momentum, self._group_of[rows.name].get(ROUNDED, 0), self._refused)
+            rounded = self._group_of[rows.name].get(ROUNDED, 0)
+            rows.moments.keep_momentum(rows.name, momentum, rounded, self._refused)
         if self._transfers is not None:
             self._transfers.end_batch()
 
@@ -195,7 +163,8 @@ class ShardedMuon(ShardedOptimizer):
         updates: dict[str, torch.Tensor] = {}
         for members in alike(self._group_of[rows.name] for rows in chosen):
             batch = [chosen[i] for i in members]
-            grads, momenta = [rows.grad for rows in batch if rows.grad is not None], [rows.momentum() for rows in batch]
+            grads = [rows.grad for rows in batch if rows.grad is not None]
+            momenta = [rows.moments.momentum(rows.name) for rows in batch]
             group = self._group_of[batch[0].name]
             made = rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], self._refused)
             updates.update(zip([rows.name for rows in batch], made, strict=True))
@@ -239,10 +208,10 @@ class ShardedMuon(ShardedOptimizer):
         # A gradient that is missing here counts as zero: the exchange has the same shape whatever happens.
         parts = [updates.get(travel.name, torch.zeros_like(rows[travel.name].value)) for travel in held]
         if self._choice.beta2 is not None:
-            seconds = [rows[travel.name].second() for travel in held]
+            seconds = [rows[travel.name].moments.row_moments(travel.name) for travel in held]
             parts = [torch.cat((part, second), -1) for part, second in zip(parts, seconds, strict=True)]
-        flat = self._flat(parts, torch.float32)
-        return self._engine.exchange(batch.buckets[0], flat, batch.to_owners(rank), batch.from_holders(rank))
+        sends = flat(parts, torch.float32, self._engine.device)
+        return self._engine.exchange(batch.buckets[0], sends, batch.to_owners(rank), batch.from_holders(rank))
 
     def _return(self, batch: Batch, sent: Sent) -> Sent:
         """Orthogonalize what this rank owns and send each holder its rows of the result."""
@@ -260,9 +229,9 @@ class ShardedMuon(ShardedOptimizer):
             for begin, numel in [_part(travel, holder)]
             if numel
         ]
-        flat = self._flat(back, torch.bfloat16)
+        sends = flat(back, torch.bfloat16, self._engine.device)
         sizes = batch.from_holders(rank, back=True), batch.to_owners(rank, back=True)
-        return self._engine.exchange(batch.buckets[0], flat, *sizes)
+        return self._engine.exchange(batch.buckets[0], sends, *sizes)
 
     def _with_factors(self, names: Sequence[str], whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """NorMuon: of updates with second moments in their last column, directions in bf16 with, beside each row, its
@@ -306,9 +275,9 @@ class ShardedMuon(ShardedOptimizer):
         """Of what ``_with_factors`` made of this rank's rows: keep the second moments, and multiply."""
         direction, beside = came.split((came.shape[-1] - ROW_HALVES, ROW_HALVES), -1)
         factor, moved = beside.clone(memory_format=torch.contiguous_format).view(torch.float32).split(1, -1)
-        second = rows.second()
+        second = rows.moments.row_moments(rows.name)
         second.copy_(moved if self._refused is None else torch.where(self._refused != 0, second, moved))
-        rows.keep_second(second)
+        rows.moments.keep_row_moments(rows.name, second)
         return direction * factor
 
     def _scaled(self, name: str, direction: torch.Tensor, first_row: int = 0) -> tuple[torch.Tensor, float]:
@@ -330,11 +299,6 @@ class ShardedMuon(ShardedOptimizer):
 
     def _rank(self, batch: Batch) -> int:
         return self._moments[batch.travels[0].bucket].bucket.rank
-
-    def _flat(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        if not parts:
-            return torch.empty(0, dtype=dtype, device=self._engine.device)
-        return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
 
 def _row_factors(shape: Sequence[int], split: Split | None, scale: Scale) -> torch.Tensor:

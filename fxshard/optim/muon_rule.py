@@ -221,8 +221,6 @@ def finite(grads: Sequence[torch.Tensor], device: torch.device | None = None) ->
     """A boolean for each gradient, on the device: it holds no infinity and no NaN. ``device``: where there are none."""
     if not grads:
         return torch.ones(0, dtype=torch.bool, device=device)
-    if elementwise.fits(grads):
-        return elementwise.finite(grads)
     # The largest magnitude is finite exactly if all elements are; a sum of squares can overflow on its own.
     largest = private.foreach_norm(list(grads), ord=math.inf)
     return torch.stack([norm.float() for norm in largest]).isfinite()

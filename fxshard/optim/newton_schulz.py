@@ -20,7 +20,7 @@ import torch
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import halves, symmetric
 from fxshard.optim.coefficients import Triple, triples
-from fxshard.optim.start import Momentum, normalized, unscaled
+from fxshard.optim.start import normalized, unscaled
 from fxshard.plan.matrices import GRAM_RATIO
 
 How = tuple[str, bool]  # the form, and whether GPU kernels compute it
@@ -37,21 +37,18 @@ def orthogonalize(
     coefficients: str = "quintic",
     form: str = "auto",
     max_batch_bytes: int = 2**30,
-    momentum: Momentum | None = None,
 ) -> list[torch.Tensor]:
     """For each [rows, columns] or [batch, rows, columns], a bf16 tensor of its shape with singular values near one.
 
     Matrices of equal size run as one batch of at most ``max_batch_bytes`` of bf16 (or of one tensor, if that has more).
-    Results may share memory with each other, never with the inputs. With ``momentum`` the matrices are momentum
-    buffers: they are brought up to date, and what that gives is orthogonalized.
+    Results may share memory with each other, never with the inputs.
     """
     iteration = triples(coefficients, steps)
     results: dict[int, torch.Tensor] = {}
     for members in _batches(matrices, max_batch_bytes):
         first = matrices[members[0]]
         how = choose(first.shape, first.device, form)
-        moving = momentum.of(members) if momentum is not None else None
-        begin = start(how, [matrices[i] for i in members], moving)
+        begin = start(how, [matrices[i] for i in members])
         done = iterate(how, begin, iteration, tall=first.shape[-2] > first.shape[-1])
         done = done[:, : first.shape[-2], : first.shape[-1]]
         position = 0
@@ -78,12 +75,12 @@ def explain(shape: Sequence[int], device: torch.device, form: str = "auto") -> s
     return f"{chosen}, by {'Triton kernels' if kernels else 'torch.mm, one matrix at a time'}"
 
 
-def start(how: How, tensors: Sequence[torch.Tensor], momentum: Momentum | None = None) -> Start:
+def start(how: How, tensors: Sequence[torch.Tensor]) -> Start:
     """The batch that ``iterate`` begins with, of matrices of one shape."""
     form, kernels = how
     if form == "plain":
-        return normalized(tensors, momentum), None
-    return unscaled(tensors, momentum, symmetric.TILE if kernels else 1, kernels)
+        return normalized(tensors), None
+    return unscaled(tensors, symmetric.TILE if kernels else 1, kernels)
 
 
 def iterate(how: How, begin: Start, iteration: Sequence[Triple], *, tall: bool) -> torch.Tensor:

@@ -14,37 +14,50 @@ import torch
 from fxshard.optim import packed_kernels as kernels
 from fxshard.optim.formats import Noise, decoded, encoded, rounded_bf16
 from fxshard.plan.layout import aligned
-from fxshard.plan.state import line_blocks, line_numel, value_bytes
-
-_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
+from fxshard.plan.state import line_blocks, line_numel, value_dtype
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Elements of one moment of one parameter: fp32 or bf16 values, or codes with a scale for each block of a line."""
+    """Elements of one moment of one parameter: as they are computed with, in bf16, or codes with a scale for each block
+    of a line."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
     line: int
     signed: bool
     """Whether it is a first moment (or a momentum) and not a second."""
+    exact: bool
+    """Whether it is as it is computed with: no format of fewer bits."""
 
     @classmethod
-    def cut(cls, memory: torch.Tensor, numel: int, shape: tuple[int, ...], format: str, *, signed: bool) -> Stored:
-        """The beginning of some bytes, for rows of a parameter of that shape; it takes ``moment_bytes`` of them."""
+    def cut(
+        cls,
+        memory: torch.Tensor,
+        numel: int,
+        shape: tuple[int, ...],
+        format: str,
+        *,
+        signed: bool,
+        exact: torch.dtype = torch.float32,
+    ) -> Stored:
+        """The beginning of some bytes, for rows of a parameter of that shape; it takes ``moment_bytes`` of them.
+
+        ``exact``: the dtype that it is computed with.
+        """
         line = line_numel(shape)
-        size = value_bytes(format, line)
-        values = memory[: numel * size].view(_DTYPES[size])
+        dtype = value_dtype(format, line, exact)
+        values = memory[: numel * dtype.itemsize].view(dtype)
         scales = None
-        if size == 1:
+        if dtype == torch.uint8:
             blocks = numel // line * line_blocks(line)
             scales = memory[aligned(numel) :][: 4 * blocks].view(torch.float32)
-        return cls(values, scales, line, signed)
+        return cls(values, scales, line, signed, format == "fp32" or dtype == torch.float32)
 
     @property
-    def exact(self) -> bool:
-        """Whether it is fp32 as it is."""
-        return self.values.dtype == torch.float32
+    def read_dtype(self) -> torch.dtype:
+        """What reading gives and writing takes."""
+        return self.values.dtype if self.exact else torch.float32
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -67,7 +80,7 @@ class Stored:
         return replace(self, values=self.values[begin:end], scales=scales)
 
     def read(self) -> torch.Tensor:
-        """A copy in fp32."""
+        """A copy, in fp32 if it is in fewer bits."""
         if self.exact:
             return self.values.clone()
         if self._by_kernel:
@@ -79,7 +92,7 @@ class Stored:
         return decoded(self.values, self.scales, self.line, signed=self.signed)
 
     def write_(self, given: torch.Tensor, noise: Noise | None = None, refused: torch.Tensor | None = None) -> None:
-        """Take over fp32 values from the same device, rounded at random; to the nearest without ``noise``.
+        """Take over values of ``read_dtype`` from the same device, rounded at random; to the nearest without ``noise``.
 
         Unless the number ``refused``, on the device, is there and not zero.
         """

@@ -34,7 +34,7 @@ def orthogonal_parts(
         sum(u.numel() for u, owner in zip(updates, owners, strict=True) if owner == r) for r in range(tensor.ranks)
     ]
     order = sorted(range(len(updates)), key=lambda i: owners[i])  # stable: within an owner, the order of the list
-    sends = _flat([updates[i] for i in order], torch.float32, updates[0].device)
+    sends = flat([updates[i] for i in order], torch.float32, updates[0].device)
     came = tensor.exchange(sends, to_owners, [own_numel] * tensor.ranks).view(tensor.ranks, own_numel)
     of_ranks = came.split([updates[i].numel() for i in owned], dim=1)
     wholes = [
@@ -48,7 +48,7 @@ def orthogonal_parts(
         for i, direction in zip(owned, directions, strict=True)
         for part in [_of_rank(pieces[i], rank).of(direction)]
     ]
-    returned = tensor.exchange(_flat(back, torch.bfloat16, sends.device), [own_numel] * tensor.ranks, to_owners)
+    returned = tensor.exchange(flat(back, torch.bfloat16, sends.device), [own_numel] * tensor.ranks, to_owners)
     parts = dict(zip(order, returned.split([updates[i].numel() for i in order]), strict=True))
     return [parts[i].view(update.shape) for i, update in enumerate(updates)]
 
@@ -66,7 +66,8 @@ def _of_rank(piece: Piece, rank: int) -> Piece:
     return Piece(piece.shape, piece.dim, piece.parts, rank)
 
 
-def _flat(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def flat(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Tensors one after another, as they are sent."""
     if not parts:
         return torch.empty(0, dtype=dtype, device=device)
     return torch.cat([part.reshape(-1).to(dtype) for part in parts])

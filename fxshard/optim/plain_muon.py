@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard._torch import private
 from fxshard.optim import muon_rule as rule
+from fxshard.optim.adamw_step import fused_
 from fxshard.optim.config import Muon
-from fxshard.optim.directions import alike, apply_by_group, moved_directions
+from fxshard.optim.directions import apply_by_group, in_turns, moved_directions
 from fxshard.optim.groups import check_group, check_patterns, check_states, in_our_order, param_groups, saved
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.state import ROW_MOMENTS
@@ -91,7 +91,7 @@ class PlainMuon(torch.optim.Optimizer):
             for name, p in zip(group["param_names"], group["params"], strict=True)
             if p.grad is not None
         ]
-        for members in alike(group for _, _, group in with_grad):
+        for members in in_turns([group for _, _, group in with_grad], [p for _, p, _ in with_grad]):
             params = [with_grad[i][1] for i in members]
             splits = [self._splits[with_grad[i][0]] for i in members]
             own = [with_grad[i][2] for i in members]
@@ -130,19 +130,9 @@ class PlainMuon(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in params]
         for state in states:
             state["step"].add_(1 if self._verdicts.allowed is None else self._verdicts.allowed)
-        private.fused_adamw(
-            list(params),
-            _grads(params),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["step"] for state in states],
-            lr=group["lr"],
-            betas=group["betas"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group.get("maximize", False),
-            refused=self._verdicts.refused,
-        )
+        kept = [(state["exp_avg"], state["exp_avg_sq"], state["step"]) for state in states]
+        pieces = [(p, grad, *of_p) for p, grad, of_p in zip(params, _grads(params), kept, strict=True)]
+        fused_(group, pieces, self._verdicts.refused)
 
 
 def _grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

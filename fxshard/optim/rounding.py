@@ -2,12 +2,11 @@
 # Kernels have no types that Python knows.
 """What Newton–Schulz starts from, in one pass: matrices rounded to bf16 as they are, and one over their norms in fp32.
 
-The products apply that factor to their sums (``symmetric``), so nothing is divided here, and nothing read twice. The
-kernel makes the matrices of gradients and momenta as well, if it is given those: what it saves is the memory between.
+The products apply that factor to their sums (``symmetric``), so nothing is divided here, and nothing read twice.
 
 It is written in Gluon because a sum of squares must not depend on where its terms come from. There the layout, and with
-it the order of the terms, is what is written; Triton would choose it by what else the kernel reads. For the same reason
-no product is contracted with a sum: every operation is rounded by itself, here and in ``elementwise.momentum_``.
+it the order of the terms, is what is written; Triton would choose it. For the same reason no product is contracted with
+a sum: every operation is rounded by itself.
 """
 
 from __future__ import annotations
@@ -40,24 +39,11 @@ if HAS_GLUON:
         return gl.multiple_of(address.to(gl.pointer_type(DTYPE), bitcast=False), 16)
 
     @gluon.jit
-    def _round_kernel(
-        table, count, size, parts, keep, refused, out, sums, GRAD: gl.constexpr, SOURCE: gl.constexpr,
-        MOVING: gl.constexpr, NESTEROV: gl.constexpr, BLOCK: gl.constexpr,
-    ):  # fmt: skip
-        if refused is not None and gl.load(refused) != 0:
-            return  # nothing is made of the matrices either: what follows runs on whatever the memory holds
+    def _round_kernel(table, count, size, parts, out, sums, SOURCE: gl.constexpr, BLOCK: gl.constexpr):
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
         where = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
         inside = where < size
-        source = _pointer(table, 0, count, SOURCE)
-        x = gl.load(source + where, mask=inside, other=0.0).to(gl.float32)
-        if MOVING:  # as in elementwise._momentum_kernel
-            g = gl.load(_pointer(table, 1, count, GRAD) + where, mask=inside, other=0.0).to(gl.float32)
-            m = x + (1 - keep) * (g - x)
-            gl.store(source + where, m, mask=inside)
-            x = m
-            if NESTEROV:
-                x = m - (m - g) * (1 - keep)
+        x = gl.load(_pointer(table, 0, count, SOURCE) + where, mask=inside, other=0.0).to(gl.float32)
         gl.store(out + gl.program_id(1).to(gl.int64) * size + where, x.to(gl.bfloat16), mask=inside)
         gl.store(sums + gl.program_id(1) * parts + gl.program_id(0), gl.sum(x * x))
 
@@ -75,55 +61,14 @@ if HAS_GLUON:
 
 def rounded(matrices: Sequence[torch.Tensor], out: torch.Tensor, eps: float) -> torch.Tensor:
     """Round matrices of one size and dtype into the batch ``out``; one over the Frobenius norm of each, in fp32."""
-    return _launch([matrices], out, eps, 0.0, False, False, None)
-
-
-def moved(
-    grads: Sequence[torch.Tensor],
-    momenta: Sequence[torch.Tensor],
-    keep: float,
-    nesterov: bool,
-    out: torch.Tensor,
-    eps: float,
-    refused: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As ``rounded`` of what ``muon_rule.momentum_`` returns, bit for bit. Momenta are fp32 and brought up to date.
-
-    Unless the number ``refused`` is there and not zero: then they stay as they are, and the results mean nothing.
-    """
-    return _launch([momenta, grads], out, eps, keep, True, nesterov, refused)
-
-
-def _launch(
-    columns: Sequence[Sequence[torch.Tensor]],
-    out: torch.Tensor,
-    eps: float,
-    keep: float,
-    moving: bool,
-    nesterov: bool,
-    refused: torch.Tensor | None,
-) -> torch.Tensor:
     scales = torch.empty(len(out), dtype=torch.float32, device=out.device)
     start = 0
-    for size, dtypes, table in elementwise.launches(*columns):
+    for size, (dtype,), table in elementwise.launches(matrices):
         count, parts = table.shape[1], -(-size // _BLOCK)
         sums = torch.empty(count, parts, dtype=torch.float32, device=out.device)
         options: dict[str, Any] = {"num_warps": _WARPS, "enable_fp_fusion": False}
         _round_kernel[(parts, count)](
-            table,
-            count,
-            size,
-            parts,
-            keep,
-            refused,
-            out[start:],
-            sums,
-            GRAD=dtypes[-1],
-            SOURCE=dtypes[0],
-            MOVING=moving,
-            NESTEROV=nesterov,
-            BLOCK=_BLOCK,
-            **options,
+            table, count, size, parts, out[start:], sums, SOURCE=dtype, BLOCK=_BLOCK, **options
         )
         _scale_kernel[(count,)](sums, parts, eps, scales[start:], BLOCK=1024, **options)
         start += count

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fxshard.optim import elementwise
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Split
 
@@ -36,10 +35,7 @@ def row_factors_(
         [matrix for parts in lists for part in parts for matrix in part.reshape(-1, *part.shape[-2:])]
         for lists in (pieces, cut)
     )
-    if elementwise.fits(matrices, moments):
-        found = elementwise.row_factors_(matrices, moments, beta2, EPS, refused)
-    else:
-        found = [_factors_(*pair, beta2, refused) for pair in zip(matrices, moments, strict=True)]
+    found = [_factors_(*pair, beta2, refused) for pair in zip(matrices, moments, strict=True)]
     for second, parts, split in zip(seconds, cut, splits, strict=True):
         if split is not None:
             second.copy_(rule.join_matrices(parts, split, second.shape))
@@ -52,7 +48,8 @@ def row_factors_(
 
 def _factors_(matrix: torch.Tensor, second: torch.Tensor, beta2: float, refused: torch.Tensor | None) -> torch.Tensor:
     """Of one [rows, columns]: its second moments [rows, 1] move, and 1 / √ of them is scaled to keep its norm."""
-    squares = matrix.float().square().mean(-1, keepdim=True)
+    rows = torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=torch.float32)
+    squares = rows.square() / matrix.shape[-1]
     moved = second.float().lerp(squares, 1 - beta2)
     factors = 1 / (moved.sqrt() + EPS)
     before, after = squares.sum().sqrt(), (squares * factors.square()).sum().sqrt()

@@ -1,4 +1,4 @@
-"""What the optimizers over buckets have in common: they run the program of a step and keep state in flat tensors."""
+"""What the optimizers over buckets have in common: they run the program of a step and keep the state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from fxshard._torch.errors import ConfigError, StateError
+from fxshard.optim.adamw_step import adamw_step
 from fxshard.optim.groups import check_group, check_states, in_our_order, saved
 from fxshard.optim.host import Transfers
 from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
-from fxshard.optim.packed_moments import PackedMoments
-from fxshard.optim.packed_step import adamw_packed, fused_
 from fxshard.optim.qk_clip import QKClip
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
@@ -23,9 +22,9 @@ from fxshard.runtime.engine import Engine
 class ShardedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` over the sharded parameters: LR schedulers, groups and ``state_dict`` work as usual.
 
-    State lives in flat tensors, ``state[p]`` holds views of them. Parameters of a bucket that share a group and lie
-    side by side are updated by AdamW as one tensor, which for most models is the whole shard. State in fewer bits, or
-    on the host, is updated one parameter after another, and ``state[p]`` makes fp32 copies of it when asked.
+    ``state[p]`` holds views of a bucket's state. AdamW updates all parameters of a group in one call of torch's kernel;
+    state in fewer bits, or on the host, one parameter after another, and ``state[p]`` makes fp32 copies of it when
+    asked.
     """
 
     gathers_ahead = True
@@ -53,10 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
         offloaded = any(bucket.plan.offload == "host" for bucket in trained)
         self._transfers = Transfers(engine.device) if offloaded else None
-        self._moments: dict[int, Moments | PackedMoments] = {
-            bucket.plan.index: PackedMoments(bucket, self._transfers) if bucket.plan.packs_state else Moments(bucket)
-            for bucket in trained
-        }
+        self._moments = {bucket.plan.index: Moments(bucket, self._transfers) for bucket in trained}
         self._program = plan_step([bucket.plan for bucket in engine.buckets])
         self._bind_state()
 
@@ -112,13 +108,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dict = in_our_order(self.param_groups, state_dict)
         check_states(self.param_groups, state_dict, lambda parameter: self.state[parameter])
         self.settle(may_raise=False)  # what the last step would have spoilt is about to be replaced
-        if any(isinstance(moments, PackedMoments) for moments in self._moments.values()):
-            loaded: Mapping[torch.Tensor, Any] = self._states_of(state_dict)
-            # torch would bring all state to the device in fp32, at once, where there may be no room for it.
-            super().load_state_dict({**state_dict, "state": {}})
-        else:
-            super().load_state_dict(state_dict)
-            loaded = self.state
+        loaded = self._states_of(state_dict)
+        # torch would bring all state to the device at once, where there may be no room for it.
+        super().load_state_dict({**state_dict, "state": {}})
         with torch.no_grad():
             for moments in self._moments.values():
                 for i, parameter in enumerate(moments.bucket.params):
@@ -217,23 +209,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         self._qk_clip.apply(self._moments[index].bucket)
                     self._engine.carry(index)
 
-    def _adamw(self, given: Sequence[Moments | PackedMoments]) -> None:
+    def _adamw(self, given: Sequence[Moments]) -> None:
         allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in given:
             moments.count_step(allowed)
-        packed = [moments for moments in given if isinstance(moments, PackedMoments)]
-        if packed:
-            adamw_packed(packed, self._group_of, self._transfers, self._refused)
-        chosen = [moments for moments in given if isinstance(moments, Moments)]
-        number = {id(group): i for i, group in enumerate(self.param_groups)}
-        pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self.param_groups]
-        for moments in chosen:
-            group_of = {name: number[id(self._group_of[name])] for name in moments.bucket.plan.params}
-            for of_group, positions in moments.stretches(group_of):
-                pieces[of_group].append(moments.tensors(positions))
-        for group, together in zip(self.param_groups, pieces, strict=True):
-            if together:
-                fused_(group, together, self._refused)
+        adamw_step(given, self._group_of, self._transfers, self._refused)
 
     def _bind_state(self) -> None:
         for moments in self._moments.values():
@@ -244,9 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of this rank's moments: on the device, and on the host."""
         sizes = {"device": 0, "host": 0}
         for moments in self._moments.values():
-            tensors = [moments.memory] if isinstance(moments, PackedMoments) else [moments.first, moments.second]
-            on_host = isinstance(moments, PackedMoments) and moments.transfers is not None
-            sizes["host" if on_host else "device"] += sum(tensor.nbytes for tensor in tensors)
+            sizes["device" if moments.transfers is None else "host"] += moments.memory.nbytes
         return sizes
 
 

@@ -12,39 +12,19 @@ large   No entry of X·Xᵀ exceeds the squared norm, so it overflows where that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from fxshard._torch import private
 from fxshard.optim import elementwise, rounding
-from fxshard.optim.muon_rule import momentum_
 
 EPS = 1e-7
 
 
-@dataclass(frozen=True)
-class Momentum:
-    """Gradients that make matrices out of momentum buffers, as ``muon_rule.momentum_`` does."""
-
-    grads: Sequence[torch.Tensor]
-    keep: float
-    nesterov: bool
-    refused: torch.Tensor | None = None
-    """A number on the device; unless it is zero, the buffers stay as they are."""
-
-    def of(self, members: Sequence[int]) -> Momentum:
-        """The same for some of the matrices."""
-        return Momentum([self.grads[i] for i in members], self.keep, self.nesterov, self.refused)
-
-
-def normalized(tensors: Sequence[torch.Tensor], momentum: Momentum | None = None) -> torch.Tensor:
+def normalized(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One bf16 batch of all matrices, each divided by its Frobenius norm (zero stays zero) in fp32, before rounding."""
-    singles = _singles(_made(tensors, momentum))
+    singles = _singles(tensors)
     batch = _empty(tensors[0], len(singles))
-    if len({single.dtype for single in singles}) == 1 and elementwise.fits(singles):
-        elementwise.normalize(singles, batch, EPS)
-        return batch
     wide = [single.float() for single in singles]
     for one, matrix, norm in zip(batch, wide, _norms(wide, batch.device), strict=True):
         torch.div(matrix, norm, out=one)
@@ -52,21 +32,14 @@ def normalized(tensors: Sequence[torch.Tensor], momentum: Momentum | None = None
 
 
 def unscaled(
-    tensors: Sequence[torch.Tensor], momentum: Momentum | None = None, multiple: int = 1, kernels: bool = False
+    tensors: Sequence[torch.Tensor], multiple: int = 1, kernels: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One bf16 batch of all matrices as they are, and one over the Frobenius norm of each, taken before rounding.
 
     Sides are padded with zeros to multiples of ``multiple``: they stay zeros in every product. ``kernels`` says that
-    this is a GPU for which ``rounding`` has kernels; they give the same bits with momentum and after it.
+    this is a GPU for which ``rounding`` has kernels.
     """
-    if kernels and momentum is not None:
-        buffers, grads = _singles(tensors), _singles(momentum.grads)
-        if _can_move(buffers, grads):
-            batch = _empty(tensors[0], len(buffers))
-            keep, nesterov, refused = momentum.keep, momentum.nesterov, momentum.refused
-            scale = rounding.moved(grads, buffers, keep, nesterov, batch, EPS, refused)
-            return _padded(batch, multiple), scale
-    singles = _singles(_made(tensors, momentum))
+    singles = _singles(tensors)
     batch = _empty(tensors[0], len(singles))
     if kernels:
         # A copy, where the kernel could not read the matrix in place, does not change its sum of squares.
@@ -84,21 +57,6 @@ def unscaled(
 
 def _copied(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def _made(tensors: Sequence[torch.Tensor], momentum: Momentum | None) -> Sequence[torch.Tensor]:
-    if momentum is None:
-        return tensors
-    return momentum_(momentum.grads, tensors, momentum.keep, momentum.nesterov, momentum.refused)
-
-
-def _can_move(buffers: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernel takes these. Of buffers in bf16, ``momentum_`` returns rounded sums: others than these."""
-    return (
-        all(buffer.dtype == torch.float32 for buffer in buffers)
-        and len({grad.dtype for grad in grads}) == 1
-        and elementwise.fits(buffers, grads)
-    )
 
 
 def _singles(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

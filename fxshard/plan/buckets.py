@@ -156,7 +156,7 @@ class BucketPlan:
 
     @property
     def packs_state(self) -> bool:
-        """Whether moments are kept otherwise than in flat tensors like the masters, beside them."""
+        """Whether moments are kept otherwise than as the masters are, beside them."""
         return self.trainable and not StateChoice(self.state, self.offload).plain
 
     @cached_property

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from fxshard._torch.errors import ConfigError
-from fxshard.plan.layout import Fragment, Layout, aligned
-from fxshard.plan.shares import shares, within
+from fxshard.plan.layout import Fragment, aligned
+from fxshard.plan.shares import shares
 
 if TYPE_CHECKING:
     from fxshard.plan.buckets import BucketPlan
@@ -44,7 +43,7 @@ class StateChoice:
 
     @property
     def plain(self) -> bool:
-        """Whether moments are flat tensors like the masters, beside them."""
+        """Whether moments are as the masters are, beside them."""
         return self.format == "fp32" and self.offload == "none"
 
     def check_masters(self, name: str, dtype: torch.dtype) -> None:
@@ -72,18 +71,19 @@ def line_blocks(line: int) -> int:
     return -(-line // BLOCK)
 
 
-def value_bytes(format: str, line: int) -> int:
-    """Bytes of one element of a moment, without scales."""
+def value_dtype(format: str, line: int, exact: torch.dtype = torch.float32) -> torch.dtype:
+    """Of one element of a moment that is computed with in the dtype ``exact``; what is in 8 bits has scales as well."""
     if format == "8bit" and line:
-        return 1
-    return 2 if format == "bf16" else 4
+        return torch.uint8
+    return torch.bfloat16 if format == "bf16" else exact
 
 
-def moment_bytes(numel: int, shape: Sequence[int], format: str) -> int:
+def moment_bytes(numel: int, shape: Sequence[int], format: str, exact: torch.dtype = torch.float32) -> int:
     """Bytes of one moment of some rows of a parameter."""
     line = line_numel(shape)
-    scales = numel // line * line_blocks(line) if format == "8bit" and line else 0
-    return aligned(numel) * value_bytes(format, line) + 4 * aligned(scales)
+    dtype = value_dtype(format, line, exact)
+    scales = numel // line * line_blocks(line) if dtype == torch.uint8 else 0
+    return aligned(numel) * dtype.itemsize + 4 * aligned(scales)
 
 
 def row_numel(numel: int, shape: Sequence[int]) -> int:
@@ -100,13 +100,6 @@ def state_shape(field: str, shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-1], 1) if field == ROW_MOMENTS else tuple(shape)
 
 
-def second_moment_numel(bucket: BucketPlan, rank: int) -> int:
-    """Elements of second moments on one rank: those of the parameters that Muon does not update, and of rows."""
-    if not bucket.matrices:
-        return bucket.layout.shard_numel
-    return sum(aligned(second_numel(bucket, fragment)) for fragment in bucket.layout.fragments(rank))
-
-
 def second_numel(bucket: BucketPlan, fragment: Fragment) -> int:
     """Elements of the second moment of some rows of a parameter."""
     if fragment.name not in bucket.matrices:
@@ -116,43 +109,24 @@ def second_numel(bucket: BucketPlan, fragment: Fragment) -> int:
 
 
 def bytes_of_moments(bucket: BucketPlan) -> int:
-    """Bytes of the moments of a bucket that is trained, on the rank that has most of them."""
-    layout, size = bucket.layout, bucket.master_dtype.itemsize
+    """Bytes of the moments of a bucket that is trained, on the rank that has most of them.
+
+    AdamW has two moments; ``matrices``, which are Muon's, have one, and perhaps one of their rows.
+    """
+    layout, dtype = bucket.layout, bucket.master_dtype
     cuts = [rank * layout.shard_numel for rank in range(layout.ranks)]
     if bucket.shares_state:
         parts = [shares(layout, rank, bucket.domain.replicas, bucket.matrices) for rank in range(layout.ranks)]
         cuts = [start + begin for start, of_rank in zip(cuts, parts, strict=True) for begin, _ in of_rank]
     cuts.append(layout.numel)
-    if bucket.packs_state:
-        return _most_bytes(layout, bucket.state, bucket.matrices, cuts, row_moments=bucket.row_moments)
-    if bucket.shares_state and not bucket.matrices:
-        return 2 * size * max(end - begin for begin, end in pairwise(cuts))
-    if bucket.shares_state:
-        return size * max(
-            end
-            - begin
-            + sum(aligned(second_numel(bucket, within(layout, f, begin, end))) for f in layout.fragments(rank))
-            for rank, of_rank in enumerate(parts)
-            for begin, end in of_rank
-        )
-    return size * (layout.shard_numel + max(second_moment_numel(bucket, rank) for rank in range(layout.ranks)))
-
-
-def _most_bytes(
-    layout: Layout, format: str, matrices: Collection[str], cuts: Sequence[int], *, row_moments: bool
-) -> int:
-    """Bytes of the moments between two neighbouring ``cuts`` of a bucket, where they are most.
-
-    AdamW has two moments, ``matrices``, which are Muon's, have one, and perhaps one of their rows in fp32.
-    """
     totals = [0] * (len(cuts) - 1)
     for slot in layout.slots:
         part = max(bisect_right(cuts, slot.offset) - 1, 0)
         while part < len(totals) and cuts[part] < slot.end:
             numel = max(min(slot.end, cuts[part + 1]) - max(slot.offset, cuts[part]), 0)
-            moments = 1 if slot.spec.name in matrices else 2
-            totals[part] += moments * moment_bytes(numel, slot.spec.shape, format)
-            if row_moments and moments == 1:
-                totals[part] += 4 * aligned(row_numel(numel, slot.spec.shape))
+            moments = 1 if slot.spec.name in bucket.matrices else 2
+            totals[part] += moments * moment_bytes(numel, slot.spec.shape, bucket.state, dtype)
+            if bucket.row_moments and moments == 1:
+                totals[part] += dtype.itemsize * aligned(row_numel(numel, slot.spec.shape))
             part += 1
     return max(totals, default=0)

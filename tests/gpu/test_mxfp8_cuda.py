@@ -9,7 +9,7 @@ import torch
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, Quantized, quantize
-from fxshard.kernels.quantize import Tile, quantize_both, quantize_into, quantize_one, runs_on
+from fxshard.kernels.quantize import quantize_both, quantize_into, quantize_one, runs_on
 from tests.precision.test_format import VECTORS
 
 pytestmark = pytest.mark.gpu
@@ -29,15 +29,14 @@ def any_bits(rows: int, columns: int) -> torch.Tensor:
 
 @pytest.mark.shows("Q1")
 @pytest.mark.parametrize("shape", [(32, 32), (64, 256), (96, 1408), (1024, 4096), (50, 96), (1, 32), (33, 288)])
-@pytest.mark.parametrize("tile", [None, Tile(128, 4), Tile(64, 2)])
-def test_the_kernel_writes_the_bytes_of_the_torch_version(shape: tuple[int, int], tile: Tile | None) -> None:
+def test_the_kernel_writes_the_bytes_of_the_torch_version(shape: tuple[int, int]) -> None:
     assert runs_on(torch.device("cuda"))
     for value in (torch.randn(shape).to(torch.bfloat16), any_bits(*shape), torch.randn(shape), torch.zeros(shape)):
         reference = quantize(value, ROWWISE), quantize(value, COLUMNWISE)
-        for mine, expected in zip(quantize_both(value.cuda(), tile), reference, strict=True):
+        for mine, expected in zip(quantize_both(value.cuda()), reference, strict=True):
             assert same(mine, expected)
         for axis in (ROWWISE, COLUMNWISE):
-            assert same(quantize_one(value.cuda(), axis, tile), reference[1 - axis])
+            assert same(quantize_one(value.cuda(), axis), reference[1 - axis])
 
 
 def test_the_torch_version_writes_the_same_bytes_on_both_devices() -> None:

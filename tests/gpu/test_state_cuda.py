@@ -97,7 +97,7 @@ def made(**options: Any) -> fxshard.ShardedModule:
 @pytest.mark.shows("M5")
 @pytest.mark.parametrize(("format", "place"), list(product(("bf16", "8bit"), ("none", "host"))))
 def test_follows_its_reference(format: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxshard.optim.packed_moments.PIECE_NUMEL", 400)
+    monkeypatch.setattr("fxshard.optim.moments.PIECE_NUMEL", 400)
     found, wanted = train(made(state=format, offload=place), range(6)), expected(format, range(6))
     for name, reference in wanted.items():
         mine = found[name].numpy().reshape(-1)
@@ -117,7 +117,7 @@ def large(offload: str, format: str) -> fxshard.ShardedModule:
 @pytest.mark.parametrize("format", ["fp32", "bf16", "8bit"])
 def test_pieces_on_their_way_do_not_disturb_each_other(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces, several steps without a wait in between: the same bits as on the device."""
-    monkeypatch.setattr("fxshard.optim.packed_moments.PIECE_NUMEL", 2**18)
+    monkeypatch.setattr("fxshard.optim.moments.PIECE_NUMEL", 2**18)
     monkeypatch.setattr(planned_step, "ADAMW_NUMEL", 2**23)
     results = []
     for place in ("none", "host"):
@@ -134,7 +134,7 @@ def test_pieces_on_their_way_do_not_disturb_each_other(format: str, monkeypatch:
 
 
 def test_the_device_holds_no_moments_and_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxshard.optim.packed_moments.PIECE_NUMEL", 2**20)
+    monkeypatch.setattr("fxshard.optim.moments.PIECE_NUMEL", 2**20)
     monkeypatch.setattr(planned_step, "ADAMW_NUMEL", 1)  # as a large model: one bucket after another
     before = torch.cuda.memory_allocated()
     model = large("host", "fp32")

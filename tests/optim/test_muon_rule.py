@@ -13,6 +13,7 @@ from torch import nn
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.optim import muon_rule as rule
+from fxshard.optim.directions import in_turns
 
 TINY = LlamaConfig(vocab=64, dim=32, layers=1, heads=2, hidden=48)
 
@@ -221,3 +222,24 @@ def test_finite_means_every_element() -> None:
 def test_bad_choices(options: dict[str, object], message: str) -> None:
     with pytest.raises(fxshard.ConfigError, match=message):
         fxshard.Muon(**options)  # type: ignore[arg-type]
+
+
+def test_large_updates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is updated together is limited, and what a matrix becomes does not depend on the others."""
+    results = []
+    for most in (2**29, 700):
+        monkeypatch.setattr("fxshard.optim.directions.MOST_NUMEL", most)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(20, 30), nn.Linear(30, 20), nn.Linear(20, 30)))
+        optimizer = fxshard.Muon(lr=0.1, use=lambda name, shape: len(shape) == 2).build(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_turns_are_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxshard.optim.directions.MOST_NUMEL", 10)
+    values = [torch.empty(n) for n in (4, 6, 1, 30, 2)]
+    assert list(in_turns([{}] * 5, values)) == [[0, 1], [2], [3], [4]]

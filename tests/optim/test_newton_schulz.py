@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import halves
 from fxshard.optim.coefficients import COEFFICIENTS, triples
-from fxshard.optim.muon_rule import momentum_
 from fxshard.optim.newton_schulz import choose, explain, orthogonalize, stretches
-from fxshard.optim.start import Momentum, unscaled
+from fxshard.optim.start import unscaled
 from tests.optim.reference import distance, images, orthogonalized
 
 FORMS = ("plain", "symmetric", "gram")
@@ -121,18 +120,6 @@ def test_a_norm_beyond_fp32_moves_nothing(form: str) -> None:
     overflowing, other = orthogonalize([matrix * 1e37, matrix], form=form)
     assert not overflowing.any()
     assert torch.equal(other, orthogonalize([matrix], form=form)[0])
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_on_the_way_is_momentum_before(form: str, nesterov: bool) -> None:
-    shapes = [(24, 40), (3, 24, 40), (40, 24), (24, 40)]
-    grads, buffers = ([torch.randn(shape) for shape in shapes] for _ in range(2))
-    others = [buffer.clone() for buffer in buffers]
-    on_the_way = orthogonalize(buffers, form=form, momentum=Momentum(grads, 0.9, nesterov))
-    before = orthogonalize(momentum_(grads, others, 0.9, nesterov), form=form)
-    for mine, theirs in zip([*on_the_way, *buffers], [*before, *others], strict=True):
-        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("tall", [False, True])

@@ -1,4 +1,4 @@
-"""AdamW's step over the buckets of a group whose state is in fewer bits, on the host, or both."""
+"""AdamW's step over buckets, however their state is kept."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from fxshard._torch import private
 from fxshard.optim.host import Transfers
+from fxshard.optim.moments import Moments
 from fxshard.optim.packed import Numbers, Stored, adamw_
-from fxshard.optim.packed_moments import PackedMoments
 
 Group = Mapping[str, Any]
 Exact = tuple[torch.Tensor, ...]
 """(parameter, gradient, both moments, step) of what torch's kernel updates."""
 
 
-def adamw_packed(
-    chosen: Sequence[PackedMoments],
+def adamw_step(
+    chosen: Sequence[Moments],
     group_of: Mapping[str, Group],
     transfers: Transfers | None,
     refused: torch.Tensor | None,
