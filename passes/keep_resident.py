@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxshard.passes.context import PassContext
-from fxshard.passes.plan_memory import plan_memory
+from fxshard.passes.plan_memory import lifetimes, plan_memory
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.gather_modes import Gather
+from fxshard.plan.memory import plan_slots
 from fxshard.schedule.events import Kind, Phase
 
 
@@ -26,6 +27,7 @@ def keep_resident(
     if forward is None or backward is None or not context.options.debug.keep_resident:
         return timeline, frozenset()
     allowed = plan_memory(timeline, context.buckets).bytes
+    events = timeline.events
     if arena_budget is not None:
         allowed = max(allowed, arena_budget)
     twice = forward.places(Kind.RESHARD).keys() & {gather.bucket for gather in backward.gathers}
@@ -36,14 +38,13 @@ def keep_resident(
         # Where forward and backward need different quantized copies there is nothing to keep.
         if index not in twice or (bucket.gather is Gather.DIRECT and bucket.all_copies.number > 1):
             continue
-        shorter = timeline.keeping(index)
-        needed = plan_memory(shorter, context.buckets).bytes
+        needed = plan_slots(lifetimes(events, context.buckets, kept | {index})).bytes
         if arena_budget is None and index == from_the_end[0]:
             allowed = max(allowed, needed)
         if needed > allowed:
             break
-        timeline = shorter
         kept.add(index)
+    timeline = timeline.keeping(kept)
     reasons = [
         replace(event, why=f"kept since forward, {event.why}")
         if event.kind is Kind.WAIT and event.phase is Phase.BACKWARD and event.bucket_index in kept

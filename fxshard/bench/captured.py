@@ -171,6 +171,6 @@ def _fsdp2(timeline: Timeline, context: PassContext) -> Decisions:
     last = [event for event in ordered.events if event.kind is Kind.WAIT and event.phase is Phase.FORWARD][
         -1
     ].bucket_index
-    ordered = ordered.keeping(last)
+    ordered = ordered.keeping({last})
     memory = plan_memory(ordered, context.buckets)
     return Decisions(with_slots(ordered, context.buckets, memory), frozenset({last}), memory)

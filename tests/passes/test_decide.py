@@ -70,7 +70,7 @@ def test_a_gather_keeps_the_place_of_a_release_that_is_removed() -> None:
     release = forward.others[forward.places(Kind.RESHARD)[LAYERS - 2]]
     *earlier, last = forward.gathers
     forward = replace(forward, gathers=(*earlier, replace(last, after=release.node)))
-    timeline = Timeline((forward, backward)).keeping(LAYERS - 2)
+    timeline = Timeline((forward, backward)).keeping({LAYERS - 2})
     [before] = [node for node, event in events(modules[Phase.FORWARD].graph) if event == release.event]
     computed = before.prev
     apply_decisions(modules, Decisions(timeline, frozenset({LAYERS - 2}), MemoryPlan({}, 0)))
