@@ -2,9 +2,9 @@
 all of it fits.
 
 Requires graphs that can be split again with less saved (``Partitioned.tighter``). The splits are tried from the one
-that saves most, each as it is and with saved values on the host; for each, arenas of several sizes. Which are tried
+that saves most, each as it is and with saved values on the host; for each, arenas of several sizes. Which there are
 does not depend on the budget, and of those that fit, the one with the shortest simulated step is taken: more memory
-never makes a slower step.
+never makes a slower step. Once the fastest order of a split fits, nothing that holds less is tried.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from torch import fx
@@ -65,8 +65,14 @@ class Split:
     def machine(self) -> Hardware:
         return self.context.hardware or hardware("h200")
 
-    def offloading(self, outputs: int) -> Iterator[Split]:
-        """The same with more and more of what is saved on the host. ``outputs``: forward's results that are not saved.
+    def variants(self, outputs: int | None) -> Iterator[Split]:
+        """As it is, and with more and more of what is saved on the host."""
+        yield self
+        if outputs is not None:
+            yield from self._offloading(outputs)
+
+    def _offloading(self, outputs: int) -> Iterator[Split]:
+        """``outputs``: forward's results that are not saved.
 
         Where everything is saved, kind after kind; where backward computes things again already, as much as forward
         hides and as much as there is. Not values whose sizes are open: places on the host have a size.
@@ -144,41 +150,68 @@ class Split:
             self.simulations[key] = simulate(self.scheduled(decisions), self.machine)
         return self.simulations[key]
 
+    def seconds(self, decisions: Decisions) -> float:
+        return self.simulated(decisions).step_seconds
+
+    def fastest(self, budget: int) -> Fit | None:
+        """The fastest order of events that fits."""
+        best: Decisions | None = None
+        too_large: list[Decisions] = []
+        for decisions in self.options() if self.taken + self.least <= budget else ():
+            if self.needs(decisions) > budget:
+                too_large.append(decisions)
+            elif best is None or self.seconds(decisions) < self.seconds(best):
+                best = decisions
+                if self.simulated(best).exposed_seconds <= 0:
+                    return Fit(self, best, unlimited=True)
+        if best is None:
+            return None
+        # Where sizes are open, no larger arena may be used.
+        limited = not self.symbolic and any(self.seconds(other) < self.seconds(best) for other in too_large)
+        return Fit(self, best, not limited)
+
 
 @dataclass(frozen=True)
 class Fit:
-    """What was chosen: a split, the order of its events within an arena, and the simulated step."""
+    """What was chosen: a split, and the order of its events within an arena."""
 
     split: Split
     decisions: Decisions
-    seconds: float
+    unlimited: bool
+    """Whether no larger arena makes the split faster."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the simulated step."""
+        return self.split.seconds(self.decisions)
 
 
-def fit_budget(splits: Iterator[Split], budget: int) -> Fit:
-    """The fastest that fits; :class:`BudgetError` with the smallest budget for which something does."""
+def fit_budget(partitions: Iterable[Iterable[Split]], budget: int) -> Fit:
+    """The fastest that fits; :class:`BudgetError` with the smallest budget for which something does.
+
+    ``partitions``: the variants of each, from what saves most, and so computes least, to what saves least.
+    """
     best: Fit | None = None
     smallest: Split | None = None
-    for split in splits:
-        roomy = split.taken + max(split.arenas()) <= budget and not split.offloaded
-        if smallest is None or split.taken + split.least < smallest.taken + smallest.least:
-            smallest = split
-        compute = 0.0
-        for decisions in split.options() if split.taken + split.least <= budget else ():
-            if split.needs(decisions) > budget:
+    for variants in partitions:
+        over = False
+        for split in variants:
+            if smallest is None or split.taken + split.least < smallest.taken + smallest.least:
+                smallest = split
+            fit = split.fastest(budget)
+            if fit is None:
                 continue
-            simulation = split.simulated(decisions)
-            compute = simulation.compute_seconds
-            if best is None or simulation.step_seconds < best.seconds:
-                best = Fit(split, decisions, simulation.step_seconds)
-            if simulation.exposed_seconds <= 0:
+            best = fit if best is None or fit.seconds < best.seconds else best
+            compute = split.simulated(fit.decisions).compute_seconds
+            over = best.seconds <= compute or (fit.unlimited and not split.offloaded)  # what saves less computes more
+            if over or fit.unlimited:
                 break
-        if best is not None and (roomy or best.seconds <= compute):  # what saves less computes more
+        if over:
             break
     if best is not None:
         return best
     assert smallest is not None
-    seconds = smallest.simulated(smallest.decide(smallest.least)).step_seconds
-    raise BudgetError(budget, smallest.taken + smallest.least, seconds)
+    raise BudgetError(budget, smallest.taken + smallest.least, smallest.seconds(smallest.decide(smallest.least)))
 
 
 @dataclass(frozen=True)
@@ -192,14 +225,13 @@ class Trade:
     offloaded: tuple[Offloaded, ...] = ()
 
 
-def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
+def trades(partitions: Iterable[Iterable[Split]]) -> tuple[Trade, ...]:
     """Step time over budget: from the smallest that works, every budget from which on a step is faster."""
     found: list[Trade] = []
-    for split in splits:
+    for split in chain.from_iterable(partitions):
         for decisions in split.options():
-            seconds = split.simulated(decisions).step_seconds
             needs, arena = split.needs(decisions), decisions.memory.bytes
-            found.append(Trade(needs, seconds, arena, split.recomputed, split.offloaded))
+            found.append(Trade(needs, split.seconds(decisions), arena, split.recomputed, split.offloaded))
     faster: list[Trade] = []
     for trade in sorted(found, key=lambda each: (each.bytes, each.seconds)):
         if not faster or trade.seconds < faster[-1].seconds:
