@@ -31,7 +31,7 @@ def schedule(partitioned: Partitioned, plan: ShardingPlan, observer: Observer | 
         if plan.options.budget is None:
             inserted = insert_events(partitioned.graphs, context)
         else:
-            fit = fit_budget(_partitions(partitioned, context, carries), plan.options.budget)
+            fit = fit_budget(_splits(partitioned, context, carries), plan.options.budget)
             inserted, decisions = fit.split.graphs, fit.decisions
             chosen_for = {"recomputed": fit.split.recomputed, "offloaded": fit.split.offloaded}
             names = [", ".join(each.name for each in found) or "nothing" for found in chosen_for.values()]
@@ -55,15 +55,15 @@ def trade(partitioned: Partitioned, plan: ShardingPlan) -> tuple[Trade, ...]:
     """The simulated step over memory budgets."""
     context = plan.context(next(iter(partitioned.graphs)))
     with blaming(chosen(context)):
-        return trades(_partitions(partitioned, context, plan.own_optimizer and plan.one_graph))
+        return trades(_splits(partitioned, context, plan.own_optimizer and plan.one_graph))
 
 
-def _partitions(partitioned: Partitioned, context: PassContext, carries: bool) -> Iterator[Iterator[Split]]:
-    """A step as it was partitioned, and with less and less saved for backward; the variants of each."""
+def _splits(partitioned: Partitioned, context: PassContext, carries: bool) -> Iterator[Split]:
+    """A step as it was partitioned, and with less and less saved for backward."""
     found: Partitioned | None = partitioned
     while found is not None:
-        split = Split.of(insert_events(found.graphs, context), context, carries, found.recomputed)
-        yield split.variants(found.outputs)
+        graphs = insert_events(found.graphs, context)
+        yield Split.of(graphs, context, carries, found.outputs, found.recomputed)
         found = found.tighter() if context.options.activations != "offload" else None
 
 

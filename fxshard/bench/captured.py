@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, tee
+from itertools import count
 from typing import Any
 
 from torch import fx, nn
@@ -38,16 +37,6 @@ from fxshard.schedule.schedule import Schedule
 Graphs = dict[Phase, fx.GraphModule]
 
 
-class _Kept:
-    """What an iterator gave so far, for whoever iterates again, and what it will give."""
-
-    def __init__(self, source: Iterator[Split]) -> None:
-        (self._given,) = tee(source, 1)
-
-    def __iter__(self) -> Iterator[Split]:
-        return copy.copy(self._given)
-
-
 @dataclass(frozen=True)
 class Captured:
     """A step as graphs without events: what no choice of ranks, budget or machine changes, as long as the machine has
@@ -59,8 +48,8 @@ class Captured:
     context: PassContext
     precision: fxshard.Precision | None
     zero: int
-    inserted: dict[Any, _Kept] = field(default_factory=dict)
-    """{what events depend on, and how often it was partitioned: the events of a step, and its variants}"""
+    inserted: dict[Any, Split] = field(default_factory=dict)
+    """{what events depend on, and how often it was partitioned: the events of a step}"""
 
     def buckets(
         self, *, ranks: int, zero: int, replicas: int = 1, stride: int = 1, optimizer: Any = None, **_: Any
@@ -102,26 +91,18 @@ class Captured:
         given = replace(self.context.options, **settings)
         context = replace(self.context, options=given, group=f"cuda×{ranks}", ranks=ranks, hardware=machine)
         domain = data_parallel(ranks // replicas, replicas, "mean", "cuda", stride)
-        partitions = self._partitions(context, optimizer, domain)
+        splits = self._splits(context, optimizer, domain)
         if given.budget is not None:
-            fit = fit_budget(partitions, given.budget)
+            fit = fit_budget(splits, given.budget)
             return fit.split.scheduled(fit.decisions)
-        first = next(next(partitions))
-        return first.scheduled((_fsdp2 if fsdp2 else decide)(first.draft.timeline, first.context))
+        first = next(splits)
+        return first.scheduled(_fsdp2(first.draft.timeline, first.context) if fsdp2 else decide(first.orders))
 
-    def _partitions(
-        self, context: PassContext, optimizer: AdamW | Muon | None, domain: Domain
-    ) -> Iterator[Iterator[Split]]:
+    def _splits(self, context: PassContext, optimizer: AdamW | Muon | None, domain: Domain) -> Iterator[Split]:
         """The part of scheduling that looks at every node, once."""
         owned = matrices(optimizer, self.model) if isinstance(optimizer, Muon) else ()
         zero = context.options.zero
         key = (domain, zero, context.options.debug.defer_wgrad, tuple(owned))
-
-        def now(split: Split) -> Split:
-            return replace(
-                split, context=replace(context, buckets=split.context.buckets), carries=optimizer is not None
-            )
-
         for number in count():
             if (key, number) not in self.inserted:
                 partitioned = self._partition(number)
@@ -130,11 +111,11 @@ class Captured:
                 frame = replace(context, buckets=self._buckets(zero, domain, owned))
                 graphs = {phase: private.copied(module) for phase, module in partitioned.graphs.items()}
                 self._tie(graphs, frame.buckets)
-                split = Split.of(pipeline.insert_events(graphs, frame), frame, False, partitioned.recomputed)
-                self.inserted[key, number] = _Kept(
-                    replace(each, graphs={}) for each in split.variants(partitioned.outputs)
-                )
-            yield map(now, self.inserted[key, number])
+                made = pipeline.insert_events(graphs, frame)
+                self.inserted[key, number] = Split.of(made, frame, False, partitioned.outputs, partitioned.recomputed)
+            split = self.inserted[key, number]
+            frame = replace(context, buckets=split.context.buckets)
+            yield replace(split, context=frame, carries=optimizer is not None)
 
     def _partition(self, number: int) -> Partitioned | None:
         while len(self.partitions) <= number:

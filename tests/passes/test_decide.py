@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fxshard
 from fxshard.passes.apply_decisions import apply_decisions
 from fxshard.passes.context import PassContext
-from fxshard.passes.decide import Decisions, decide, least_arena
+from fxshard.passes.decide import Decisions, decide, least_arena, plain_orders
 from fxshard.passes.options import Options
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.hardware import PRESETS
@@ -40,9 +40,9 @@ def test_the_same_input_gives_the_same_decisions_and_stays_as_it_was(
     bandwidth: float, budget: int | None, prefetch: int | None, keep_resident: bool
 ) -> None:
     given = frame(bandwidth, prefetch=prefetch, keep_resident=keep_resident)
-    limit = None if budget is None else max(budget * SIZE, least_arena(TIMELINE, given))
+    limit = None if budget is None else max(budget * SIZE, least_arena(plain_orders(TIMELINE, given)))
     before = copy.deepcopy(TIMELINE)
-    made = [decide(copy.deepcopy(before), given, limit) for _ in range(2)]
+    made = [decide(plain_orders(copy.deepcopy(before), given), limit) for _ in range(2)]
     assert made[0] == made[1] and before == TIMELINE
     assert limit is None or made[0].memory.bytes <= limit
 
@@ -52,7 +52,7 @@ def test_the_same_input_gives_the_same_decisions_and_stays_as_it_was(
 def test_graphs_become_what_was_decided(bandwidth: float, debug: dict[str, object]) -> None:
     given = frame(bandwidth, **debug)
     modules = inserted(given)
-    decisions = decide(Timeline.of(modules), given)
+    decisions = decide(plain_orders(Timeline.of(modules), given))
     computed = {
         phase: [n.name for n in module.graph.nodes if not n.meta.get("fxshard")] for phase, module in modules.items()
     }
