@@ -33,7 +33,7 @@ from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_unshard import insert_unshard
-from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.keep_resident import Order, keep_resident
 from fxshard.passes.measure_logits import measure_logits
 from fxshard.passes.offload_saved import offload_saved, saved_kinds
 from fxshard.passes.options import Options
@@ -226,7 +226,7 @@ def schedule() -> None:
             model.run(phase, run)
             show(f"{phase}, {run.__name__}", model.phases[phase])
     ahead = Timeline.of(model.phases).each(lambda part: order_prefetch(part, 1))
-    kept, _ = keep_resident(ahead, model.context)
+    kept, _ = keep_resident(Order(ahead, model.context))
     late = kept.each(lambda part: order_prefetch(part, FARTHEST, latest_starts(part, model.context), leading=1))
     rules = {"order_prefetch": ahead, "keep_resident": kept, "order_prefetch by deadlines": late}
     for name, timeline in rules.items():

@@ -5,12 +5,12 @@ Deciding changes no graph: it goes from one :class:`Timeline` to another, and ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.fill_arena import fill_arena, leading_bytes, leading_gathers, leads
-from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.keep_resident import Order, keep_resident
 from fxshard.passes.order_prefetch import Places, late_gathers, latest_starts, order_prefetch
 from fxshard.passes.plan_memory import plan_memory, with_slots
 from fxshard.passes.timeline import Timeline
@@ -30,15 +30,27 @@ class Decisions:
     memory: MemoryPlan
 
 
-def decide(timeline: Timeline, context: PassContext, budget: int | None = None) -> Decisions:
+def plain_orders(timeline: Timeline, context: PassContext) -> tuple[Order, ...]:
+    """Gathers as far ahead as asked for, and less: what several budgets have in common."""
+    asked = context.options.debug.prefetch
+    depths = range(asked if asked is not None else 1, -1, -1)
+
+    def ahead(depth: int) -> Timeline:
+        return timeline.each(lambda part: order_prefetch(part, depth))
+
+    return tuple(Order(ahead(depth), context, depth) for depth in depths)
+
+
+def decide(orders: Sequence[Order], budget: int | None = None) -> Decisions:
     """Order a step for a machine, and for an arena of at most ``budget`` bytes, which :func:`least_arena` must fit.
 
     What is gathered how often must not depend on durations, which differ between ranks whose batches do. It is settled
     on the plain order, one gather ahead; durations then only move the starts of gathers.
     """
+    order = _that_fits(orders, budget)
+    context = order.context
     debug, buckets = context.options.debug, context.buckets
-    timeline, depth = _plain_order(timeline, context, budget)
-    timeline, kept = keep_resident(timeline, context, budget)
+    timeline, kept = keep_resident(order, budget)
     names = ", ".join(buckets[i].name for i in sorted(kept))
     context.say("keep_resident: kept from forward to backward: %s", names or "nothing")
     memory = plan_memory(timeline, buckets)
@@ -46,36 +58,25 @@ def decide(timeline: Timeline, context: PassContext, budget: int | None = None) 
     context.say("fill_arena: forward starts with %d gathers, which an optimizer step may start", leading)
     if budget is not None:  # room is left for moving those out of the arena
         budget -= leading_bytes(timeline, leading)
-    if debug.prefetch is None and context.hardware is not None and depth > 0:
-        timeline, memory = _by_deadlines(timeline, context, depth, leading, budget)
+    if debug.prefetch is None and context.hardware is not None and order.depth > 0:
+        timeline, memory = _by_deadlines(timeline, context, order.depth, leading, budget)
     return Decisions(with_slots(timeline, buckets, memory), kept, replace(memory, leading=leading))
 
 
-def least_arena(timeline: Timeline, context: PassContext) -> int:
+def least_arena(orders: Sequence[Order]) -> int:
     """The smallest arena that some order of gathers needs."""
     # Not always with none ahead: how slots are packed can make a shorter look-ahead need more.
-    return min(plan_memory(_ahead(timeline, depth), context.buckets).bytes for depth in _depths(context))
+    return min(order.needed() for order in orders)
 
 
-def _depths(context: PassContext) -> range:
-    """How many gathers may run ahead, the most first."""
-    asked = context.options.debug.prefetch
-    return range(asked if asked is not None else 1, -1, -1)
-
-
-def _ahead(timeline: Timeline, depth: int) -> Timeline:
-    return timeline.each(lambda part: order_prefetch(part, depth))
-
-
-def _plain_order(timeline: Timeline, context: PassContext, budget: int | None) -> tuple[Timeline, int]:
+def _that_fits(orders: Sequence[Order], budget: int | None) -> Order:
     """Gathers as far ahead as asked for, or less where the budget is tight."""
-    for depth in _depths(context):
-        ordered = _ahead(timeline, depth)
-        needed = plan_memory(ordered, context.buckets).bytes
-        verdict = _verdict(needed, budget)
-        context.say("order_prefetch: %d gathers ahead: the arena needs %d bytes%s", depth, needed, verdict)
+    for order in orders:
+        needed = order.needed()
+        say = "order_prefetch: %d gathers ahead: the arena needs %d bytes%s"
+        order.context.say(say, order.depth, needed, _verdict(needed, budget))
         if _fits(needed, budget):
-            return ordered, depth
+            return order
     raise AssertionError(f"no arena fits {budget} bytes; least_arena says what the smallest is")
 
 

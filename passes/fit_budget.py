@@ -2,14 +2,15 @@
 all of it fits.
 
 Requires graphs that can be split again with less saved (``Partitioned.tighter``). The splits are tried from the one
-that saves most, each as it is and with saved values on the host; for each, arenas of several sizes. Which are tried
+that saves most, each as it is and with saved values on the host; for each, arenas of several sizes. Which there are
 does not depend on the budget, and of those that fit, the one with the shortest simulated step is taken: more memory
-never makes a slower step.
+never makes a slower step. What backward computes again, or copies, makes no arena faster: so an arena is tried no more
+once a split that saves all of it takes longer there than the best step that was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -21,10 +22,11 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.errors import BudgetError
 from fxshard.passes.context import PassContext
-from fxshard.passes.decide import Decisions, decide, least_arena
+from fxshard.passes.decide import Decisions, decide, least_arena, plain_orders
 from fxshard.passes.draft import Draft
 from fxshard.passes.fill_arena import leading_bytes
-from fxshard.passes.offload_saved import offload_saved, saved_kinds
+from fxshard.passes.keep_resident import Order
+from fxshard.passes.offload_saved import SavedKind, offload_saved, saved_kinds
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.events import Phase
 from fxshard.schedule.offloads import Offloaded
@@ -48,6 +50,8 @@ class Split:
     context: PassContext
     carries: bool
     """Whether an optimizer step may start gathers of the next forward."""
+    outputs: int | None = None
+    """Results of forward that are not saved; None: nothing is."""
     symbolic: bool = False
     """Whether sizes are open."""
     recomputed: tuple[Recomputed, ...] = ()
@@ -57,76 +61,90 @@ class Split:
     simulations: dict[Any, Simulation] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, graphs: Graphs, context: PassContext, carries: bool, recomputed: tuple[Recomputed, ...] = ()) -> Split:
+    def of(
+        cls,
+        graphs: Graphs,
+        context: PassContext,
+        carries: bool,
+        outputs: int | None,
+        recomputed: tuple[Recomputed, ...] = (),
+    ) -> Split:
         values = [node.meta.get("val") for each in graphs.values() for node in each.graph.find_nodes(op="placeholder")]
         symbolic = any(map(private.free_symbols, values))
-        return cls(graphs, Draft.of(graphs, context.options.fused), context, carries, symbolic, recomputed)
+        draft = Draft.of(graphs, context.options.fused)
+        return cls(graphs, draft, context, carries, outputs, symbolic, recomputed)
 
     @property
     def machine(self) -> Hardware:
         return self.context.hardware or hardware("h200")
 
-    def offloading(self, outputs: int) -> Iterator[Split]:
-        """The same with more and more of what is saved on the host. ``outputs``: forward's results that are not saved.
-
-        Where everything is saved, kind after kind; where backward computes things again already, as much as forward
-        hides and as much as there is. Not values whose sizes are open: places on the host have a size.
-        """
-        asked, graphs = self.context.options.activations, self.graphs
+    @cached_property
+    def kinds(self) -> list[SavedKind]:
+        """Saved values that may be on the host. Not those whose sizes are open: places on the host have a size."""
+        asked = self.context.options.activations
         own_memory = self.machine.host_bandwidth > 0 and not self.context.options.cuda_graphs
-        if asked == "recompute" or not (own_memory or asked == "offload") or len(graphs) < 2:
-            return
-        kinds = saved_kinds(graphs, outputs, self.machine)
+        if asked == "recompute" or not (own_memory or asked == "offload") or len(self.graphs) < 2:
+            return []
+        return saved_kinds(self.graphs, self.outputs, self.machine) if self.outputs is not None else []
+
+    @property
+    def on_host(self) -> list[int]:
+        """How many kinds to try on the host.
+
+        Where everything is saved, one more each time; where backward computes things again already, as many as forward
+        hides, and all.
+        """
+        if not self.recomputed:
+            return list(range(1, len(self.kinds) + 1))
         computed = [event for _, event in self.draft.stretches[Phase.FORWARD]]
         forward = sum(self.machine.compute_seconds(e.flops, e.traffic, e.dtype, e.float8_flops) for e in computed)
-        copying = list(accumulate(kind.offloaded.seconds for kind in kinds))
-        counts = list(range(1, len(kinds) + 1))
-        if self.recomputed:
-            counts = sorted({sum(seconds <= forward for seconds in copying), len(kinds)} - {0})
-        for count in counts:
-            offloaded = tuple(kind.offloaded for kind in kinds[:count])
-            made = offload_saved(graphs, kinds[:count])
-            yield replace(Split.of(made, self.context, self.carries, self.recomputed), offloaded=offloaded)
+        copying = accumulate(kind.offloaded.seconds for kind in self.kinds)
+        return sorted({sum(seconds <= forward for seconds in copying), len(self.kinds)} - {0})
+
+    def freed(self, count: int) -> int:
+        """Bytes of so many kinds: with them on the host, a rank holds at most so much less."""
+        return sum(kind.offloaded.bytes for kind in self.kinds[:count])
+
+    def offloading(self, count: int) -> Split:
+        """The same with so many kinds on the host."""
+        offloaded = tuple(kind.offloaded for kind in self.kinds[:count])
+        made = Split.of(offload_saved(self.graphs, self.kinds[:count]), self.context, self.carries, None)
+        return replace(made, recomputed=self.recomputed, offloaded=offloaded)
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        return plain_orders(self.draft.timeline, replace(self.context, observer=None))
 
     @cached_property
     def least(self) -> int:
         """The smallest arena, in bytes."""
-        return least_arena(self.draft.timeline, self.context)
+        return least_arena(self.orders)
 
     @property
     def taken(self) -> int:
         """What a rank holds besides the arena."""
         return resident_bytes(self.context.buckets) + self.draft.activations
 
-    def arenas(self) -> Iterator[int]:
-        """Sizes to try, from the smallest to one in which everything has a place.
+    @cached_property
+    def arenas(self) -> tuple[int | None, ...]:
+        """Sizes to try, from the smallest to one in which everything has a place; None: without a budget's rules.
 
         Where sizes are open, ranks may have other ones, and must gather the same: no more than without a budget.
         """
-        yield self.least
-        if self.symbolic:
-            return
         most = 2 * sum(bucket.gathered_bytes + bucket.grad_bytes for bucket in self.context.buckets)
         more = max((bucket.gathered_bytes for bucket in self.context.buckets), default=0)
-        while 0 < more < most:
-            yield self.least + more
+        found = [self.least]
+        while 0 < more < most and not self.symbolic:
+            found.append(self.least + more)
             more *= GROWTH
-        yield self.least + most
+        return (*found, None) if self.symbolic else (*found, self.least + most, None)
 
     def decide(self, arena: int | None) -> Decisions:
         key = arena, self.context.options.debug, self.context.hardware
         if key not in self.decided:
-            self.decided[key] = decide(self.draft.timeline, replace(self.context, observer=None), arena)
+            made = decide(self.orders, arena)
+            self.decided[key] = next((each for each in self.decided.values() if each == made), made)
         return self.decided[key]
-
-    def options(self) -> Iterator[Decisions]:
-        """Orders of the events, those without a budget's rules among them; each once."""
-        tried: list[Decisions] = []
-        for arena in (*self.arenas(), None):
-            decisions = self.decide(arena)
-            if decisions not in tried:
-                tried.append(decisions)
-                yield decisions
 
     def needs(self, decisions: Decisions) -> int:
         """What a rank may hold. Gathers that an optimizer step starts may have to be moved out of the arena."""
@@ -145,6 +163,10 @@ class Split:
             self.simulations[key] = simulate(self.scheduled(decisions), self.machine)
         return self.simulations[key]
 
+    def seconds(self, arena: int | None) -> float:
+        """Of the simulated step, if the arena may take so much."""
+        return self.simulated(self.decide(arena)).step_seconds
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -153,32 +175,33 @@ class Fit:
     split: Split
     decisions: Decisions
     seconds: float
+    """Of the simulated step."""
 
 
-def fit_budget(splits: Iterator[Split], budget: int) -> Fit:
-    """The fastest that fits; :class:`BudgetError` with the smallest budget for which something does."""
-    best: Fit | None = None
-    smallest: Split | None = None
+def fit_budget(splits: Iterable[Split], budget: int) -> Fit:
+    """The fastest that fits; :class:`BudgetError` with the smallest budget for which something does.
+
+    ``splits``: from what saves most, and so computes least, to what saves least.
+    """
+    search = _Search(budget)
+    left_out: list[tuple[Split, int]] = []
     for split in splits:
-        roomy = split.taken + max(split.arenas()) <= budget and not split.offloaded
-        if smallest is None or split.taken + split.least < smallest.taken + smallest.least:
-            smallest = split
-        compute = 0.0
-        for decisions in split.options() if split.taken + split.least <= budget else ():
-            if split.needs(decisions) > budget:
-                continue
-            simulation = split.simulated(decisions)
-            compute = simulation.compute_seconds
-            if best is None or simulation.step_seconds < best.seconds:
-                best = Fit(split, decisions, simulation.step_seconds)
-            if simulation.exposed_seconds <= 0:
-                break
-        if best is not None and (roomy or best.seconds <= compute):  # what saves less computes more
+        search.consider(split)
+        search.bound = split
+        for count in split.on_host if not search.is_over() else ():
+            if search.frees_too_little(split, count):
+                left_out.append((split, count))
+            elif search.consider(split.offloading(count)):
+                break  # what has more on the host only copies more
+        if search.is_over():
             break
-    if best is not None:
-        return best
+    if search.best is not None:
+        return search.best
+    for split, count in left_out:
+        search.consider(split.offloading(count))
+    smallest = search.smallest
     assert smallest is not None
-    seconds = smallest.simulated(smallest.decide(smallest.least)).step_seconds
+    seconds = smallest.seconds(smallest.least)
     raise BudgetError(budget, smallest.taken + smallest.least, seconds, _with_other_state(smallest))
 
 
@@ -207,6 +230,55 @@ def _with_other_state(split: Split) -> dict[str, int]:
     return found
 
 
+@dataclass
+class _Search:
+    """The best so far, and what can still be better."""
+
+    budget: int
+    best: Fit | None = None
+    bound: Split | None = None
+    """The last split without anything on the host: in the same arena, what comes after it is not faster."""
+    smallest: Split | None = None
+
+    def consider(self, split: Split) -> bool:
+        """Try the arenas in which a split may be better; whether all of them fit."""
+        if self.smallest is None or split.taken + split.least < self.smallest.taken + self.smallest.least:
+            self.smallest = split
+        if split.taken + split.least > self.budget:
+            return False
+        all_fit = True
+        for i, arena in enumerate(split.arenas):
+            if not self._may_be_faster(i):
+                continue
+            if split.needs(split.decide(arena)) > self.budget:
+                all_fit = False
+            elif self.best is None or split.seconds(arena) < self.best.seconds:
+                self.best = Fit(split, split.decide(arena), split.seconds(arena))
+        return all_fit
+
+    def is_over(self) -> bool:
+        """Whether nothing that computes as much as the last split, or more, can be faster."""
+        if self.best is None or self.bound is None:
+            return False
+        compute = self.bound.simulated(self.bound.decide(self.bound.least)).compute_seconds
+        if self.bound.symbolic or self.best.seconds <= compute:
+            return True
+        return not any(map(self._may_be_faster, range(len(self.bound.arenas))))
+
+    def frees_too_little(self, split: Split, count: int) -> bool:
+        """Whether a split cannot be better with so many kinds on the host, because it would still not fit."""
+        if self.best is None:
+            return split.taken + split.least - split.freed(count) > self.budget
+        faster = [arena for i, arena in enumerate(split.arenas) if self._may_be_faster(i)]
+        return all(split.needs(split.decide(arena)) - split.freed(count) > self.budget for arena in faster)
+
+    def _may_be_faster(self, i: int) -> bool:
+        """Whether a split may be faster than the best in an arena of the size number ``i``."""
+        if self.best is None or self.bound is None:
+            return True
+        return self.bound.seconds(self.bound.arenas[i]) < self.best.seconds
+
+
 @dataclass(frozen=True)
 class Trade:
     """A budget, and the fastest step that fits it."""
@@ -222,10 +294,11 @@ def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
     """Step time over budget: from the smallest that works, every budget from which on a step is faster."""
     found: list[Trade] = []
     for split in splits:
-        for decisions in split.options():
-            seconds = split.simulated(decisions).step_seconds
-            needs, arena = split.needs(decisions), decisions.memory.bytes
-            found.append(Trade(needs, seconds, arena, split.recomputed, split.offloaded))
+        for each in (split, *map(split.offloading, split.on_host)):
+            for arena in each.arenas:
+                decisions, seconds = each.decide(arena), each.seconds(arena)
+                needs, size = each.needs(decisions), decisions.memory.bytes
+                found.append(Trade(needs, seconds, size, each.recomputed, each.offloaded))
     faster: list[Trade] = []
     for trade in sorted(found, key=lambda each: (each.bytes, each.seconds)):
         if not faster or trade.seconds < faster[-1].seconds:

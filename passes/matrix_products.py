@@ -14,6 +14,7 @@ from torch import fx
 
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE
 from fxshard.kernels.op import grouped_product, grouped_wgrad
+from fxshard.plan.cost import FLOPS, TRAFFIC
 from fxshard.schedule.params import PARAM
 
 _aten = torch.ops.aten
@@ -24,7 +25,7 @@ _LAYS = (_aten.view.default, _aten.reshape.default)
 _TAKES = (_aten.unbind.int, _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, operator.getitem)
 
 
-_OWN = ("val", "tensor_meta", "original_aten", "eager_input_vals", "fxshard_flops")
+_OWN = ("val", "tensor_meta", "original_aten", "eager_input_vals", FLOPS, TRAFFIC)
 """What of a node's ``meta`` is about what it computes, and not about where it stands."""
 
 

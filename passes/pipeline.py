@@ -12,7 +12,7 @@ from torch import fx
 from fxshard.passes.apply_decisions import apply_decisions
 from fxshard.passes.chunk_loss import chunk_loss
 from fxshard.passes.context import PassContext
-from fxshard.passes.decide import Decisions, decide
+from fxshard.passes.decide import Decisions, decide, plain_orders
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.extern_tables import extern_tables
 from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
@@ -122,7 +122,7 @@ def order(
     scheduled: dict[Phase, fx.GraphModule], context: PassContext, decisions: Decisions | None = None
 ) -> tuple[dict[Phase, fx.GraphModule], MemoryPlan]:
     """When gathers start, what is kept, and where everything lies: decided on the events, then applied, in place."""
-    decisions = decisions or decide(Timeline.of(scheduled), context)
+    decisions = decisions or decide(plain_orders(Timeline.of(scheduled), context))
     with _watched("apply_decisions", scheduled, context):
         apply_decisions(scheduled, decisions)
     if context.options.debug.verify_each_pass:

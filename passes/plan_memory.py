@@ -7,9 +7,9 @@ forward, then backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from fxshard.passes.timeline import Timeline
+from fxshard.passes.timeline import Timeline, goes
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.memory import Buffer, MemoryPlan, SlotRange, plan_slots
 from fxshard.schedule.events import Event, Kind
@@ -46,20 +46,24 @@ def _what(event: Event, buckets: Buckets) -> str:
     return _OPENS[event.kind]
 
 
-def lifetimes(events: Sequence[Event], buckets: Buckets) -> list[Buffer]:
-    """What is in the arena from which event to which."""
+def lifetimes(events: Sequence[Event], buckets: Buckets, kept: Collection[int] = ()) -> list[Buffer]:
+    """What is in the arena from which event to which. Buckets that are ``kept`` stay there from forward to backward."""
     opened: dict[tuple[str, int], tuple[int, int]] = {}
     buffers: list[Buffer] = []
     for i, event in enumerate(events):
+        kind = event.kind
+        if (kind not in _OPENS and kind not in _CLOSES) or (event.bucket_index in kept and goes(event)):
+            continue
         bucket = buckets[event.bucket_index]
-        if event.kind in _OPENS:
-            what = _what(event, buckets)
-            in_arena = {"gathered": not bucket.resident, "staging": True, "gradient": bucket.grad_in_arena}
-            if in_arena[what]:
-                opened.setdefault((what, bucket.index), (i, event.bytes))
-        elif event.kind in _CLOSES and (key := (_CLOSES[event.kind], bucket.index)) in opened:
-            start, size = opened.pop(key)
-            buffers.append(Buffer((*key, start), size, start, i))
+        if kind in _CLOSES:
+            key = _CLOSES[kind], bucket.index
+            if key in opened:
+                start, size = opened.pop(key)
+                buffers.append(Buffer((*key, start), size, start, i))
+            continue
+        what = _what(event, buckets)
+        if what == "staging" or (bucket.grad_in_arena if what == "gradient" else not bucket.resident):
+            opened.setdefault((what, bucket.index), (i, event.bytes))
     end = len(events)
     buffers += [Buffer((*key, start), size, start, end) for key, (start, size) in opened.items()]
     return buffers

@@ -59,13 +59,11 @@ def trade(partitioned: Partitioned, plan: ShardingPlan) -> tuple[Trade, ...]:
 
 
 def _splits(partitioned: Partitioned, context: PassContext, carries: bool) -> Iterator[Split]:
-    """A step as it was partitioned, and with less and less saved for backward, or on the device meanwhile."""
+    """A step as it was partitioned, and with less and less saved for backward."""
     found: Partitioned | None = partitioned
     while found is not None:
-        split = Split.of(insert_events(found.graphs, context), context, carries, found.recomputed)
-        yield split
-        if found.outputs is not None:
-            yield from split.offloading(found.outputs)
+        graphs = insert_events(found.graphs, context)
+        yield Split.of(graphs, context, carries, found.outputs, found.recomputed)
         found = found.tighter() if context.options.activations != "offload" else None
 
 

@@ -7,7 +7,7 @@ events, each with what is computed before it, and its gathers, each with the eve
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,6 +18,14 @@ from fxshard.schedule.events import Event, Kind, Phase, event_of
 
 START = -1
 """In place of an event: the beginning of the graph."""
+
+
+def goes(event: Event) -> bool:
+    """Whether an event is superfluous where its bucket stays gathered from forward to backward."""
+    return event.kind is _GONE.get(event.phase)
+
+
+_GONE = {Phase.FORWARD: Kind.RESHARD, Phase.BACKWARD: Kind.UNSHARD}
 
 
 @dataclass(frozen=True)
@@ -89,16 +97,16 @@ class PhaseTimeline:
     def node_before(self, place: int) -> int:
         return self.others[place - 1].node if place else START
 
-    def without(self, kind: Kind, bucket: int) -> PhaseTimeline:
-        """Without a bucket's events of a kind; what was computed before one is computed before the next."""
+    def keeping(self, buckets: Collection[int]) -> PhaseTimeline:
+        """Without what :func:`goes` if buckets are kept; what was computed before it is computed before the next."""
         others: list[Entry] = []
         flops = traffic = in_float8 = 0
         for entry in self.others:
             flops, traffic, in_float8 = flops + entry.flops, traffic + entry.traffic, in_float8 + entry.float8_flops
-            if (entry.event.kind, entry.event.bucket_index) != (kind, bucket):
+            if entry.event.bucket_index not in buckets or not goes(entry.event):
                 others.append(replace(entry, flops=flops, traffic=traffic, float8_flops=in_float8))
                 flops = traffic = in_float8 = 0
-        gathers = tuple(gather for gather in self.gathers if (Kind.UNSHARD, gather.bucket) != (kind, bucket))
+        gathers = tuple(gather for gather in self.gathers if gather.bucket not in buckets or not goes(gather.event))
         return replace(self, others=tuple(others), gathers=gathers)
 
 
@@ -138,7 +146,6 @@ class Timeline:
 
         return self.each(change)
 
-    def keeping(self, bucket: int) -> Timeline:
-        """With a bucket that stays gathered from forward to backward."""
-        gone = {Phase.FORWARD: Kind.RESHARD, Phase.BACKWARD: Kind.UNSHARD}
-        return self.each(lambda part: part.without(gone[part.phase], bucket) if part.phase in gone else part)
+    def keeping(self, buckets: Collection[int]) -> Timeline:
+        """With buckets that stay gathered from forward to backward."""
+        return self.each(lambda part: part.keeping(buckets))

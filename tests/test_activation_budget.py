@@ -23,6 +23,7 @@ from tests.measuring import AllocatedPeak, NewBytes
 from tests.pool import Pool
 from tests.test_budget import captured
 from tests.toy import Llama, batch
+from tests.training import VOCAB as LARGE
 from tests.training import full_gradients
 
 VOCAB = 64
@@ -128,6 +129,19 @@ def test_a_sweep_has_the_budgets_from_which_a_step_is_faster() -> None:
     first, last = tightest(), planned(small(), memory_budget=trades[-1].bytes)
     assert trades[0].recomputed == first.recomputed and trades[0].bytes == first.peak_bytes
     assert [each.simulate("cpu").step_seconds for each in (first, last)] == [trades[0].seconds, trades[-1].seconds]
+
+
+@pytest.mark.shows("M2")
+def test_nothing_that_a_budget_leaves_untried_is_faster() -> None:
+    """A sweep tries every split in every arena, a budget only what may be faster than the best so far."""
+    torch.manual_seed(0)
+    model, inputs = Llama(vocab=LARGE, dim=32, layers=3, heads=4, hidden=88, tied=False), batch(0, 2, 0, LARGE)
+    trades = sweep(model, inputs, world_size=2, hardware=SLOW, lowering="eager", optimizer=fxshard.AdamW())
+    assert any(trade.offloaded for trade in trades) and any(trade.recomputed for trade in trades)
+    for trade in trades[::3]:
+        options = {"ranks": 2, "hardware": SLOW, "memory_budget": trade.bytes, "optimizer": fxshard.AdamW()}
+        found = captured("llama").schedule(**options).simulate(SLOW).step_seconds
+        assert found == pytest.approx(trade.seconds, rel=1e-12), trade
 
 
 def test_layers_are_decided_alike_and_the_table_says_what_is_computed_again() -> None:

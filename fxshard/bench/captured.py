@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 import fxshard
+from fxshard._torch import private
 from fxshard.frontend.planning import partition_model
 from fxshard.frontend.sharding import plan_model
 from fxshard.optim.config import AdamW, Muon
@@ -48,7 +48,7 @@ class Captured:
     context: PassContext
     precision: fxshard.Precision | None
     zero: int
-    inserted: dict[Any, list[Split]] = field(default_factory=dict)
+    inserted: dict[Any, Split] = field(default_factory=dict)
     """{what events depend on, and how often it was partitioned: the events of a step}"""
 
     def buckets(
@@ -90,12 +90,13 @@ class Captured:
         settings = {"zero": self.zero if zero is None else zero, "hardware": machine, "debug": debug, **options}
         given = replace(self.context.options, **settings)
         context = replace(self.context, options=given, group=f"cuda×{ranks}", ranks=ranks, hardware=machine)
-        splits = self._splits(context, optimizer, data_parallel(ranks // replicas, replicas, "mean", "cuda", stride))
+        domain = data_parallel(ranks // replicas, replicas, "mean", "cuda", stride)
+        splits = self._splits(context, optimizer, domain)
         if given.budget is not None:
             fit = fit_budget(splits, given.budget)
             return fit.split.scheduled(fit.decisions)
         first = next(splits)
-        return first.scheduled((_fsdp2 if fsdp2 else decide)(first.draft.timeline, first.context))
+        return first.scheduled(_fsdp2(first.draft.timeline, first.context) if fsdp2 else decide(first.orders))
 
     def _splits(self, context: PassContext, optimizer: AdamW | Muon | None, domain: Domain) -> Iterator[Split]:
         """The part of scheduling that looks at every node, once."""
@@ -107,16 +108,14 @@ class Captured:
                 partitioned = self._partition(number)
                 if partitioned is None:
                     return
-                buckets = self._buckets(zero, domain, owned)
-                graphs = _copies(partitioned.graphs)
-                self._tie(graphs, buckets)
-                frame = replace(context, buckets=buckets)
-                split = Split.of(pipeline.insert_events(graphs, frame), frame, False, partitioned.recomputed)
-                offloading = split.offloading(partitioned.outputs) if partitioned.outputs is not None else ()
-                self.inserted[key, number] = [replace(each, graphs={}) for each in (split, *offloading)]
-            for split in self.inserted[key, number]:
-                frame = replace(context, buckets=split.context.buckets)
-                yield replace(split, context=frame, carries=optimizer is not None)
+                frame = replace(context, buckets=self._buckets(zero, domain, owned))
+                graphs = {phase: private.copied(module) for phase, module in partitioned.graphs.items()}
+                self._tie(graphs, frame.buckets)
+                made = pipeline.insert_events(graphs, frame)
+                self.inserted[key, number] = Split.of(made, frame, False, partitioned.outputs, partitioned.recomputed)
+            split = self.inserted[key, number]
+            frame = replace(context, buckets=split.context.buckets)
+            yield replace(split, context=frame, carries=optimizer is not None)
 
     def _partition(self, number: int) -> Partitioned | None:
         while len(self.partitions) <= number:
@@ -139,10 +138,6 @@ class Captured:
             output = module.graph.output_node()
             if GRADS in output.meta:
                 output.meta[GRADS] = tuple(now(ref) for ref in output.meta[GRADS])
-
-
-def _copies(graphs: Mapping[Phase, fx.GraphModule]) -> Graphs:
-    return {phase: fx.GraphModule(module, copy.deepcopy(module.graph)) for phase, module in graphs.items()}
 
 
 def capture(
@@ -171,6 +166,6 @@ def _fsdp2(timeline: Timeline, context: PassContext) -> Decisions:
     last = [event for event in ordered.events if event.kind is Kind.WAIT and event.phase is Phase.FORWARD][
         -1
     ].bucket_index
-    ordered = ordered.keeping(last)
+    ordered = ordered.keeping({last})
     memory = plan_memory(ordered, context.buckets)
     return Decisions(with_slots(ordered, context.buckets, memory), frozenset({last}), memory)

@@ -9,6 +9,7 @@ example inputs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -109,7 +110,12 @@ def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
             shape = {"dp": search.world_size // ranks, "tp": ranks}
             model = parallelized(model, parallelize, stack.enter_context(planned_mesh(shape, "cuda")).mesh)
         captured = capture(model, inputs, precision=PRECISION, hardware=search.machine)
-        return [_simulated(captured, choice, search.machine) for choice in search.choices(ranks)]
+        gc.freeze()  # what was captured stays: it need not be looked through again and again
+        found = []
+        for choice in search.choices(ranks):
+            found.append(_simulated(captured, choice, search.machine))
+            captured.inserted.clear()  # no other choice has the same events
+        return found
 
 
 def _more(value: torch.Tensor, times: int) -> torch.Tensor:

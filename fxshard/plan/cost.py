@@ -16,8 +16,8 @@ from fxshard._torch import private
 from fxshard.kernels.float8_ops import float8_mm, float8_mm_into
 from fxshard.kernels.ops import mm_into
 
-FLOPS = "fxshard_flops"
-"""Key of ``node.meta``: several passes ask for the same node."""
+FLOPS, TRAFFIC = "fxshard_flops", "fxshard_traffic"
+"""Keys of ``node.meta``: several passes ask for the same node."""
 
 
 def node_flops(node: fx.Node) -> int:
@@ -82,6 +82,12 @@ _ATTENTION = {
 
 def node_traffic(node: fx.Node) -> int:
     """Bytes a kernel reads and writes, from shapes; of pointwise nodes, which are fused, only the output counts."""
+    if TRAFFIC not in node.meta:
+        node.meta[TRAFFIC] = _count_traffic(node)
+    return node.meta[TRAFFIC]
+
+
+def _count_traffic(node: fx.Node) -> int:
     if node.op != "call_function" or node.target is operator.getitem:
         return 0
     written = tensor_bytes(node.meta.get("val"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -58,19 +59,35 @@ def plan_slots(buffers: Sequence[Buffer]) -> MemoryPlan:
     Larger buffers choose first, so a slot is never stretched by a latecomer; among equal ones the earlier, which is
     optimal for intervals of one size.
     """
-    slots: list[list[Buffer]] = []
-    chosen: dict[Key, int] = {}
+    slots: list[_Slot] = []
+    chosen: list[tuple[Buffer, _Slot]] = []
+    end = 0
     for buffer in sorted(buffers, key=lambda each: (-each.bytes, each.start, each.key)):
-        free = (i for i, held in enumerate(slots) if not any(buffer.overlaps(other) for other in held))
-        number = next(free, len(slots))
-        if number == len(slots):
-            slots.append([])
-        slots[number].append(buffer)
-        chosen[buffer.key] = number
-    lengths = [aligned(held[0].bytes, GRANULE) for held in slots]
-    offsets = [sum(lengths[:i]) for i in range(len(slots))]
-    sizes = {buffer.key: buffer.bytes for buffer in buffers}
-    return MemoryPlan({key: SlotRange(offsets[i], sizes[key]) for key, i in chosen.items()}, sum(lengths))
+        slot = next((slot for slot in slots if slot.take(buffer)), None)
+        if slot is None:
+            slot = _Slot(end, [buffer.start], [buffer.stop])
+            slots.append(slot)
+            end += aligned(buffer.bytes, GRANULE)
+        chosen.append((buffer, slot))
+    return MemoryPlan({buffer.key: SlotRange(slot.offset, buffer.bytes) for buffer, slot in chosen}, end)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in the arena, and when it is taken: starts and stops of buffers that never overlap, in order."""
+
+    offset: int
+    starts: list[float]
+    stops: list[float]
+
+    def take(self, buffer: Buffer) -> bool:
+        """Add a buffer, if the place is free as long as it lives."""
+        after = bisect_right(self.starts, buffer.stop)
+        if after and self.stops[after - 1] >= buffer.start:
+            return False
+        self.starts.insert(after, buffer.start)
+        self.stops.insert(after, buffer.stop)
+        return True
 
 
 @dataclass(frozen=True)
@@ -104,31 +121,27 @@ class Arena:
 
     def earliest(self, buffer: Buffer, not_before: int) -> Start | None:
         """The first start that some place allows, if that is earlier than where the buffer starts now."""
-        found: list[Start] = []
         size = aligned(buffer.bytes, GRANULE)
-        ends = {aligned(slot.end, GRANULE) for _, slot in self.placed.values()}
-        for begin, end in self.stretches:
-            for offset in sorted({begin, *[at for at in ends if begin < at <= end - size]}):
-                if offset + size > end:
+        others = [(slot, other) for other, slot in self.placed.values() if other.key != buffer.key]
+        # What lies there while the buffer is alive, and what lay there before: (offset, end, until when).
+        alive = [(slot.offset, slot.end) for slot, other in others if other.overlaps(buffer)]
+        past = [(slot.offset, slot.end, int(other.stop)) for slot, other in others if other.stop < buffer.start]
+        ends = sorted({aligned(slot.end, GRANULE) for _, slot in self.placed.values()})
+        best, before = None, buffer.start - 1
+        for begin, stop in self.stretches:
+            for offset in (begin, *[at for at in ends if begin < at]):
+                end = offset + size
+                if end > stop:
+                    break
+                if any(low < end and offset < high for low, high in alive):
                     continue
-                free = self._free_from(buffer, SlotRange(offset, size))
-                if free is not None:
-                    found.append(Start(max(free, not_before), offset))
-        best = min(found, key=lambda start: (start.after, start.offset), default=None)
-        return best if best is not None and best.after + 1 < buffer.start else None
+                free = max((until for low, high, until in past if low < end and offset < high), default=-1)
+                if max(free, not_before) < before:  # of several the first place
+                    before = max(free, not_before)
+                    best = Start(before, offset)
+        return best
 
     def moved(self, buffer: Buffer, start: Start) -> Arena:
         """With the buffer there from then on."""
         earlier = replace(buffer, start=start.after + 0.5)
         return replace(self, placed=self.placed | {buffer.key: (earlier, SlotRange(start.offset, buffer.bytes))})
-
-    def _free_from(self, buffer: Buffer, slot: SlotRange) -> int | None:
-        """The last event before a buffer's start at which a place is taken; None if it is taken during its life."""
-        last = -1
-        for other, taken in self.placed.values():
-            if taken.overlaps(slot) and other.key != buffer.key:
-                if other.overlaps(buffer):
-                    return None
-                if other.stop < buffer.start:
-                    last = max(last, int(other.stop))
-        return last

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fxshard
 from fxshard.passes.apply_decisions import apply_decisions
 from fxshard.passes.context import PassContext
-from fxshard.passes.decide import Decisions, decide, least_arena
+from fxshard.passes.decide import Decisions, decide, least_arena, plain_orders
 from fxshard.passes.options import Options
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.hardware import PRESETS
@@ -41,9 +41,9 @@ def test_the_same_input_gives_the_same_decisions_and_stays_as_it_was(
     bandwidth: float, budget: int | None, prefetch: int | None, keep_resident: bool
 ) -> None:
     given = frame(bandwidth, prefetch=prefetch, keep_resident=keep_resident)
-    limit = None if budget is None else max(budget * SIZE, least_arena(TIMELINE, given))
+    limit = None if budget is None else max(budget * SIZE, least_arena(plain_orders(TIMELINE, given)))
     before = copy.deepcopy(TIMELINE)
-    made = [decide(copy.deepcopy(before), given, limit) for _ in range(2)]
+    made = [decide(plain_orders(copy.deepcopy(before), given), limit) for _ in range(2)]
     assert made[0] == made[1] and before == TIMELINE
     assert limit is None or made[0].memory.bytes <= limit
 
@@ -53,7 +53,7 @@ def test_the_same_input_gives_the_same_decisions_and_stays_as_it_was(
 def test_graphs_become_what_was_decided(bandwidth: float, debug: dict[str, object]) -> None:
     given = frame(bandwidth, **debug)
     modules = inserted(given)
-    decisions = decide(Timeline.of(modules), given)
+    decisions = decide(plain_orders(Timeline.of(modules), given))
     computed = {
         phase: [n.name for n in module.graph.nodes if not n.meta.get("fxshard")] for phase, module in modules.items()
     }
@@ -71,7 +71,7 @@ def test_a_gather_keeps_the_place_of_a_release_that_is_removed() -> None:
     release = forward.others[forward.places(Kind.RESHARD)[LAYERS - 2]]
     *earlier, last = forward.gathers
     forward = replace(forward, gathers=(*earlier, replace(last, after=release.node)))
-    timeline = Timeline((forward, backward)).keeping(LAYERS - 2)
+    timeline = Timeline((forward, backward)).keeping({LAYERS - 2})
     [before] = [node for node, event in events(modules[Phase.FORWARD].graph) if event == release.event]
     computed = before.prev
     apply_decisions(modules, Decisions(timeline, frozenset({LAYERS - 2}), MemoryPlan({}, 0)))

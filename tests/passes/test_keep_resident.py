@@ -8,7 +8,7 @@ from fxshard.passes.context import PassContext
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
-from fxshard.passes.keep_resident import keep_resident
+from fxshard.passes.keep_resident import Order, keep_resident
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory, with_slots
 from fxshard.passes.timeline import Timeline
@@ -62,7 +62,7 @@ def gathers(timeline: Timeline) -> int:
 
 def test_what_is_kept_without_a_budget_costs_no_memory() -> None:
     frame = context(*BUCKETS)
-    timeline, kept = keep_resident(step(frame), frame)
+    timeline, kept = keep_resident(Order(step(frame), frame))
     assert LAYERS - 1 in kept  # what forward uses last, backward uses first
     assert plan_memory(timeline, BUCKETS).bytes <= plan_memory(step(frame), BUCKETS).bytes
     assert gathers(timeline) == 2 * LAYERS - len(kept)
@@ -74,7 +74,7 @@ def test_a_budget_keeps_as_much_as_it_allows() -> None:
     counts = []
     for extra in (0, 2, 100):
         budget = base + extra * BUCKETS[0].gathered_bytes
-        timeline, kept = keep_resident(step(frame), frame, budget)
+        timeline, kept = keep_resident(Order(step(frame), frame), budget)
         counts.append(len(kept))
         assert plan_memory(timeline, BUCKETS).bytes <= budget
     assert counts[0] < counts[1] < counts[2] == LAYERS
@@ -82,12 +82,12 @@ def test_a_budget_keeps_as_much_as_it_allows() -> None:
 
 def test_it_can_be_turned_off() -> None:
     frame = context(*BUCKETS, keep_resident=False)
-    assert keep_resident(step(frame), frame) == (step(frame), frozenset())
+    assert keep_resident(Order(step(frame), frame)) == (step(frame), frozenset())
 
 
 def test_a_kept_bucket_is_one_buffer_from_forward_to_backward() -> None:
     frame = context(*BUCKETS)
-    timeline, kept = keep_resident(step(frame), frame)
+    timeline, kept = keep_resident(Order(step(frame), frame))
     placed = with_slots(timeline, BUCKETS, plan_memory(timeline, BUCKETS))
     slots = [
         event.slot
@@ -99,6 +99,6 @@ def test_a_kept_bucket_is_one_buffer_from_forward_to_backward() -> None:
 
 def test_a_kept_bucket_says_so() -> None:
     frame = context(*BUCKETS)
-    timeline, kept = keep_resident(step(frame), frame)
+    timeline, kept = keep_resident(Order(step(frame), frame))
     noted = {event.bucket_index for event in timeline.events if event.why.startswith("kept since forward, first use")}
     assert noted == kept
