@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
+from tests.pool import Pool
 from tests.training import EPS
 
 DIM, HIDDEN, EXPERTS, VOCAB, LAYERS = 16, 24, 4, 32, 1
@@ -121,26 +119,21 @@ def counts_in_the_graph() -> Iterator[None]:
         yield
 
 
-def planned(zero: int) -> fxshard.Schedule:
-    """The schedule for four ranks, on a CPU. It makes torch's fake process group: not for the process of the tests."""
+def planned(zero: int) -> str:
+    """The schedule for four ranks, on a CPU. It makes torch's fake process group: on a rank that leaves its own."""
+    dist.destroy_process_group()
     with torch.device("meta"):
         model = Model()
     with counts_in_the_graph():
         groups = {"*.experts.*": "ep_dp"}
         given = options(zero)
-        return fxshard.plan(model, batch(0, 4, 0), mesh=MESH, parallelize=cut, groups=groups, hardware="cpu", **given)
+        plan = fxshard.plan(model, batch(0, 4, 0), mesh=MESH, parallelize=cut, groups=groups, hardware="cpu", **given)
+    assert not dist.is_initialized(), "planning leaves no process group behind"
+    return plan.to_json()
 
 
 @cache
-def plans() -> dict[int, fxshard.Schedule]:
-    """The same for each stage, from a process of its own."""
-    code = "from tests.expert_parallel import print_plans; print_plans()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return {int(zero): fxshard.Schedule.from_json(text) for zero, text in json.loads(done.stdout).items()}
-
-
-def print_plans() -> None:
-    made = {zero: planned(zero).to_json() for zero in (1, 3)}
-    assert not dist.is_initialized(), "planning leaves no process group behind"
-    print(json.dumps(made))
+def plan_of(zero: int) -> fxshard.Schedule:
+    """From a process of its own."""
+    with Pool() as apart:
+        return fxshard.Schedule.from_json(apart(1, planned, zero)[0])

@@ -64,6 +64,16 @@ def parallel(mesh: DeviceMesh, model: nn.Module | None = None) -> nn.Module:
     return parallelize_module(Model() if model is None else model, mesh["tp"], styles)
 
 
+def cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """``parallel`` as ``fxshard.plan`` takes it."""
+    return parallel(mesh, model)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Model()
+
+
 def fsdp2(mesh: DeviceMesh) -> nn.Module:
     """The model under FSDP2 with tensor parallelism."""
     model = parallel(mesh)

@@ -22,6 +22,7 @@ from fxshard.schedule.schedule import Schedule
 from tests.measuring import AllocatedPeak, NewBytes
 from tests.pool import Pool
 from tests.test_budget import captured
+from tests.thorough import thorough
 from tests.toy import Llama, batch
 from tests.training import VOCAB as LARGE
 from tests.training import full_gradients
@@ -95,7 +96,7 @@ def test_an_error_promises_nothing_that_is_refused() -> None:
 
 @pytest.mark.shows("M2")
 @pytest.mark.parametrize(
-    ("name", "ranks", "machine"), [("llama", 2, SLOW), ("wide", 64, PRESETS["h200"])], ids=["llama", "wide"]
+    ("name", "ranks", "machine"), [("llama", 2, SLOW), thorough("wide", 64, PRESETS["h200"])], ids=["llama", "wide"]
 )
 def test_more_memory_is_never_a_slower_step(name: str, ranks: int, machine: Hardware) -> None:
     def under(budget: int | None) -> Schedule:

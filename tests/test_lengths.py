@@ -18,7 +18,7 @@ from tests.toy import Llama
 from tests.training import EPS
 
 VOCAB = 96
-BATCHES = 20
+BATCHES = 12
 MOST_GRAPHS = 6
 
 

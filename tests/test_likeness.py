@@ -30,6 +30,7 @@ SMALL = {
     "eos_token_id": 2,
 }
 PROMPT = torch.tensor([[3, 4, 5], [6, 7, 8]])
+TEXT = torch.arange(3, 27).view(2, 12)
 
 
 def make(layers: int = 2) -> nn.Module:
@@ -47,7 +48,7 @@ def trained(zero: int, *, between: bool) -> tuple[list[float], dict[str, torch.T
         if between and step == 2:
             model.eval()
             with torch.no_grad():
-                seen.append(float(model(input_ids=PROMPT, labels=PROMPT).loss))
+                seen.append(float(model(input_ids=TEXT, labels=TEXT).loss))
             with torch.inference_mode():
                 seen.append(model.generate(PROMPT, max_new_tokens=5 + 3 * dist.get_rank(), do_sample=False))
             seen.append(model.full_state_dict())
@@ -68,7 +69,7 @@ def with_and_without(zero: int) -> tuple[bool, bool, bool]:
     plain = make(1).eval()
     plain.load_state_dict(state)
     with torch.no_grad():
-        expected = float(plain(input_ids=PROMPT, labels=PROMPT).loss)
+        expected = float(plain(input_ids=TEXT, labels=TEXT).loss)
     text = plain.generate(PROMPT, max_new_tokens=5 + 3 * dist.get_rank(), do_sample=False)
     return (
         losses == again and all(torch.equal(weights[name], value) for name, value in same.items()),

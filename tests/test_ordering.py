@@ -26,9 +26,8 @@ MUON = fxshard.Muon(lr=1e-2, adamw=ADAMW)
 MIXED = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 
 STACKS: dict[str, dict[str, Any]] = {
-    **{f"zero {zero}": {"zero": zero} for zero in range(4)},
+    **{f"zero {zero}": {"zero": zero} for zero in (0, 2, 3)},
     "bf16": {"precision": MIXED},
-    "muon": {"optimizer": MUON},
 }
 """How the stack is compiled on two ranks."""
 
@@ -41,7 +40,8 @@ MORE_STACKS: dict[str, dict[str, Any]] = {
     "nothing deferred": {"defer_wgrad": False},
     "a unit of one layer": {"units": ["layers.0"]},
     "bf16, zero 1": {"precision": MIXED, "zero": 1},
-    **{f"muon, zero {zero}": {"optimizer": MUON, "zero": zero} for zero in range(3)},
+    "zero 1": {"zero": 1},
+    **{f"muon, zero {zero}": {"optimizer": MUON, "zero": zero} for zero in range(4)},
 }
 
 QUANTIZED: dict[str, dict[str, Any]] = {
@@ -51,12 +51,6 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     f"float8 by {scaling}, zero {zero}": {"precision": fxshard.Float8(scaling=scaling, smallest=0), "zero": zero}
     for scaling, zero in (("row", 1), ("tensor", 3))
 }
-
-REPLICATED: dict[str, dict[str, Any]] = {
-    "zero 3": {},
-    "muon, zero 1": {"optimizer": MUON, "zero": 1},
-}
-"""How it is compiled on two replicas of two shards."""
 
 
 def this_ranks_wide_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,18 +111,17 @@ def more_stacks() -> dict[str, list[str]]:
     return {name: differences(options) for name, options in MORE_STACKS.items()}
 
 
-def quantized() -> dict[str, list[str]]:
-    evaluated = {"direct, zero 3", "float8 by tensor, zero 3"}
-    return {
-        name: differences(options, net, this_ranks_tokens, name in evaluated) for name, options in QUANTIZED.items()
-    }
+def quantized(names: tuple[str, ...] = ("direct, zero 3", "float8 by tensor, zero 3")) -> dict[str, list[str]]:
+    return {name: differences(QUANTIZED[name], net, this_ranks_tokens) for name in names}
+
+
+def more_quantized() -> dict[str, list[str]]:
+    return quantized(tuple(QUANTIZED))
 
 
 def replicated() -> dict[str, list[str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return {
-        name: differences({"mesh": mesh, **options}, evaluated=name == "zero 3") for name, options in REPLICATED.items()
-    }
+    return {"two by two": differences({"mesh": mesh, "optimizer": MUON, "zero": 1}, evaluated=False)}
 
 
 def offloading() -> dict[str, list[str]]:
@@ -149,7 +142,8 @@ def offloading() -> dict[str, list[str]]:
         (2, quantized),
         (2, offloading),
         (4, replicated),
-        pytest.param(2, more_stacks, marks=pytest.mark.thorough),
+        thorough(2, more_stacks),
+        thorough(2, more_quantized),
     ],
 )
 def test_waits_are_the_dependencies(ranks: Pool, n: int, run: Callable[[], dict[str, list[str]]]) -> None:

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxshard
-from tests.parallel import batch, fsdp2, parallel, two_by_two, whole
+from tests.parallel import batch, cut, fsdp2, on_meta, parallel, two_by_two, whole
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.training import EPS
 
 STEPS = 3
-STAGES = [f"ZeRO-{zero}" for zero in range(4)]
 
 
 def trained(model: Any, step: Callable[[], None], rank: int) -> dict[str, Any]:
@@ -47,7 +47,11 @@ def rows(model: fxshard.ShardedModule) -> dict[str, Any]:
     }
 
 
-def all_stages() -> dict[str, Any]:
+def options(zero: int) -> dict[str, Any]:
+    return {"zero": zero, "lowering": "eager", "optimizer": fxshard.AdamW(lr=1e-2, eps=EPS)}
+
+
+def of_stages(stages: tuple[int, ...]) -> dict[str, Any]:
     mesh = two_by_two()
     rank = mesh["dp"].get_local_rank()
     reference = fsdp2(mesh)
@@ -57,10 +61,10 @@ def all_stages() -> dict[str, Any]:
     optimizer.step()
     theirs["params"] = {name: whole(p.detach()) for name, p in reference.named_parameters()}
     found = {"FSDP2": theirs}
-    for zero in range(4):
-        choice = fxshard.AdamW(lr=1e-2, eps=EPS)
-        model = fxshard.compile(parallel(mesh), mesh=mesh["dp"], zero=zero, lowering="eager", optimizer=choice)
+    for zero in stages:
+        model = fxshard.compile(parallel(mesh), mesh=mesh["dp"], **options(zero))
         run = found[f"ZeRO-{zero}"] = trained(model, model.optimizer.step, rank)
+        run["schedule"] = model.schedules["train"].to_json()
         run["rows"] = rows(model)
         run["norms"] = {name: float(norm) for name, norm in model.norms().items()}
         run["clipped"] = [float(model.clip_grad_norm_(1e9, kind)) for kind in (2.0, 1.0, float("inf"))]
@@ -76,14 +80,25 @@ def all_stages() -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module", params=[(0, 3), thorough((1, 2))], ids=["ZeRO-0 and 3", "ZeRO-1 and 2"])
+def stages(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture(scope="module")
-def found(ranks: Pool) -> list[dict[str, Any]]:
-    return ranks(4, all_stages)
+def found(ranks: Pool, stages: tuple[int, ...]) -> list[dict[str, Any]]:
+    return ranks(4, of_stages, stages)
 
 
 @pytest.mark.shows("T1")
-@pytest.mark.parametrize("stage", STAGES)
-def test_losses_gradients_and_parameters_are_those_of_fsdp2_bitwise(found: list[dict[str, Any]], stage: str) -> None:
+def test_losses_gradients_and_parameters_are_those_of_fsdp2_bitwise(
+    found: list[dict[str, Any]], stages: tuple[int, ...]
+) -> None:
+    for zero in stages:
+        same_as_fsdp2(found, f"ZeRO-{zero}")
+
+
+def same_as_fsdp2(found: list[dict[str, Any]], stage: str) -> None:
     theirs = found[0]["FSDP2"]
     for name, gradient in theirs["grads"].items():
         mine = torch.full_like(gradient, torch.nan)
@@ -100,35 +115,58 @@ def test_losses_gradients_and_parameters_are_those_of_fsdp2_bitwise(found: list[
 
 
 @pytest.mark.shows("T2")
-def test_placements_are_those_of_fsdp2(found: list[dict[str, Any]]) -> None:
+def test_placements_are_those_of_fsdp2(found: list[dict[str, Any]], stages: tuple[int, ...]) -> None:
     for rank in found:
-        for stage in STAGES[1:]:
-            assert rank[stage]["placed"] == rank["FSDP2"]["placed"]
-            assert rank[stage]["gradients are placed alike"]
+        for zero in stages:
+            run = rank[f"ZeRO-{zero}"]
+            assert run["gradients are placed alike"]
+            if zero == 0:
+                assert [str(each) for each in run["placed"]["layers.0.up.weight"][0]] == ["R", "S(0)"]
+                continue
+            assert run["placed"] == rank["FSDP2"]["placed"]
         placed = {
-            name: [str(each) for each in placements] for name, (placements, *_) in rank["ZeRO-3"]["placed"].items()
+            name: [str(each) for each in placements] for name, (placements, *_) in rank["FSDP2"]["placed"].items()
         }
         assert placed["layers.0.up.weight"] == ["_S(0, 2)", "S(0)"]
         assert placed["layers.0.down.weight"] == ["S(0)", "S(1)"]
         assert placed["layers.0.norm.weight"] == ["S(0)", "R"]
         assert placed["scale"] == ["S(0)"]
-        assert [str(each) for each in rank["ZeRO-0"]["placed"]["layers.0.up.weight"][0]] == ["R", "S(0)"]
 
 
 @pytest.mark.shows("T2", "O7")
-@pytest.mark.parametrize("stage", STAGES)
-def test_norms_count_every_element_once(found: list[dict[str, Any]], stage: str) -> None:
+def test_norms_count_every_element_once(found: list[dict[str, Any]], stages: tuple[int, ...]) -> None:
     theirs = found[0]["FSDP2"]
     flat = torch.cat([value.flatten() for value in theirs["grads"].values()])
     placed = torch.cat([value.flatten() for name, value in theirs["grads"].items() if name != "scale"])
-    for rank in found:
-        assert rank[stage]["clipped"] == pytest.approx([float(flat.norm(kind)) for kind in (2, 1, torch.inf)], rel=1e-5)
-        assert rank[stage]["torch's norm"] == pytest.approx(float(placed.norm()), rel=1e-5)
-        assert rank[stage]["norm after clipping"] == pytest.approx(0.01, rel=1e-3)
-        assert rank[stage]["norms"][""] == pytest.approx(float(flat.norm()), rel=1e-5)
+    for run in (rank[f"ZeRO-{zero}"] for rank in found for zero in stages):
+        assert run["clipped"] == pytest.approx([float(flat.norm(kind)) for kind in (2, 1, torch.inf)], rel=1e-5)
+        assert run["torch's norm"] == pytest.approx(float(placed.norm()), rel=1e-5)
+        assert run["norm after clipping"] == pytest.approx(0.01, rel=1e-3)
+        assert run["norms"][""] == pytest.approx(float(flat.norm()), rel=1e-5)
         for name, value in theirs["grads"].items():
-            assert rank[stage]["norms"][name] == pytest.approx(float(value.norm()), rel=1e-5), name
-            assert rank[stage]["parameter norms"][name] == pytest.approx(float(theirs["params"][name].norm()), rel=1e-5)
+            assert run["norms"][name] == pytest.approx(float(value.norm()), rel=1e-5), name
+            assert run["parameter norms"][name] == pytest.approx(float(theirs["params"][name].norm()), rel=1e-5)
+
+
+def plans(stages: tuple[int, ...]) -> dict[int, str]:
+    """On a rank that leaves its group, because this makes torch's fake one."""
+    dist.destroy_process_group()
+    about = {"mesh": {"dp": 2, "tp": 2}, "parallelize": cut, "hardware": "cpu"}
+    return {zero: fxshard.plan(on_meta(), batch(0, 0), **about, **options(zero)).to_json() for zero in stages}
+
+
+@pytest.mark.shows("T7", "P2")
+def test_a_plan_for_data_and_tensor_parallel_is_the_run(
+    ranks: Pool, found: list[dict[str, Any]], stages: tuple[int, ...]
+) -> None:
+    planned = ranks(1, plans, stages)[0]
+    for rank in found:
+        for zero in stages:
+            run = fxshard.Schedule.from_json(rank[f"ZeRO-{zero}"]["schedule"])
+            plan = fxshard.Schedule.from_json(planned[zero])
+            for i, (mine, theirs) in enumerate(zip(run.events, plan.events, strict=True)):
+                assert mine == theirs, f"ZeRO-{zero}, event {i}"
+            assert run == plan
 
 
 # -- with replicas -----------------------------------------------------------------------------------------------------

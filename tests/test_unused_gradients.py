@@ -122,7 +122,7 @@ def beside_fsdp2(net: type[Branches], zero: int) -> tuple[bool, bool]:
 @pytest.mark.shows("S7")
 @pytest.mark.parametrize("zero", [thorough(0), thorough(1), thorough(2), 3])
 def test_two_ranks_are_fsdp2s(ranks: Pool, zero: int) -> None:
-    assert ranks(2, beside_fsdp2, Branches, zero, timeout=60) == [(True, True)] * 2
+    assert ranks(2, beside_fsdp2, Branches, zero) == [(True, True)] * 2
 
 
 def beside_ddp(net: type[Branches], zero: int, first_alike: int) -> tuple[bool, bool, bool]:
@@ -151,7 +151,7 @@ def beside_ddp(net: type[Branches], zero: int, first_alike: int) -> tuple[bool, 
     ],
 )
 def test_what_one_rank_used_is_updated_on_all(ranks: Pool, net: type[Branches], zero: int, alike: int) -> None:
-    assert ranks(2, beside_ddp, net, zero, alike, timeout=60) == [(True, True, True)] * 2
+    assert ranks(2, beside_ddp, net, zero, alike) == [(True, True, True)] * 2
 
 
 def micro_batches(model: Any, chosen: list[list[int]]) -> list[list[str]]:
@@ -185,7 +185,7 @@ def accumulated(zero: int) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("zero", [0, thorough(1), 3])
 def test_micro_batches_count_together(ranks: Pool, zero: int) -> None:
-    assert ranks(2, accumulated, zero, timeout=60) == [(True, True)] * 2
+    assert ranks(2, accumulated, zero) == [(True, True)] * 2
 
 
 class Experts(nn.Module):
@@ -211,7 +211,7 @@ def experts_without_gradient() -> list[str]:
 
 def test_experts_of_other_ranks_are_others(ranks: Pool) -> None:
     none = ["experts.1.weight", "experts.1.bias"]
-    assert ranks(4, experts_without_gradient, timeout=60) == [none, [], none, []]
+    assert ranks(4, experts_without_gradient) == [none, [], none, []]
 
 
 def asked(net: Callable[[], nn.Module], units: Any, *inputs: Any) -> int:
@@ -234,5 +234,5 @@ def plain_stack() -> nn.Module:
 
 
 def test_nothing_is_asked_where_every_parameter_has_a_gradient(ranks: Pool) -> None:
-    assert ranks(2, asked, plain_stack, None, torch.randn(2, 8), timeout=60) == [0, 0]
-    assert ranks(2, asked, Branches, ONE_UNIT, torch.randn(2, 8), 0, timeout=60) == [1, 1]
+    assert ranks(2, asked, plain_stack, None, torch.randn(2, 8)) == [0, 0]
+    assert ranks(2, asked, Branches, ONE_UNIT, torch.randn(2, 8), 0) == [1, 1]

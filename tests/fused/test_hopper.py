@@ -20,6 +20,7 @@ from tests.fused.moe import moe
 from tests.fused.reference import fused, problem, result_and_gradients
 from tests.fused.test_sharded import VOCAB, WEIGHTS, gradients
 from tests.pool import Pool
+from tests.thorough import thorough
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
@@ -190,7 +191,7 @@ def deferred(defer: bool) -> tuple[int, set[str]]:
     return len(calls), {name for name, one in found.items() if one.behind_the_embedding}
 
 
-@pytest.mark.parametrize("defer", [True, False])
+@pytest.mark.parametrize("defer", [True, thorough(False)])
 def test_deferred_weight_gradients_are_computed_there_too(ranks: Pool, defer: bool) -> None:
     behind = {"layers.0.gate_up", "layers.0.down"} if defer else set()
     assert ranks(2, deferred, defer) == [(len(WEIGHTS), behind)] * 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxshard
-from tests.expert_parallel import plans
+from tests.expert_parallel import plan_of
 from tests.precision.nets import net
 from tests.precision.test_experts import moe
 from tests.stack import Stack, batch, wide, wide_batch
@@ -63,10 +63,9 @@ def _quantized_experts() -> fxshard.Schedule:
 
 def _expert_parallel() -> fxshard.Schedule:
     """A model that communicates itself: tokens go to their experts and back."""
-    return plans()[3]
+    return plan_of(3)
 
 
-@cache
 def _offloading() -> fxshard.Schedule:
     """All that can be on the host between forward and backward is there."""
     options: dict[str, Any] = {"world_size": 2, "lowering": "eager", "optimizer": ADAMW, "activations": "offload"}
@@ -75,7 +74,7 @@ def _offloading() -> fxshard.Schedule:
     return fxshard.plan(Stack(), batch(0, 0), memory_budget=caught.value.smallest, **options)
 
 
-SCHEDULES: dict[str, Callable[[], fxshard.Schedule]] = {
+_MAKE: dict[str, Callable[[], fxshard.Schedule]] = {
     "zero 0": partial(_stack, 0),
     "zero 1": partial(_stack, 1),
     "zero 2": partial(_stack, 2),
@@ -96,3 +95,5 @@ SCHEDULES: dict[str, Callable[[], fxshard.Schedule]] = {
     "expert parallel": _expert_parallel,
     "activations on the host": _offloading,
 }
+SCHEDULES = {name: cache(make) for name, make in _MAKE.items()}
+"""Planned when first asked for; a schedule does not change."""

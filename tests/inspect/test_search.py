@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,19 +27,12 @@ def build():
 """
 
 
-def command(*arguments: str, where: Path) -> str:
-    (where / "mine.py").write_text(FACTORY)
-    done = subprocess.run(
-        [sys.executable, "-m", "fxshard", *arguments], capture_output=True, text=True, timeout=600, cwd=where
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.shows("T7")
-def test_every_mesh_and_stage_the_fastest_first(tmp_path: Path) -> None:
-    out = command("search", "mine.py:build", "--world-size", "16", "--tp", "1,2", "--zero", "1,3", where=tmp_path)
-    head, *lines = out.splitlines()
+def test_every_mesh_and_stage_the_fastest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    target = f"{tmp_path}/mine.py:build"
+    assert cli.main(["search", target, "--world-size", "16", "--tp", "1,2", "--zero", "1,3"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["mesh", "shards", "ZeRO", "step", "ms", "tokens/s", "per", "GPU", "exposed", "GiB"]
     assert len(lines) == 4  # one node of eight holds no second replica of eight
     assert {line[: line.index("  ")] for line in lines} == {"dp 16", "dp 8 × tp 2"}

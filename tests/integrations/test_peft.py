@@ -69,7 +69,7 @@ def run(folder: str, dora: bool, checkpointed: bool) -> dict[str, Any]:
 
 
 @pytest.mark.shows("I5")
-@pytest.mark.parametrize(("dora", "checkpointed"), [(False, False), thorough(True, False), (False, True)])
+@pytest.mark.parametrize(("dora", "checkpointed"), [thorough(False, False), thorough(True, False), (False, True)])
 def test_adapters_train_and_the_base_stays(ranks: Pool, tmp_path: Path, dora: bool, checkpointed: bool) -> None:
     from peft import PeftModel
 
@@ -163,7 +163,7 @@ def wide() -> nn.Module:
     return get_peft_model(llama(hidden_size=64, intermediate_size=128), config)
 
 
-@pytest.mark.parametrize("format", ["int8", "nf4"])
+@pytest.mark.parametrize("format", [thorough("int8"), "nf4"])
 def test_qlora_is_bitwise_lora_on_rounded_weights(ranks: Pool, tmp_path: Path, format: str) -> None:
     from peft import PeftModel
 

@@ -17,14 +17,14 @@ from tests.pool import Pool
 pytest.importorskip("accelerate", reason="needs Accelerate: pip install accelerate")
 pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
 
-STEPS = 20
+STEPS = 8
 FSDP2 = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 
 
 def trainer(folder: Path, own: bool, peer: dict[str, Any] | None = FSDP2, **settings: Any) -> Any:
-    """A Trainer with fxshard, or with FSDP2 (``peer=None``: DDP), over 56 rows.
+    """A Trainer with fxshard, or with FSDP2 (``peer=None``: DDP), over 24 rows.
 
-    Four of them make a batch on two ranks: an epoch and a half are twenty steps.
+    Four of them make a batch on two ranks: an epoch is six steps.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -33,7 +33,7 @@ def trainer(folder: Path, own: bool, peer: dict[str, Any] | None = FSDP2, **sett
     args = TrainingArguments(
         str(folder),
         per_device_train_batch_size=1,
-        per_device_eval_batch_size=2,
+        per_device_eval_batch_size=1,
         max_steps=STEPS,
         logging_steps=1,
         eval_strategy="steps",
@@ -48,7 +48,7 @@ def trainer(folder: Path, own: bool, peer: dict[str, Any] | None = FSDP2, **sett
         **(settings if own else {**settings, **(peer or {})}),
     )
     cls = sharded(Trainer, lowering="eager") if own else with_fsdp2(Trainer) if peer else Trainer
-    return cls(model=llama(), args=args, train_dataset=rows(56), eval_dataset=rows(8))
+    return cls(model=llama(), args=args, train_dataset=rows(24), eval_dataset=rows(4))
 
 
 def history(done: Any) -> list[tuple[float, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -64,20 +65,22 @@ def test_muons_momentum_follows_its_reference(format: str) -> None:
         assert len(wanted) == 3 and all(torch.equal(found[name], wanted[name]) for name in wanted), place
 
 
-@pytest.mark.parametrize(("format", "place"), list(product(FORMATS, PLACES)))
-def test_trains_as_fp32_does(format: str, place: str) -> None:
-    def losses(**options: Any) -> list[float]:
-        model = fxshard.compile(wide(), optimizer=fxshard.AdamW(lr=1e-3, **options), lowering="eager")
-        found = []
-        for step in range(40):
-            loss = model(*wide_batch(step % 4, 0))
-            loss.backward()
-            model.optimizer.step()
-            model.optimizer.zero_grad()
-            found.append(float(loss.detach()))
-        return found
+@cache
+def losses(format: str, place: str) -> list[float]:
+    model = fxshard.compile(wide(), optimizer=fxshard.AdamW(lr=1e-3, state=format, offload=place), lowering="eager")
+    found = []
+    for step in range(40):
+        loss = model(*wide_batch(step % 4, 0))
+        loss.backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
 
-    mine, theirs = losses(state=format, offload=place), losses()
+
+@pytest.mark.parametrize(("format", "place"), [case for case in product(FORMATS, PLACES) if case != ("fp32", "none")])
+def test_trains_as_fp32_does(format: str, place: str) -> None:
+    mine, theirs = losses(format, place), losses("fp32", "none")
     assert theirs[-1] < 0.1 * theirs[0]
     assert mine == theirs if format == "fp32" else mine == pytest.approx(theirs, rel=0.05)
     assert format == "fp32" or mine != theirs

@@ -19,6 +19,7 @@ from fxshard.passes.recognize_masks import recognize_masks
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
 from tests.passes.masked import INF, Rewritten, S, check_close, check_equal, lower, qkv, repeat_kv
+from tests.thorough import thorough
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ def check_no_mask(found: Rewritten) -> None:
 
 
 @pytest.mark.shows("H1")
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", thorough("qwen3"), "mistral"])
 def test_a_model_from_transformers(kind: str) -> None:
     found = rewritten_model(make(kind, **({"sliding_window": None} if kind == "mistral" else {})))
     assert len(found.report.causal) == 2 and not found.report.masked

@@ -199,7 +199,7 @@ class Stage:
     shared: list[bool]
     """For every staging buffer: does it lie in memory that gradients use?"""
     quantized: list[tuple[int, int]]
-    """(steps so far, times each bucket's copies were made), before each update: micro-batches and an evaluation."""
+    """(steps so far, times each bucket's copies were made) before each update: micro-batches, in ZeRO-3 evaluation."""
 
 
 def stage(zero: int) -> Stage:
@@ -222,8 +222,9 @@ def stage(zero: int) -> Stage:
     for step in range(3):
         for _ in range(2):
             model(*this_ranks_tokens(step)).backward()
-        with torch.no_grad():
-            model(*this_ranks_tokens(step))
+        if zero == 3:
+            with torch.no_grad():
+                model(*this_ranks_tokens(step))
         counts.append((step + 1, *{bucket.copies.quantized for bucket in buckets if bucket.copies is not None}))
         model.optimizer.step()
         model.optimizer.zero_grad()
