@@ -94,8 +94,8 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Mapping
 
 
 def _graphs_are_logged() -> bool:
-    """Whether the graphs that AOTAutograd writes out are read. It writes them for no reader, too, which takes 6 to 8 % of
-    the time to compile a model on a CPU. torch 2.11, 2.13.
+    """Whether the graphs that AOTAutograd writes out are read. It writes them for no reader, too, which takes 6 to 8 %
+    of the time to compile a model on a CPU. torch 2.11, 2.13.
     """
     from torch._functorch._aot_autograd import graph_compile
     from torch._logging._internal import trace_log
