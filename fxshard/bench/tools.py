@@ -56,7 +56,8 @@ def loop(device: str, steps: int, clip: float = 1.0) -> dict[str, float]:
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
     _wait(device)
-    return {"step_ms": (time.perf_counter() - start) * 1e3 / steps, "loss": float(loss), "peak_gib": _peak(device)}
+    taken = (time.perf_counter() - start) * 1e3 / steps
+    return {"step_ms": taken, "loss": float(loss.detach()), "peak_gib": _peak(device)}
 
 
 def trainer(device: str, steps: int, **arguments: Any) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 
 from fxshard.kernels import hopper_activation
 from fxshard.kernels.glu import SWIGLU, Glu
-from fxshard.kernels.launch import Launches, aligned, pointers
+from fxshard.kernels.launch import Launches, aligned, pointers, processors
 
 try:
     from triton.experimental.gluon import language as gl
@@ -125,7 +125,7 @@ def gradient(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.T
     height, across = -(-rows // 128), -(-columns // 256)
     result = Copies(out, (experts, rows, columns), (rows * columns, columns, 1), (1, 128, 64))
     copies = (_ragged(a, rows, (64, 128)), _ragged(b, columns, (64, 256)), result)
-    grid = (min(experts * height * across, _processors(a.device)), 1, 1)
+    grid = (min(experts * height * across, processors(a.device)), 1, 1)
     key = (pointers(offsets), a.device)
     _gradients(key, grid, (*copies, offsets, experts, height, across, STAGES, GRADIENT_BAND), _described)
     return out
@@ -147,7 +147,7 @@ def _launch(
     constants = (asm != "", b_t, padded, STAGES, BAND, asm, weights is not None)
     # Descriptors of a mode are always of the same blocks, and for numbers the kernel is not specialised.
     key = (constants, pointers(offsets, weights), device)
-    grid = (min(tiles, _processors(device)), 1, 1)
+    grid = (min(tiles, processors(device)), 1, 1)
     _launches(key, grid, (*copies, offsets, weights, experts, *numbers, *constants), _described)
 
 
@@ -188,8 +188,3 @@ def _described(args: tuple[Any, ...]) -> Iterable[Any]:
             yield TensorDescriptor(arg.base, list(arg.shape), list(arg.strides), list(arg.block), layout)
         else:
             yield arg
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,6 +80,12 @@ class Launches:
 def pointers(*tensors: torch.Tensor | None) -> Hashable:
     """What a kernel is compiled for of tensors whose addresses it is given."""
     return tuple([tensor is not None and (tensor.dtype, aligned(tensor)) for tensor in tensors])
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many a GPU has: as many programs as a kernel needs that walks over all tiles itself."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True)

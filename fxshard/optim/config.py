@@ -50,19 +50,16 @@ class AdamW:
 
     def __post_init__(self) -> None:
         _check_groups(self, ("lr", "betas", "eps", "weight_decay"))
-        _check_state(self)
-        if self.nan not in (None, *NAN):
-            raise ConfigError(f"AdamW(nan={self.nan!r}): expected one of {', '.join(map(repr, (None, *NAN)))}")
-        checks: dict[str, bool] = {
-            "lr": 0 <= self.lr < math.inf,
-            "betas": all(0 <= beta < 1 for beta in self.betas),
-            "eps": self.eps >= 0,
-            "weight_decay": self.weight_decay >= 0,
-            "qk_clip": self.qk_clip is None or 0 < self.qk_clip < math.inf,
-        }
-        for field, fine in checks.items():
-            if not fine:
-                raise ConfigError(f"AdamW({field}={getattr(self, field)!r}) is out of range")
+        _check_known(self, state=FORMATS, offload=OFFLOADS)
+        _check_known(self, nan=(None, *NAN))
+        _check_ranges(
+            self,
+            lr=0 <= self.lr < math.inf,
+            betas=all(0 <= beta < 1 for beta in self.betas),
+            eps=self.eps >= 0,
+            weight_decay=self.weight_decay >= 0,
+            qk_clip=self.qk_clip is None or 0 < self.qk_clip < math.inf,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,13 +105,17 @@ def check_scale(scale: Any) -> None:
         )
 
 
-def _check_state(choice: AdamW | Muon) -> None:
-    for field, known in (("state", FORMATS), ("offload", OFFLOADS)):
-        if getattr(choice, field) not in known:
-            raise ConfigError(
-                f"{type(choice).__name__}({field}={getattr(choice, field)!r}): expected one of "
-                f"{', '.join(map(repr, known))}"
-            )
+def _check_known(choice: AdamW | Muon, **known: tuple[str | None, ...]) -> None:
+    for field, values in known.items():
+        if getattr(choice, field) not in values:
+            found = f"{type(choice).__name__}({field}={getattr(choice, field)!r})"
+            raise ConfigError(f"{found}: expected one of {', '.join(map(repr, values))}")
+
+
+def _check_ranges(choice: AdamW | Muon, **fine: bool) -> None:
+    for field, within in fine.items():
+        if not within:
+            raise ConfigError(f"{type(choice).__name__}({field}={getattr(choice, field)!r}) is out of range")
 
 
 def state_choice(choice: AdamW | Muon | None) -> StateChoice:
@@ -187,25 +188,19 @@ class Muon:
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
-        _check_state(self)
+        _check_known(self, state=FORMATS, offload=OFFLOADS)
         of_rows = ("beta2",) if self.beta2 is not None else ()
         _check_groups(self, ("lr", "momentum", "nesterov", "weight_decay", "scale", *of_rows))
         coefficient_sets.check(self.coefficients, self.steps)
-        checks: dict[str, bool] = {
-            "lr": 0 <= self.lr < math.inf,
-            "momentum": 0 <= self.momentum < 1,
-            "weight_decay": self.weight_decay >= 0,
-            "beta2": self.beta2 is None or 0 <= self.beta2 < 1,
-            "qk_clip": self.qk_clip is None or 0 < self.qk_clip < math.inf,
-        }
-        for field, fine in checks.items():
-            if not fine:
-                raise ConfigError(f"{type(self).__name__}({field}={getattr(self, field)!r}) is out of range")
-        for field, known in (("form", FORMS), ("nan", NAN)):
-            if getattr(self, field) not in known:
-                raise ConfigError(
-                    f"Muon({field}={getattr(self, field)!r}): expected one of {', '.join(map(repr, known))}"
-                )
+        _check_ranges(
+            self,
+            lr=0 <= self.lr < math.inf,
+            momentum=0 <= self.momentum < 1,
+            weight_decay=self.weight_decay >= 0,
+            beta2=self.beta2 is None or 0 <= self.beta2 < 1,
+            qk_clip=self.qk_clip is None or 0 < self.qk_clip < math.inf,
+        )
+        _check_known(self, form=FORMS, nan=NAN)
         if not isinstance(self.adamw, AdamW):
             raise ConfigError(f"Muon(adamw={self.adamw!r}): expected fxshard.AdamW(...)")
         if self.adamw.nan not in (None, self.nan):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxshard.optim import muon_rule as rule
-from fxshard.optim.config import Scale, Split
+from fxshard.optim.config import Split
 from fxshard.optim.newton_schulz import orthogonalize
 from fxshard.optim.row_moments import row_factors_, scaled
 
@@ -52,32 +52,34 @@ def apply_by_group(
         rule.apply_(of_group[0], of_group[1], group["lr"], group["weight_decay"], [factors[i] for i in chosen], refused)
 
 
-def moved_directions(
+def update_(
+    values: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     momenta: Sequence[torch.Tensor],
     splits: Sequence[Split | None],
-    group: Mapping[str, Any],
-    scales: Sequence[Scale],
+    groups: Sequence[Mapping[str, Any]],
     form: str,
     refused: torch.Tensor | None = None,
     seconds: Sequence[torch.Tensor] | None = None,
-) -> tuple[list[torch.Tensor], list[float]]:
-    """Bring the momenta up to date; the orthogonalized updates, and the factors that remain to be applied to them.
+) -> None:
+    """A step of Muon: momenta and values move. With ``seconds``, the second moments of rows, these move as well, and
+    rows are normalized by them (NorMuon).
 
-    ``group`` says how momentum and iteration go, which is the same for all; scales may differ. With ``seconds``, the
-    second moments of rows, these are brought up to date and rows are normalized by them (NorMuon).
-    Unless the number ``refused`` is there and not zero: then the momenta stay, and the updates mean nothing.
+    All go through the same iteration (``alike``); learning rate, decay and scale are those of each one's group. Unless
+    the number ``refused`` is there and not zero: then everything stays.
     """
+    group = groups[0]
     updates = rule.momentum_(grads, momenta, group["momentum"], group["nesterov"], refused)
     pieces = orthogonal_pieces(updates, splits, group, form)
     if seconds is not None:
         factors = row_factors_(pieces, seconds, splits, group["beta2"], refused)
         pieces = [scaled(of_one, of_rows) for of_one, of_rows in zip(pieces, factors, strict=True)]
     joined = [
-        rule.join_directions(of_one, split, buffer.shape, scale)
-        for of_one, split, buffer, scale in zip(pieces, splits, momenta, scales, strict=True)
+        rule.join_directions(of_one, split, value.shape, own["scale"])
+        for of_one, split, value, own in zip(pieces, splits, values, groups, strict=True)
     ]
-    return [direction for direction, _ in joined], [factor for _, factor in joined]
+    directions, remaining = zip(*joined, strict=True)
+    apply_by_group(values, directions, remaining, groups, refused)
 
 
 def orthogonal_pieces(

@@ -10,7 +10,7 @@ import torch
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon, Scale, Split
-from fxshard.optim.directions import alike, apply_by_group, in_turns, moved_directions, orthogonal_pieces
+from fxshard.optim.directions import alike, apply_by_group, in_turns, orthogonal_pieces, update_
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
@@ -124,16 +124,14 @@ class ShardedMuon(ShardedOptimizer):
             cut = [rows for rows in chosen if is_cut(tensor.pieces[rows.name])]
             self._update_cut(tensor, cut)
             chosen = [rows for rows in chosen if not is_cut(tensor.pieces[rows.name])]
-        groups, refused = [self._group_of[rows.name] for rows in chosen], self._refused
+        groups = [self._group_of[rows.name] for rows in chosen]
         for members in in_turns(groups, [rows.value for rows in chosen]):
             batch, own = [chosen[i] for i in members], [groups[i] for i in members]
             grads = [rows.grad for rows in batch if rows.grad is not None]
             momenta = [rows.moments.momentum(rows.name) for rows in batch]
-            splits, scales = [self._splits[rows.name] for rows in batch], [group["scale"] for group in own]
-            form = self._choice.form
+            values, splits = [rows.value for rows in batch], [self._splits[rows.name] for rows in batch]
             seconds = [rows.moments.row_moments(rows.name) for rows in batch] if "beta2" in own[0] else None
-            directions, factors = moved_directions(grads, momenta, splits, own[0], scales, form, refused, seconds)
-            apply_by_group([rows.value for rows in batch], directions, factors, own, refused)
+            update_(values, grads, momenta, splits, own, self._choice.form, self._refused, seconds)
             for rows, second in zip(batch, seconds or (), strict=False):
                 rows.moments.keep_row_moments(rows.name, second)
             self._keep(batch, momenta)

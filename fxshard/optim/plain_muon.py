@@ -11,7 +11,7 @@ from torch import nn
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.adamw_step import fused_
 from fxshard.optim.config import Muon
-from fxshard.optim.directions import apply_by_group, in_turns, moved_directions
+from fxshard.optim.directions import in_turns, update_
 from fxshard.optim.groups import check_group, check_patterns, check_states, in_our_order, param_groups, saved
 from fxshard.optim.verdict import Verdicts
 from fxshard.plan.state import ROW_MOMENTS
@@ -96,12 +96,8 @@ class PlainMuon(torch.optim.Optimizer):
             splits = [self._splits[with_grad[i][0]] for i in members]
             own = [with_grad[i][2] for i in members]
             momenta = [self._momentum(parameter) for parameter in params]
-            scales, refused = [group["scale"] for group in own], self._verdicts.refused
-            form, seconds = self._choice.form, self._row_moments(params)
-            directions, factors = moved_directions(
-                _grads(params), momenta, splits, own[0], scales, form, refused, seconds
-            )
-            apply_by_group(params, directions, factors, own, refused)
+            seconds, refused = self._row_moments(params), self._verdicts.refused
+            update_(params, _grads(params), momenta, splits, own, self._choice.form, refused, seconds)
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]

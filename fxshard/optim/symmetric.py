@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fxshard.kernels.launch import processors
 from fxshard.optim import tiles
 from fxshard.optim.tiles import HAS_GLUON
 
@@ -73,7 +74,7 @@ def _launch(
     pairs = height // 2
     count = pairs * (pairs + 1) + height % 2 * (pairs + 1) if symmetric else height * across
     given = a if triple is not None else out
-    tiles.kernel[(min(batch * count, _processors(a.device)),)](
+    tiles.kernel[(min(batch * count, processors(a.device)),)](
         _descriptor(a, [64, 128] if a_t else [128, 64]),
         _descriptor(b, [256, 64] if b_t else [64, 256]),
         _descriptor(given, [128, 128]),
@@ -103,8 +104,3 @@ def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
     """For bulk copies of blocks. A batch is its matrices below each other: their sides are multiples of the blocks."""
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block, layout)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -44,7 +44,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(hopper_products, "_launches", recorder("hopper_kernels.py", "grouped_kernel"), raising=False)
     gradients = recorder("hopper_gradient.py", "gradient_kernel")
     monkeypatch.setattr(hopper_products, "_gradients", gradients, raising=False)
-    monkeypatch.setattr(hopper_products, "_processors", lambda device: 132)
+    monkeypatch.setattr(hopper_products, "processors", lambda device: 132)
     monkeypatch.setattr(hopper_products, "available", lambda device: True)
     return launches
 
