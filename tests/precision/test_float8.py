@@ -82,7 +82,6 @@ def test_products_are_those_of_the_values(scaling: str, fast: bool) -> None:
 @pytest.mark.parametrize(
     ("scaling", "wgrad", "zero"),
     [thorough("tensor", "fp8", 0), ("tensor", "bf16", 3), ("row", "fp8", 3), ("block", "fp8", 3)],
-    [thorough("tensor", "fp8", 0), ("tensor", "bf16", 3), ("row", "fp8", 3), ("block", "fp8", 3)],
 )
 def test_training_equals_plain_autograd(scaling: str, wgrad: str, zero: int) -> None:
     width = 2 if scaling == "block" else 1

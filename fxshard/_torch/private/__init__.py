@@ -55,7 +55,8 @@ def min_cut_partition(
     """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    with lazy_graph_modules():
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     return graph_module(forward, forward.graph), graph_module(backward, backward.graph)
 
 
