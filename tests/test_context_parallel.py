@@ -15,6 +15,7 @@ import fxshard
 from fxshard.integrations.context_parallel import ContextParallel, use_in
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import EPS, full_gradients
 
 VOCAB, DIM, HEADS, LENGTH, STEPS = 16, 16, 4, 16, 3
@@ -106,7 +107,8 @@ def reference(replicas: int, causal: bool) -> tuple[list[float], dict[str, torch
 
 
 @pytest.mark.parametrize(
-    ("ranks_", "parts", "zero", "causal"), [(2, 2, 3, True), (4, 2, 3, True), (4, 4, 1, True), (2, 2, 2, False)]
+    ("ranks_", "parts", "zero", "causal"),
+    [(4, 2, 3, True), (2, 2, 2, False), thorough(2, 2, 3, True), thorough(4, 4, 1, True)],
 )
 def test_trains_as_on_whole_sequences(ranks_: int, parts: int, zero: int, causal: bool, ranks: Pool) -> None:
     losses, grads = reference(ranks_ // parts, causal)

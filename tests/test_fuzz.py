@@ -15,11 +15,11 @@ def test_random_programs_are_those_of_plain_pytorch() -> None:
 
 
 def some_programs() -> list[compare.Outcome]:
-    return [compare.run_program(seed, zero=seed % 4) for seed in range(10, 13)]
+    return [compare.run_program(seed, zero=seed % 4) for seed in (10, 11)]
 
 
 def test_random_programs_on_two_ranks(ranks: Pool) -> None:
-    assert ranks(2, some_programs, timeout=120) == [[compare.Outcome("same")] * 3] * 2
+    assert ranks(2, some_programs, timeout=120) == [[compare.Outcome("same")] * 2] * 2
 
 
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

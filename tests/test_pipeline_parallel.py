@@ -25,6 +25,7 @@ import fxshard
 from fxshard.integrations.pipelining import PipelineStage
 from tests.pipeline import DIM, LENGTH, MICRO, STEPS, VOCAB, data, in_one_process, loss_of, parts, pipelined
 from tests.pool import Pool
+from tests.thorough import thorough
 
 SCHEDULES = {
     "GPipe": ScheduleGPipe,
@@ -84,13 +85,13 @@ def compare(found: list[dict[str, Any]], replicas: int, stages: int = 2) -> None
 
 
 @pytest.mark.parametrize("stage", ["once", "each"])
-@pytest.mark.parametrize("kind", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("kind", [thorough("GPipe"), "1F1B"])
 def test_two_stages_train_as_one_process_does(kind: str, stage: str, ranks: Pool) -> None:
     """With up to four forwards ahead of their backwards."""
     compare(ranks(2, ours, kind, stage), 1)
 
 
-@pytest.mark.parametrize(("stage", "zero"), [("once", 3), ("once", 1), ("each", 3), ("each", 2)])
+@pytest.mark.parametrize(("stage", "zero"), [("once", 3), thorough("once", 1), thorough("each", 3), ("each", 2)])
 def test_two_stages_of_two_replicas(stage: str, zero: int, ranks: Pool) -> None:
     """As plain PyTorch on the global batch; reduced once, bit by bit as FSDP2 in the same pipeline."""
     found = ranks(4, ours, "1F1B", stage, zero)

@@ -18,6 +18,7 @@ from fxshard.kernels.blockwise import BLOCK, NORMAL_FLOATS, dequantize, nf4_pair
 from fxshard.schedule.events import Kind, Phase
 from tests.measuring import NewBytes
 from tests.pool import Pool
+from tests.thorough import thorough
 
 DIM, HIDDEN, RANK, STEPS = 64, 128, 4, 3
 BF16 = torch.bfloat16
@@ -129,7 +130,8 @@ def _other(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype", "zero"), [("nf4", torch.float32, 3), ("int8", BF16, 3), ("nf4", BF16, 1), ("int8", BF16, 0)]
+    ("format", "dtype", "zero"),
+    [("nf4", torch.float32, 3), ("int8", BF16, 0), thorough("int8", BF16, 3), thorough("nf4", BF16, 1)],
 )
 def test_training_is_bitwise_that_of_plain_pytorch(
     ranks: Pool, tmp_path: Path, format: str, dtype: torch.dtype, zero: int
@@ -187,7 +189,7 @@ def saved_plainly() -> int:
     return fxshard.plan(net(BF16), batch(0, BF16), world_size=2, lowering="eager").saved_bytes
 
 
-@pytest.mark.parametrize("format", ["int8", "nf4"])
+@pytest.mark.parametrize("format", [thorough("int8"), "nf4"])
 def test_weights_travel_and_rest_as_codes_and_scales(ranks: Pool, format: str) -> None:
     numel = 3 * 2 * DIM * HIDDEN
     plain = saved_plainly()
