@@ -136,7 +136,7 @@ def _other(module: nn.Module) -> None:
 def test_training_is_bitwise_that_of_plain_pytorch(
     ranks: Pool, tmp_path: Path, format: str, dtype: torch.dtype, zero: int
 ) -> None:
-    losses, weights = trained_plainly(format, dtype)
+    [(losses, weights)] = ranks(1, trained_plainly, format, dtype)
     for mine, state in ranks(2, sharded, format, dtype, zero, str(tmp_path)):
         assert mine == losses and len(set(losses)) == STEPS
         assert state.keys() == weights.keys()
