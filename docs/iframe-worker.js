@@ -1,24 +1,49 @@
-/*
-iframe-worker 1.0.4, https://github.com/squidfunk/iframe-worker: browsers start no worker, which the search runs in, on pages from the disk.
+// Browsers start no worker on pages that are opened from the disk, and the search of this site runs in one. On such
+// pages a hidden frame runs the worker's script in its place and exchanges the same messages with the page.
+"use strict";
 
-Copyright (c) 2020-2022 Martin Donath <martin.donath@squidfunk.com>
+if (location.protocol === "file:") {
+  const load = (inside, url) =>
+    new Promise((resolve) => {
+      const script = inside.document.createElement("script");
+      script.src = url;
+      script.addEventListener("load", resolve);
+      inside.document.body.append(script);
+    });
 
-Permission is hereby granted, free of charge, to any person obtaining a copy
-of this software and associated documentation files (the "Software"), to
-deal in the Software without restriction, including without limitation the
-rights to use, copy, modify, merge, publish, distribute, sublicense, and/or
-sell copies of the Software, and to permit persons to whom the Software is
-furnished to do so, subject to the following conditions:
+  window.Worker = class FrameWorker extends EventTarget {
+    onmessage = null;
+    frame = document.createElement("iframe");
 
-The above copyright notice and this permission notice shall be included in
-all copies or substantial portions of the Software.
+    constructor(url) {
+      super();
+      this.frame.hidden = true;
+      this.ready = new Promise((resolve) => {
+        const start = () => {
+          const inside = this.frame.contentWindow;
+          inside.postMessage = (data) => this.receive(data);
+          inside.importScripts = (...urls) =>
+            urls.reduce((before, each) => before.then(() => load(inside, each)), Promise.resolve());
+          load(inside, url).then(() => resolve(inside));
+        };
+        this.frame.addEventListener("load", start, { once: true });
+      });
+      document.body.append(this.frame);
+    }
 
-THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
-IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
-FITNESS FOR A PARTICULAR PURPOSE AND NON-INFRINGEMENT. IN NO EVENT SHALL THE
-AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
-LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING
-FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS
-IN THE SOFTWARE.
-*/
-"use strict";(()=>{function c(s,n){parent.postMessage(s,n||"*")}function d(...s){return s.reduce((n,e)=>n.then(()=>new Promise(r=>{let t=document.createElement("script");t.src=e,t.onload=r,document.body.appendChild(t)})),Promise.resolve())}var o=class extends EventTarget{constructor(e){super();this.url=e;this.m=e=>{e.source===this.w&&(this.dispatchEvent(new MessageEvent("message",{data:e.data})),this.onmessage&&this.onmessage(e))};this.e=(e,r,t,i,m)=>{if(r===`${this.url}`){let a=new ErrorEvent("error",{message:e,filename:r,lineno:t,colno:i,error:m});this.dispatchEvent(a),this.onerror&&this.onerror(a)}};let r=document.createElement("iframe");r.hidden=!0,document.body.appendChild(this.iframe=r),this.w.document.open(),this.w.document.write(`<html><body><script>postMessage=${c};importScripts=${d};addEventListener("error",({error})=>{parent.dispatchEvent(new ErrorEvent("error",{filename:"${e}",error}))})<\/script><script src=${e}?${+Date.now()}><\/script></body></html>`),this.w.document.close(),onmessage=this.m,onerror=this.e,this.r=new Promise((t,i)=>{this.w.onload=t,this.w.onerror=i})}terminate(){this.iframe.remove(),onmessage=onerror=null}postMessage(e){this.r.catch().then(()=>{this.w.dispatchEvent(new MessageEvent("message",structuredClone({data:e})))})}get w(){return this.iframe.contentWindow}};window.IFrameWorker=o;location.protocol==="file:"&&(window.Worker=o);})();
+    receive(data) {
+      const event = new MessageEvent("message", { data });
+      this.dispatchEvent(event);
+      this.onmessage?.(event);
+    }
+
+    postMessage(data) {
+      const copy = structuredClone(data);
+      this.ready.then((inside) => inside.dispatchEvent(new inside.MessageEvent("message", { data: copy })));
+    }
+
+    terminate() {
+      this.frame.remove();
+    }
+  };
+}
