@@ -37,10 +37,12 @@ class Table:
     columns: tuple[Column, ...]
     rows: Sequence[Row]
     base: str | None = None
+    names: str = ""
+    """Title of the first column."""
 
     @property
     def head(self) -> list[str]:
-        return ["", *(title for column in self.columns for title in (column.title, *["ratio"] * column.ratio))]
+        return [self.names, *(title for column in self.columns for title in (column.title, *["ratio"] * column.ratio))]
 
     def cells(self, row: Row) -> list[str]:
         """A row as text. What was not measured is a dash."""

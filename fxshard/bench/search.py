@@ -158,7 +158,7 @@ COLUMNS = (
 
 def table(found: Sequence[Found], tokens: int) -> Table:
     """``tokens``: of the global batch."""
-    return Table("", COLUMNS, [_row(each, tokens) for each in found])
+    return Table("", COLUMNS, [_row(each, tokens) for each in found], names="mesh")
 
 
 def _row(found: Found, tokens: int) -> Row:
