@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 IMAGES = Path(__file__).parent / "images"
-PLAN = ("inspect", "llama-70b", "--world-size", "1024", "--zero", "3", "--hardware", "h200", "--budget", "60GiB")
+PLAN = ("inspect", "llama-70b", "--world-size", "1024", "--zero", "3", "--hardware", "h200", "--budget", "130GiB")
 WIDTH, HEIGHT = 1500, 900
 ZOOM = (0.76, 0.98)
 """Seconds of the step that the zoomed picture shows: the end of forward and the first layers of backward."""

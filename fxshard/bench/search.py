@@ -93,7 +93,8 @@ class Search:
         found: list[Found] = []
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
-            jobs = {pool.submit(_of_tensor_size, self, ranks): ranks for ranks in tensor}
+            # Those that take longest first.
+            jobs = {pool.submit(_of_tensor_size, self, ranks): ranks for ranks in sorted(tensor, reverse=True)}
             for job in as_completed(jobs):
                 report(f"tp {jobs[job]} is done")
                 found += job.result()

@@ -69,10 +69,10 @@ def _figures(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[str, 
     yield "communication", duration(simulation.communication_seconds), hidden
     yield "peak memory, simulated", size(simulation.peak_bytes), "with activations"
     held = f"{size(schedule.resident_bytes)} at rest + {size(schedule.arena_bytes)} arena"
-    held += f", {size(schedule.host_bytes)} on the host" if schedule.host_bytes else ""
-    budget = f"; budget {size(schedule.budget)}" if schedule.budget is not None else ""
-    activations = f" + {size(schedule.activation_bytes + schedule.workspace_bytes)} activations"
-    yield "allocated at most", size(schedule.peak_bytes), held + activations + budget
+    held += f" + {size(schedule.activation_bytes + schedule.workspace_bytes)} activations"
+    held += f"; {size(schedule.host_bytes)} on the host" if schedule.host_bytes else ""
+    held += f"; budget {size(schedule.budget)}" if schedule.budget is not None else ""
+    yield "allocated at most", size(schedule.peak_bytes), held
     gathers = sum(1 for _ in schedule.of(Kind.UNSHARD))
     reductions = sum(1 for _ in schedule.of(Kind.REDUCE))
     own = sum(1 for _ in schedule.of(Kind.COLLECTIVE))
