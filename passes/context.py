@@ -39,7 +39,7 @@ class PassContext:
     measures_logits: bool = False
     """Whether the optimizer clips the logits of attention, and has to know their largest."""
     heads: list[AttentionHeads] = field(default_factory=list)
-    """Whose largest logits the captured graph returns behind its own results, in order."""
+    """Whose largest logits the captured graph returns after its own results, in order."""
     ends_early: bool = False
     """Whether Dynamo ended the captured graph before the model did, so that the model's own code reads its results."""
     planned_experts: str | None = None

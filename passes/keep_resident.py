@@ -28,7 +28,7 @@ class Order:
     context: PassContext
     depth: int = 1
     arenas: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """{number of buckets that are kept: bytes}, as far as somebody asked."""
+    """{number of buckets that are kept: bytes}, as far as they were asked for."""
 
     def needed(self, kept: Collection[int] = ()) -> int:
         """Bytes of the arena. ``kept``: the first of the buckets that can be, which come in a fixed order."""

@@ -46,14 +46,19 @@ class Net(nn.Module):
 
 
 def train(rank: int, kind: str, how: str, folder: Path) -> None:
-    """A step, a save, and steps in the first of which something happens to rank 1 at its second event of a kind."""
     start = datetime.timedelta(seconds=START)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=start)
     dist.barrier()  # from here on both are equally far
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUTS[how]))
     model = fxshard.compile(Net(), optimizer=fxshard.AdamW(), lowering="eager")
-    step(model)
+    run(model, torch.ones(2, 16), kind, how, folder)
+
+
+def run(model: fxshard.ShardedModule, batch: torch.Tensor, kind: str, how: str, folder: Path) -> None:
+    """A step, a save, and steps in the first of which something happens to rank 1 at its second event of a kind."""
+    rank = dist.get_rank()
+    step(model, batch)
     fxshard.save(model, folder / "step-1")
     torch.save(model.full_state_dict(), folder / f"expected-{rank}")
     if rank == 1:
@@ -61,11 +66,11 @@ def train(rank: int, kind: str, how: str, folder: Path) -> None:
         owner = engine.gradients if kind in ("grad", "reduce", "finish") else engine
         setattr(owner, kind, second_call(getattr(owner, kind), SIGNALS[how], folder / "happened"))
     for _ in range(3):
-        step(model)
+        step(model, batch)
 
 
-def step(model: fxshard.ShardedModule) -> None:
-    model(torch.ones(2, 16)).backward()
+def step(model: fxshard.ShardedModule, batch: torch.Tensor) -> None:
+    model(batch).backward()
     model.optimizer.step()
     model.optimizer.zero_grad()
 

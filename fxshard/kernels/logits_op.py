@@ -3,7 +3,7 @@
 Scores are computed once more, in chunks of queries, and only their largest are kept. That is one of the two products of
 attention's forward (with a causal mask, chunks leave out keys that none of their queries sees), and each chunk is
 written and read in fp32. Results of the attentions of a model pass through all of them as one tensor, in which each
-puts its own behind those of the ones before: so repeated layers stay equal.
+puts its own after those of the ones before: so repeated layers stay equal.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from tests.test_kills import EVENT, KINDS, SIGNALS, START, Case, Net, second_call
+from tests.test_kills import EVENT, KINDS, SIGNALS, START, Case, Net, run
 
 TIMEOUT = 20.0
 SLACK = 90.0
@@ -30,7 +30,6 @@ CASES: list[Case] = [(kind, how) for kind in KINDS for how in SIGNALS]
 
 
 def train(rank: int, kind: str, how: str, folder: Path) -> None:
-    """A step, a save, and steps in the first of which something happens to rank 1 at its second event of a kind."""
     logging.basicConfig()
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -40,23 +39,8 @@ def train(rank: int, kind: str, how: str, folder: Path) -> None:
     dist.barrier()  # from here on both are equally far
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT))
     model = fxshard.compile(Net().to(device), optimizer=fxshard.AdamW(), lowering="eager")
-    batch = torch.ones(2, 16, device=device)
-    step(model, batch)
-    fxshard.save(model, folder / "step-1")
-    torch.save(model.full_state_dict(), folder / f"expected-{rank}")
-    if rank == 1:
-        engine = model._sharding.engine
-        owner = engine.gradients if kind in ("grad", "reduce", "finish") else engine
-        setattr(owner, kind, second_call(getattr(owner, kind), SIGNALS[how], folder / "happened"))
-    for _ in range(3):
-        step(model, batch)
+    run(model, torch.ones(2, 16, device=device), kind, how, folder)
     torch.cuda.synchronize()  # nothing of a step waits for the device
-
-
-def step(model: fxshard.ShardedModule, batch: torch.Tensor) -> None:
-    model(batch).backward()
-    model.optimizer.step()
-    model.optimizer.zero_grad()
 
 
 def check(case: Case, folder: Path, left: subprocess.Popen[bytes]) -> None:
