@@ -33,7 +33,7 @@ def work(rank: int, ranks: int, store: str, seed: int, seconds: float, programs:
     if ranks > 1:  # one rank needs no process group
         shared, patience = dist.FileStore(store, ranks), timedelta(seconds=120)
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=ranks, timeout=patience)
-    end, counts = time.monotonic() + seconds, Counter[str]()
+    end, said, counts = time.monotonic() + seconds, time.monotonic(), Counter[str]()
     for number in range(programs):
         over = torch.tensor(int(time.monotonic() > end))
         if ranks > 1:
@@ -43,6 +43,9 @@ def work(rank: int, ranks: int, store: str, seed: int, seconds: float, programs:
         torch._dynamo.reset()
         outcome = run_program(seed + number, zero=number % 4)
         counts[outcome.kind] += 1
+        if rank == 0 and time.monotonic() > said + 30:
+            said = time.monotonic()
+            print(f"{sum(counts.values())} programs so far: {dict(counts)}", flush=True)
         if outcome.kind != "same":
             text = outcome.text if outcome.kind != "refused" else outcome.text.splitlines()[0]
             print(f"seed {seed + number}, ZeRO-{number % 4}, rank {rank}: {outcome.kind}: {text}", flush=True)

@@ -82,7 +82,7 @@ class Split:
     def kinds(self) -> list[SavedKind]:
         """Saved values that may be on the host. Not those whose sizes are open: places on the host have a size."""
         asked = self.context.options.activations
-        own_memory = self.machine.host_bandwidth > 0 and not self.context.options.cuda_graphs
+        own_memory = self.machine.host_bandwidth > 0
         if asked == "recompute" or not (own_memory or asked == "offload") or len(self.graphs) < 2:
             return []
         return saved_kinds(self.graphs, self.outputs, self.machine) if self.outputs is not None else []

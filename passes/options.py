@@ -127,11 +127,6 @@ class Options:
                 f"activations={self.activations!r} says what is done with saved values that memory_budget has no room "
                 "for, but there is none: give memory_budget="
             )
-        if self.activations == "offload" and self.cuda_graphs:
-            raise ConfigError(
-                'activations="offload" cannot be captured with cuda_graphs=True: choose one of them; '
-                'activations="auto" then computes values again where memory_budget is tight'
-            )
         if not isinstance(self.return_logits, bool):
             raise ConfigError(f"return_logits={self.return_logits!r}: expected True or False")
         if not isinstance(self.debug, Debug):

@@ -126,12 +126,22 @@ def test_a_transformer_trains_the_same() -> None:
     assert all(float(loss.detach()) == then for loss, then in losses), "a loss that was kept has changed"
 
 
+def offloading() -> dict[str, Any]:
+    """Options with which Stack's activations go to the host."""
+    with pytest.raises(fxshard.BudgetError) as caught:
+        optimizer, settings = fxshard.AdamW(lr=1e-2), {"activations": "offload", "lowering": "eager"}
+        fxshard.plan(Stack(), batch(0, 0), world_size=1, memory_budget=1, optimizer=optimizer, **settings)
+    return {"memory_budget": caught.value.smallest, "activations": "offload"}
+
+
+@pytest.mark.parametrize("options", [dict, pytest.param(offloading, marks=pytest.mark.shows("M4"))])
 @torch._functorch.config.patch(donated_buffer=False)  # or torch refuses retain_graph
-def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right() -> None:
-    """Each of these comes behind two steps, which were captured, and is followed by two that must be right too."""
-    models = pair()
+def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right(options: Callable[[], dict[str, Any]]) -> None:
+    """Each of these comes after two steps, which were captured, and is followed by two that must be right too."""
+    models = pair(**options())
     for number in range(3):
         both(models, step(number))
+    assert bool(models[0].schedule.offloaded) == (options is offloading)
     for again in range(2):
         for kind in SCENARIOS:
             before = counts(models[0])

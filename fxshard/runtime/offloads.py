@@ -1,8 +1,9 @@
 """Saved activations on their way to the host and back, on a stream of their own.
 
 Each forward has the host's memory of its activations to itself, until autograd has let go of all that it saved: several
-forwards may wait for their backwards. Then the next forward takes that memory: it is allocated once. Copies in both
-directions are on one stream, so none overtakes another one.
+forwards may wait for their backwards. Then the next forward takes that memory: it is allocated once. Captured forwards,
+of which at most one has activations at any time, share memory that no other takes. Copies in both directions are on one
+stream, so none overtakes another one.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class _Place:
     memory: torch.Tensor
     lent: private.StorageReference | None = None
     """Alive as long as something of it is saved."""
+    for_captures: bool = False
 
     @property
     def free(self) -> bool:
-        return self.lent is None or self.lent.expired()
+        return not self.for_captures and (self.lent is None or self.lent.expired())
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Offloads:
         """What it has taken of the host's memory."""
         return sum(place.memory.nbytes for place in self._places)
 
+    def reserve(self, size: int) -> None:
+        """Have memory for a forward that is going to be captured: none can be had meanwhile."""
+        if not any(place.for_captures and place.memory.nbytes >= size for place in self._places):
+            self._place(size).for_captures = True
+
     def offload(self, values: list[Any], event: Event, size: int) -> tuple[torch.Tensor]:
         """Start copying a value to its place among ``size`` bytes; gives the copy."""
         value: torch.Tensor = values.pop()
@@ -66,7 +73,7 @@ class Offloads:
         assert self._lent is not None and event.slot is not None
         lying = self._lent[event.slot.offset : event.slot.end].view(value.dtype)
         self._leaving[event.number] = self._copy(lying, _flat(value))
-        return (lying.as_strided(value.shape, value.stride(), lying.storage_offset()),)
+        return (lying.as_strided(value.shape, value.stride()),)
 
     def release(self, values: list[Any], event: Event) -> None:
         """What is computed from now on may take the memory of a value: its copy is over."""
@@ -91,6 +98,11 @@ class Offloads:
             self._leaving.popitem()[1].wait()
         self._lent = None
 
+    def forget(self) -> None:
+        """What was started did not run: there is nothing to wait for."""
+        self._leaving.clear()
+        self._lent = None
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Token:
         streams = self._frame.streams
 
@@ -102,17 +114,24 @@ class Offloads:
 
     def _lend(self, size: int) -> torch.Tensor:
         self._lent = None
+        if self._frame.capturing:
+            return next(p.memory for p in self._places if p.for_captures and p.memory.nbytes >= size)
+        place = self._place(size)
+        lent = private.same_memory(place.memory)
+        place.lent = private.StorageReference(lent)
+        return lent
+
+    def _place(self, size: int) -> _Place:
+        """The smallest that is free and large enough, or a new one."""
         fitting = [place for place in self._places if place.free and place.memory.nbytes >= size]
         place = min(fitting, key=lambda each: each.memory.nbytes, default=None)
         if place is None:
             instead = 'compute more of it again (activations="recompute")'
             place = _Place(host_memory(size, self._frame.device, "offloaded activations", instead))
             self._places.append(place)
-        lent = private.same_memory(place.memory)
-        place.lent = private.StorageReference(lent)
-        return lent
+        return place
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
     """A tensor that fills its memory, as it lies there."""
-    return value.as_strided((value.numel(),), (1,), value.storage_offset())
+    return value.as_strided((value.numel(),), (1,))

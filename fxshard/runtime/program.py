@@ -117,7 +117,7 @@ class Program:
         self._engine = engine
         self._arena_bytes = lowered.arena_bytes
         self._carries = lowered.carries
-        self._host_bytes = lowered.host_bytes
+        self.host_bytes = lowered.host_bytes
         self._registers = lowered.registers
         self._returns = lowered.returns
         self._instructions = [self._bind(instruction) for instruction in lowered.instructions]
@@ -234,7 +234,7 @@ class Program:
             Kind.REDUCE: lambda _: gradients.reduce(index),
             Kind.ALL_REDUCE: lambda _: gradients.all_reduce(index),
             Kind.FINISH: lambda _: gradients.finish(index),
-            Kind.OFFLOAD: lambda values: offloads.offload(values, event, self._host_bytes),
+            Kind.OFFLOAD: lambda values: offloads.offload(values, event, self.host_bytes),
             Kind.RELEASE: lambda values: offloads.release(values, event),
             Kind.RELOAD: offloads.reload,
             Kind.RESTORE: offloads.restore,

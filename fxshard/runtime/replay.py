@@ -91,13 +91,13 @@ class Loan:
     of its own: as long as that lives, autograd needs them all.
     """
 
-    def __init__(self, saved: list[Any], device: torch.device, misses: Misses, captured: bool) -> None:
+    def __init__(self, saved: list[Any], misses: Misses, captured: bool) -> None:
         self.misses = misses
         self.captured = captured
         """Whether forward was captured just now: only then is the pool in a state in which backward can be."""
         self.reading = False
         """Whether its backward runs through just now."""
-        first = next(i for i, value in enumerate(saved) if _is_on(value, device))
+        first = next(i for i, value in enumerate(saved) if _has_memory(value))
         self.addresses = frozenset(address(value) for value in saved if isinstance(value, torch.Tensor)) - {0}
         self._anchor: torch.Tensor | None = saved[first]
         saved[first] = private.same_memory(saved[first])
@@ -226,6 +226,8 @@ class Replays:
         args = [value if own is None else own for own, value in zip(inputs, given, strict=True)]
         given.clear()  # activations die inside the capture, so that gradients take their place
         engine.settle()
+        if program.host_bytes:
+            engine.offloads.reserve(program.host_bytes)
         watching = Watching(engine)
 
         def run() -> list[Any]:
@@ -271,27 +273,22 @@ class Replays:
         visible = len(results) if program.visible is None else program.visible
         theirs = [value.clone() if isinstance(value, torch.Tensor) else value for value in results[:visible]]
         saved = results[visible:]
-        if any(_is_on(value, self._tape.device) for value in saved):
-            self._loan = Loan(saved, self._tape.device, take.misses, captured)
+        if any(map(_has_memory, saved)):
+            self._loan = Loan(saved, take.misses, captured)
         return (*theirs, *saved)
 
     def _described(self, value: Any) -> Any:
-        return Place.of(value) if _is_on(value, self._tape.device) else value
+        return Place.of(value) if _has_memory(value) and value.device == self._tape.device else value
 
 
-def _is_on(value: Any, device: torch.device) -> bool:
-    """Whether a value has memory of the device's."""
-    return isinstance(value, torch.Tensor) and value.device == device and value.numel() > 0 and not is_hollow(value)
+def _has_memory(value: Any) -> bool:
+    """Whether a value is a tensor with memory, on the device or, offloaded, on the host."""
+    return isinstance(value, torch.Tensor) and value.numel() > 0 and not is_hollow(value)
 
 
 def _is_data(value: Any, addresses: frozenset[int]) -> bool:
     """Whether an input is to be copied to where a take reads it."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.numel() > 0
-        and not is_hollow(value)
-        and value.data_ptr() not in addresses
-    )
+    return _has_memory(value) and value.data_ptr() not in addresses
 
 
 def _kind(value: Any, addresses: frozenset[int]) -> Hashable:

@@ -95,6 +95,7 @@ class Watching:
         """The program was not captured, and did not run: forget what it started and made."""
         engine = self._engine
         engine.gradients.forget()
+        engine.offloads.forget()
         engine.rebase(engine.frame.streams.mark())
         engine.abort()
         for bucket, version, had in zip(engine.buckets, self._versions, self._had_gradient, strict=True):

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import fxshard
 from fxshard.bench.models import Llama
-from tests.gpu.test_budget_cuda import BF16, SIZE, run
+from tests.gpu.test_budget_cuda import BF16, SIZE, run, tokens
+from tests.gpu.test_cuda_graphs import pair
+from tests.replaying import both, counts, finish, reasons, same
 
 pytestmark = pytest.mark.gpu
 
 
-def smallest(**options: str) -> int:
+def language_model() -> Llama:
+    """Its embedding is frozen: Inductor adds up that gradient by atomic additions, whose order nobody knows."""
+    model = Llama(SIZE)
+    model.embed.requires_grad_(False)
+    return model
+
+
+def train(model: fxshard.ShardedModule, number: int) -> list[torch.Tensor]:
+    loss = model(tokens(number), tokens(number))
+    loss.backward()
+    return [loss.detach(), *finish(model)]
+
+
+def smallest(make: Callable[[], Llama] = lambda: Llama(SIZE), **options: str) -> int:
     """The least that a plan says works, and a hundredth for what it does not know."""
     with torch.device("meta"):
-        model = Llama(SIZE)
+        model = make()
         batch = torch.empty(4, 1024, dtype=torch.int64)
     with pytest.raises(fxshard.BudgetError) as caught:
         settings = {"world_size": 1, "hardware": "h200", "precision": BF16, "optimizer": fxshard.AdamW(), **options}
@@ -43,6 +60,31 @@ def test_the_smallest_budget_uses_the_host() -> None:
     assert losses == pytest.approx(run(None)[1], rel=1e-3)  # Inductor rounds less between nodes that it fuses
 
 
-def test_a_captured_program_computes_again_in_place_of_offloading() -> None:
-    schedule, _, _ = run(smallest(activations="recompute"), cuda_graphs=True)
-    assert schedule.recomputed and not schedule.offloaded
+@pytest.mark.shows("M4")
+@torch._functorch.config.patch(donated_buffer=False)  # or torch refuses retain_graph
+def test_copies_to_the_host_and_back_are_captured() -> None:
+    """Also where a replay would overwrite what another backward still has to read on the host."""
+    budget = smallest(language_model, activations="offload")
+    models = pair(language_model, precision=BF16, lowering="inductor", memory_budget=budget, activations="offload")
+    for number in range(4):
+        both(models, train, number)
+    assert models[0].schedule.offloaded and models[0].schedule == models[1].schedule
+    assert counts(models[0]) == (2, 4), reasons(models[0])
+
+    def two_forwards(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        losses = [model(x, x) for x in (tokens(10), tokens(11))]
+        for loss in losses:
+            loss.backward()
+        return [*(loss.detach() for loss in losses), *finish(model)]
+
+    def retained(model: fxshard.ShardedModule) -> list[torch.Tensor]:
+        loss = model(tokens(12), tokens(12))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss.detach(), *finish(model)]
+
+    for act in (two_forwards, retained, two_forwards):
+        both(models, act)
+        both(models, train, 13)
+    assert counts(models[0])[1] >= 8, reasons(models[0])
+    assert same(models)
