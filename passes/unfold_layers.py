@@ -92,7 +92,7 @@ class _Line:
 
     def _equal(self, low: int, high: int, length: int) -> bool:
         """Whether two stretches are equal; ``low`` is where that of the earlier layer begins."""
-        return all(self._alike(self.nodes[low + o], self.nodes[high + o]) for o in range(length))
+        return all(self.alike(self.nodes[low + o], self.nodes[high + o]) for o in range(length))
 
     def _find_backward(self) -> bool:
         # Nothing may flow through the first layer, as where the model's input is data: it is not asked about.
@@ -114,7 +114,7 @@ class _Line:
                     found[member[0]] = min(found.get(member[0], position), position)
         return [found[layer] for layer in layers if layer in found]
 
-    def _alike(self, low: fx.Node, high: fx.Node) -> bool:
+    def alike(self, low: fx.Node, high: fx.Node) -> bool:
         """Whether two nodes do the same to what lies one period apart; ``low`` is the earlier layer's."""
         apart = zip(references(low), references(high), strict=False)
         return same_operation(low, high) and all(self.moves(a, b) is not None for a, b in apart)
@@ -205,7 +205,8 @@ class _Unfolding:
         for position in positions:
             node = self.line.nodes[position]
             refs = references(node)
-            others = references(self.line.nodes[position + pair]) if pair is not None else [None] * len(refs)
+            like = self._like(position, pair)
+            others = references(like) if like is not None else [None] * len(refs)
             copies = [self._resolve(ref, other, shift) for ref, other in zip(refs, others, strict=True)]
             if any(copy is None for copy in copies):
                 return False
@@ -219,13 +220,36 @@ class _Unfolding:
                 self.again[key] = copy
         return True
 
+    def _like(self, position: int, pair: int | None) -> fx.Node | None:
+        """The same node in a neighbouring layer.
+
+        After the layers that repeat, backward goes on with the first ones, and may begin with what it computes again of
+        the next one: as far as that is like the stretch before it, it repeats too.
+        """
+        if pair is not None:
+            return self.line.nodes[position + pair]
+        if not self.line.backward or position < self.line.backward[1]:
+            return None
+        before = self.line.nodes[position - self.line.bw_period]
+        return before if self.line.alike(self.line.nodes[position], before) else None
+
     def _resolve(self, ref: fx.Node, other: fx.Node | None, shift: int) -> fx.Node | None:
         """What ``ref`` is for a layer moved by ``shift``. ``other`` is what the next or previous layer has there.
 
         Outside of layers that repeat there is none, and a parameter is just that one: the end may use the first layer.
         """
-        once = ref is other if other is not None else not self._in_layers(self.line.at[ref])
-        return self.fixed.get(ref) if once else self._moved(ref, shift)
+        if other is not None:
+            return self.fixed.get(ref) if ref is other else self._moved(ref, shift)
+        if self._in_layers(self.line.at[ref]):
+            return self._moved(ref, shift)
+        member = self.line.member.get(ref)
+        return self.fixed.get(ref) if member is None or self._is_itself(member[0], shift) else None
+
+    def _is_itself(self, layer: int, shift: int) -> bool:
+        """Whether the parameter of a layer can be no other layer's, where no neighbour tells: not from the other end,
+        except from the very first or last layer.
+        """
+        return layer in (0, MIDDLE + 1) or (layer == 1) == (shift == 0)
 
     def _in_layers(self, position: int) -> bool:
         f, g = self.line.forward, self.line.backward
@@ -235,9 +259,20 @@ class _Unfolding:
         member = self.line.member.get(ref)
         if member is not None:
             return self.params.get((member[0] + shift, member[1]))
-        # What the model is given stands before the layers, and may stand nearer to the second than a period is long.
-        key = self._key(self.line.at[ref], shift) if ref.op != "placeholder" else None
-        return self.fixed.get(ref) if key is None else self.again.get(key)
+        if ref.op == "placeholder":  # what the model is given
+            return self.fixed.get(ref)
+        position = self.line.at[ref]
+        key = self._key(position, shift)
+        if key is not None:
+            return self.again.get(key)
+        return self.fixed.get(ref) if shift == self._anchor(position) else None
+
+    def _anchor(self, position: int) -> int | None:
+        """Which layers a node outside of those that repeat belongs to, as a shift."""
+        if self._in_layers(position):
+            return None
+        f, g = self.line.forward, self.line.backward
+        return self.folded.removed if f[3] <= position and not (g and g[1] <= position) else 0
 
     def _key(self, position: int, shift: int) -> tuple[bool, int, int] | None:
         """Which of the repeated nodes stands for ``position`` when seen from layers moved by ``shift``, if one does."""
@@ -259,7 +294,7 @@ class _Unfolding:
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         described_as: list[Any] = list(output.meta.get("desc", ()))
         count = len(results) - len(self.folded.kept) if self.line.has_backward else len(results)
-        new: list[Any] = [self._result(result, self.folded.removed) for result in results[:count]]
+        new: list[Any] = [self._given(result) for result in results[:count]]
         if self.line.has_backward:
             new += self._gradients(results[count:])
             described_as = [*described_as[:count], *(described_as[-1:] * len(self.folded.members))]
@@ -271,6 +306,12 @@ class _Unfolding:
             node.meta["desc"] = described_as
         return True
 
+    def _given(self, result: Any) -> Any:
+        """A result of the model. Which of the layers that repeat makes one can no longer be told."""
+        if not isinstance(result, fx.Node):
+            return result
+        return _UNKNOWN if self._in_layers(self.line.at[result]) else self.fixed[result]
+
     def _gradients(self, results: Sequence[Any]) -> Iterator[Any]:
         gradient = dict(zip(self.folded.kept, results, strict=True))
         of_layer = {self.line.member[self.inputs[k]]: result for k, result in enumerate(results)}
@@ -280,12 +321,24 @@ class _Unfolding:
                 yield self._result(gradient[i], self.folded.removed if late or self._at_end(gradient[i]) else 0)
                 continue
             assert member is not None
-            low, high = of_layer[1, member[1]], of_layer[2, member[1]]
-            alike = (low is None and high is None) or (low is not None and high is not None and self._moves(low, high))
-            yield self._result(low, member[0] - 1) if alike else _UNKNOWN
+            yield self._gradient(member[0], [of_layer[layer, member[1]] for layer in range(1, MIDDLE + 1)])
 
-    def _moves(self, low: fx.Node, high: fx.Node) -> bool:
-        return self.line.moves(low, high) is True
+    def _gradient(self, number: int, like: Sequence[Any]) -> Any:
+        """The gradient in a layer that was left out, from those in the middle.
+
+        One may stand in a stretch after its own layer's, where backward computes the layer before again: so that of a
+        later layer may be the one that stands among the layers that repeat.
+        """
+        if like[0] is None and like[1] is None:
+            return None
+        for layer, low in enumerate(like, start=1):
+            high = like[min(layer, MIDDLE - 1)]
+            if low is None or high is None or (low is not high and self.line.moves(low, high) is not True):
+                break
+            found = self._moved(low, number - layer)
+            if found is not None:
+                return found
+        return _UNKNOWN
 
     def _at_end(self, gradient: Any) -> bool:
         """Whether a gradient is computed before backward reaches the layers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.bench import models as bench
+from fxshard.passes import partition
+from fxshard.passes.context import PassContext
 from fxshard.passes.fold_layers import fold_layers
+from fxshard.passes.pipeline import before_partition
+from fxshard.passes.recompute_saved import mark
 from tests.thorough import thorough
 from tests.toy import Llama
 
@@ -182,6 +187,71 @@ ALWAYS = ("an odd layer in the middle", "dropout", "two tied")
 def test_near_misses_give_the_same(name: str) -> None:
     """Whether some of their layers are folded is not asked: what they compute is."""
     folded(UNLIKE[name](), (torch.randn(4, WIDTH),), evaluated=False)
+
+
+class Halves(nn.Module):
+    """Two residual sums in each layer, as in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)}) for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer["a"](x))
+            x = x + torch.sigmoid(layer["b"](x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_backward_computes_again_may_reach_into_the_layer_before(which: int) -> None:
+    """Of the two sums only one is saved, as a budget may decide: the other is computed again with the next layer's."""
+
+    def keeping_one_sum(joint: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+        joint = before_partition(joint, context)
+        of_backward: set[fx.Node] = set()
+        computed: list[fx.Node] = []
+        for node in joint.graph.nodes:
+            if node.name.startswith("tangents") or of_backward & set(node.all_input_nodes):
+                of_backward.add(node)
+            elif node.op == "call_function":
+                computed.append(node)
+        sums = [node for node in computed if node.target is torch.ops.aten.add.Tensor]
+        mark(joint.graph, {node.name for node in computed} - {node.name for node in sums[which::2]})
+        return joint
+
+    with mock.patch.object(partition, "before_partition", keeping_one_sum):
+        assert folded(Halves(), (torch.randn(4, WIDTH),), evaluated=False) > 0
+
+
+class Returning(nn.Module):
+    """Also gives what one of its layers makes."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.which = which
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 2
+        seen = [x]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+            seen.append(x)
+        return x.square().mean(), seen[self.which]
+
+
+@pytest.mark.parametrize("which", range(LAYERS + 1))
+def test_a_value_of_any_layer_may_be_returned(which: int) -> None:
+    model, x = Returning(which), torch.randn(4, WIDTH)
+    sharded = fxshard.compile(copy.deepcopy(model), lowering="eager")
+    for mine, theirs in zip(sharded(x), model(x), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.shows("S18")
