@@ -86,9 +86,10 @@ def check_products(policy: Precision | None, device: torch.device) -> None:
     """Refuse a device that would emulate products, if it is not to."""
     if not isinstance(policy, Float8) or policy.emulate:
         return
-    if not scaled_products(device) or policy.scaling == Scaling.BLOCK:
+    scaling = Scaling(policy.scaling)
+    if not scaled_products(device, scaling):
         raise ConfigError(
-            f"Float8(scaling={policy.scaling!r}, emulate=False) on {device}: products would "
-            f"{path(device, Scaling(policy.scaling))}; use a GPU of compute capability 8.9 or higher with a scale "
-            "per tensor or row, or leave emulate=True"
+            f"Float8(scaling={policy.scaling!r}, emulate=False) on {device}: products would {path(device, scaling)}; "
+            "use a GPU of compute capability 8.9 or higher with a scale per tensor or row, one of 9.0 with a scale per "
+            "block, or leave emulate=True"
         )

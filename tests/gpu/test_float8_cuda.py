@@ -8,9 +8,10 @@ import torch
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.kernels import float8
+from fxshard.kernels import float8_products as products
 from fxshard.kernels.float8 import E4M3, E5M2, Scaling
 from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
-from fxshard.kernels.float8_ops import float8_mm, float8_quantize
+from fxshard.kernels.float8_ops import float8_mm, float8_mm_into, float8_quantize
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -68,6 +69,40 @@ def test_products_are_those_of_the_values(scaling: str, rows: int, dtype: torch.
         left = float8.dequantize(data, scales).double()
         exact = left.t() @ float8.dequantize(float8.cast(x, own, E4M3), own).double()
         assert (again.double() - exact).norm() / exact.norm() < 1e-3
+
+
+@pytest.mark.shows("F1")
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"), [(512, 256, 384), (202, 128, 384), (129, 640, 256), (64, 512, 128)]
+)
+def test_the_three_products_with_a_scale_per_block(tokens: int, inputs: int, outputs: int) -> None:
+    """By cuBLAS on Hopper: forward, gradient of the input, and of the weight, also written where it stays."""
+
+    def quantized(value: torch.Tensor, weight: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = float8.scales_of(float8.largest_of(value, Scaling.BLOCK, 1, weight=weight), E4M3)
+        return float8.cast(value, scales, E4M3), scales
+
+    torch.manual_seed(0)
+    x, w, dy = (torch.randn(size, device="cuda") for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+    x[:, ::3] *= 1e4  # blocks differ in their scales
+    w[128:] *= 1e-3
+    pairs = [
+        (quantized(x), quantized(w, True)),
+        (quantized(dy), quantized(w.t().contiguous(), True)),
+        (quantized(dy.t().contiguous()), quantized(x.t().contiguous())),
+    ]
+    for a, b in pairs:
+        exact = float8.dequantize(*a).double() @ float8.dequantize(*b).double().t()
+        one = a[0].shape[1] <= 128  # block: those are rows, of which products are rounded to bf16
+        for dtype, error in ((BF16, 4e-3), (torch.float32, 4e-3 if one else 1e-3)):
+            product = float8_mm(*a, *b, True, dtype)
+            assert product.dtype == dtype and product.shape == exact.shape
+            assert (product.double() - exact).norm() / exact.norm() < error
+            into = torch.full(exact.shape, torch.nan, dtype=dtype, device="cuda")
+            float8_mm_into(*a, *b, True, into)
+            assert torch.equal(into, product)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert "scaled_mm" in products.path(torch.device("cuda", 0), Scaling.BLOCK)
 
 
 def trained(precision: fxshard.Precision, lowering: str = "inductor", steps: int = 4) -> list[float]:

@@ -47,6 +47,7 @@ from fxshard._torch.private.step import foreach_mul_ as foreach_mul_
 from fxshard._torch.private.step import foreach_norm as foreach_norm
 from fxshard._torch.private.step import fused_adamw as fused_adamw
 from fxshard._torch.private.step import reduce_scatter as reduce_scatter
+from fxshard._torch.private.step import scaled_mm as scaled_mm
 
 
 def min_cut_partition(
