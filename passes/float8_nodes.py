@@ -1,7 +1,8 @@
 """Float8 in a joint graph: the nodes that quantize an operand of a product, and the product.
 
 Largest magnitudes, scales and casts that stay in place are plain nodes, which a compiler fuses into the kernel that
-produces the value. What a product sums over has to lie along its operands: transposed copies are made by an operator
+produces the value. Inside of a kernel it does not round values to bf16; what is measured and cast is therefore read as
+the bits that memory would hold, so that results do not depend on what is fused. What a product sums over has to lie along its operands: transposed copies are made by an operator
 that reads a value once for both.
 """
 
@@ -30,6 +31,8 @@ from fxshard.passes.matrix_products import Operand, Product, inherit
 from fxshard.passes.mxfp8_nodes import Copy, unpacked
 from fxshard.plan.float8_recipe import Float8Recipe
 
+MAGNITUDE = 0x7FFF
+"""The bits of a bf16 number without its sign."""
 _aten, _CONVERT = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
 
@@ -88,33 +91,43 @@ class Float8Nodes:
         return self._contiguous(self._call(_aten.permute.default, data, [1, 0])), self._turned(scales)
 
     def _largest(self, value: fx.Node, axis: int) -> fx.Node:
-        """Along the rows first where that can be part of the kernel that produces the value."""
+        """The bits of largest magnitudes, whose order is theirs, as of float32.
+
+        Along the rows first where that can be part of the kernel that produces the value.
+        """
         scaling = self._recipe.scaling
-        magnitude = self._call(_aten.abs.default, value)
+        magnitude = self._call(_aten.bitwise_and.Scalar, self._bits(value), MAGNITUDE)
         if scaling is Scaling.BLOCK:
-            return self._largest_of_blocks(magnitude, axis)
-        found = self._call(_aten.amax.default, magnitude, [axis], True)
+            found = self._largest_of_blocks(magnitude, axis)
+        else:
+            found = self._call(_aten.amax.default, magnitude, [axis], True)
         if scaling is Scaling.TENSOR:
             found = self._call(_aten.amax.default, found, [1 - axis], True)
-        return self._call(_CONVERT, found, torch.float32)
+        return self._widened(found)
+
+    def _bits(self, value: fx.Node) -> fx.Node:
+        if value.meta["val"].dtype != torch.bfloat16:
+            value = self._call(_CONVERT, value, torch.bfloat16)
+        return self._call(_aten.view.dtype, value, torch.int16)
+
+    def _widened(self, bits: fx.Node) -> fx.Node:
+        """Bits of bf16 as those of float32."""
+        return self._call(_aten.mul.Tensor, self._call(_CONVERT, bits, torch.int32), 1 << 16)
 
     def _largest_of_blocks(self, magnitude: fx.Node, axis: int) -> fx.Node:
         rows, columns = magnitude.meta["val"].shape
         if axis == ROWWISE:  # which 128 divides: of activations and gradients those are the sizes of a weight
             tiles = self._call(_aten.view.default, magnitude, [rows, columns // BLOCK, BLOCK])
-            found = self._call(_aten.amax.default, tiles, [2])
-        else:
-            short = -rows % BLOCK
-            if short:
-                magnitude = self._call(_aten.constant_pad_nd.default, magnitude, [0, 0, 0, short], 0.0)
-            tiles = self._call(_aten.view.default, magnitude, [(rows + short) // BLOCK, BLOCK, columns])
-            found = self._call(_aten.amax.default, tiles, [1])
-        return self._call(_CONVERT, found, torch.float32)
+            return self._call(_aten.amax.default, tiles, [2])
+        short = -rows % BLOCK
+        if short:
+            magnitude = self._call(_aten.constant_pad_nd.default, magnitude, [0, 0, 0, short], 0)
+        tiles = self._call(_aten.view.default, magnitude, [(rows + short) // BLOCK, BLOCK, columns])
+        return self._call(_aten.amax.default, tiles, [1])
 
-    def _scales(self, largest: fx.Node, dtype: torch.dtype) -> fx.Node:
+    def _scales(self, bits: fx.Node, dtype: torch.dtype) -> fx.Node:
         """``float8.scales_of``"""
         exponent = EXPONENT[dtype]
-        bits = self._call(_aten.view.dtype, largest, torch.int32)
         bits = self._call(_aten.add.Tensor, bits, ROUND_UP)
         bits = self._call(_aten.bitwise_and.Scalar, bits, EXPONENT_BITS)
         bits = self._call(_aten.clamp_min.default, bits, exponent + 1 << 23)
@@ -125,7 +138,7 @@ class Float8Nodes:
         """``float8.cast``"""
         bits = self._call(_aten.neg.default, self._call(_aten.view.dtype, scales, torch.int32))
         factors = self._call(_aten.view.dtype, self._call(_aten.add.Tensor, bits, TWICE_ONE), torch.float32)
-        wide = self._call(_CONVERT, value, torch.float32)
+        wide = self._call(_aten.view.dtype, self._widened(self._bits(value)), torch.float32)
         shape = value.meta["val"].shape
         blocks = scales.meta["val"].shape[1] > 1
         if blocks:

@@ -202,11 +202,12 @@ def test_the_report_says_what_runs_where() -> None:
 
 
 @pytest.mark.shows("F4")
-@pytest.mark.parametrize("scaling", ["tensor", "row", thorough("block")])
+@pytest.mark.parametrize("scaling", ["tensor", thorough("row"), "block"])
 def test_casts_that_the_compiler_fuses_equal_separate_ones(scaling: str) -> None:
     """What produces a value, its largest magnitudes, scales and cast in one kernel, against operator by operator.
 
-    By producers that round nothing: between operators that it fuses, a compiler keeps more bits than bf16 has.
+    By producers that round once: between operators that it fuses, a compiler keeps more bits than bf16 has, but what is
+    measured and cast is rounded as memory would.
     """
 
     class Two(nn.Module):
@@ -215,7 +216,7 @@ def test_casts_that_the_compiler_fuses_equal_separate_ones(scaling: str) -> None
             self.first, self.second = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x * 2).relu() * 4) * 8
+            return self.second(self.first(x * 1.3).relu() * 1.1) * 8
 
     x, factors = torch.randn(48, 128), torch.randn(48, 128)
     runs = []
