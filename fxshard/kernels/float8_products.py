@@ -66,7 +66,7 @@ def multiply(
     if scaling is Scaling.BLOCK:
         return private.scaled_mm(*block_operands(a, a_scales, b, b_scales), dtype=dtype)[: a.shape[0]]
     left, right, scale_a, scale_b = _operands(a, a_scales, b, b_scales)
-    made = torch.bfloat16 if scaling is Scaling.ROW else dtype  # torch has rowwise products in bf16 only
+    made = dtype if _any_dtype(a.device, scaling) else torch.bfloat16
     product = torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=made, use_fast_accum=fast)
     return product if made == dtype else product.to(dtype)
 
@@ -79,13 +79,20 @@ def multiply_into(
     scaling = shared(a, a_scales, b, b_scales)
     if not scaled_products(a.device, scaling):
         wide_product_into(*_dequantized(a, a_scales, b, b_scales), out)
-    elif scaling is Scaling.ROW or (scaling is Scaling.BLOCK and a.shape[0] % QUAD):
-        out.copy_(multiply(a, a_scales, b, b_scales, out.dtype if scaling is Scaling.BLOCK else torch.bfloat16, fast))
+    elif not _any_dtype(a.device, scaling) or (scaling is Scaling.BLOCK and a.shape[0] % QUAD):
+        out.copy_(multiply(a, a_scales, b, b_scales, out.dtype, fast))
     elif scaling is Scaling.BLOCK:
         private.scaled_mm(*block_operands(a, a_scales, b, b_scales), dtype=out.dtype, out=out)
     else:
         left, right, scale_a, scale_b = _operands(a, a_scales, b, b_scales)
         torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+def _any_dtype(device: torch.device, scaling: Scaling) -> bool:
+    """Whether a scaled product may be float32: by cuBLAS, which has scales of rows since it has those of blocks. Where
+    it has none of them, products with scales of rows are CUTLASS's, and bf16.
+    """
+    return scaling is not Scaling.ROW or scaled_products(device, Scaling.BLOCK)
 
 
 def _check_layout(a: torch.Tensor, b: torch.Tensor) -> None:
