@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fxshard._torch import private
+from fxshard.kernels.float8_grouped import float8_grouped_mm
 from fxshard.kernels.float8_ops import float8_mm, float8_mm_into
 from fxshard.kernels.ops import mm_into
 
@@ -48,7 +49,7 @@ def _count_flops(node: fx.Node) -> int:
 
 def node_float8_flops(node: fx.Node) -> int:
     """Those of a product in float8."""
-    return node_flops(node) if node.target in (float8_mm, float8_mm_into) else 0
+    return node_flops(node) if node.target in (float8_mm, float8_mm_into, float8_grouped_mm) else 0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from fxshard.kernels import float8
 from fxshard.kernels import float8_products as products
 from fxshard.kernels.float8 import E4M3, E5M2, Scaling
 from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
+from fxshard.kernels.float8_grouped import float8_grouped_mm, float8_quantize_stack
 from fxshard.kernels.float8_ops import float8_mm, float8_mm_into, float8_quantize
 from fxshard.optim import exact_kernels
 from fxshard.optim.adamw_step import fused_
@@ -107,6 +108,29 @@ def test_the_three_products_with_a_scale_per_block(tokens: int, inputs: int, out
             assert torch.equal(into, product)
     if torch.cuda.get_device_capability()[0] == 9:
         assert "scaled_mm" in products.path(torch.device("cuda", 0), Scaling.BLOCK)
+
+
+@pytest.mark.shows("F1")
+@pytest.mark.parametrize("counts", [[64, 128, 0, 192], [5, 0, 70, 13]])
+def test_products_of_experts(counts: list[int]) -> None:
+    torch.manual_seed(0)
+    tokens, experts, inputs, outputs = sum(counts), len(counts), 256, 384
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    w = torch.randn(experts, outputs, inputs, device="cuda", dtype=BF16)
+    for axis, size in ((1, inputs), (0, outputs)):
+        x = torch.randn(tokens, size, device="cuda", dtype=BF16) * torch.logspace(-3, 3, tokens, device="cuda")[:, None]
+        scales = float8.scales_of(float8.largest_of(x, Scaling.ROW, 1), E4M3)
+        data, (stack, of_rows) = float8.cast(x, scales, E4M3), float8_quantize_stack(w, axis)
+        product = float8_grouped_mm(data, scales, stack, of_rows, ends)
+        begin = 0
+        for e, count in enumerate(counts):
+            matrix = w[e] if axis else w[e].t().contiguous()
+            own = float8.scales_of(float8.largest_of(matrix, Scaling.ROW, 1), E4M3)
+            assert torch.equal(of_rows[e], own[:, 0]) and same(stack[e], float8.cast(matrix, own, E4M3))
+            some = slice(begin, begin + count)
+            exact = float8.dequantize(data[some], scales[some]).double() @ float8.dequantize(stack[e], own).double().t()
+            assert count == 0 or (product[some].double() - exact).norm() / exact.norm() < 4e-3
+            begin += count
 
 
 def state(size: int) -> list[torch.Tensor]:
