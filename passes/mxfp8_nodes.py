@@ -29,6 +29,10 @@ class Mxfp8Nodes:
         """Whether a chosen product runs in MXFP8: all do."""
         return True
 
+    def prepared(self, product: Product) -> Product:
+        """Operands of linears and experts are quantized alike."""
+        return product
+
     def quantize(self, operand: Operand, value: fx.Node, user: fx.Node) -> dict[Operand, Copy]:
         """Quantize a matrix before its first use, in one direction or in both."""
         graph, base, axis = self._graph, operand.base, operand.axis

@@ -3,10 +3,11 @@
 Requires parameters tied to inputs, and ``open_experts``. Provides ``mxfp8_mm`` or ``mxfp8_grouped_mm`` in place of
 every product with a chosen weight (forward and input gradient) and ``mxfp8_mm`` or ``mxfp8_grouped_wgrad`` in place of
 every product that is a chosen weight's gradient, on operands quantized along the dimension that is summed over; in
-float8 ``float8_mm`` in place of all of them. An activation or an output gradient that is needed in both directions is
-read once; a weight is quantized where it is used, rowwise by forward and columnwise by backward, so that neither has to
-be saved. A product that is a gradient as it is has the dtype in which gradients are reduced. Runs before
-``recompute_param_views``, which marks the quantized weights. ``mxfp8_nodes`` and ``float8_nodes`` write the nodes.
+float8 ``float8_mm`` in place of all of them, or ``float8_grouped_mm`` (weight gradients of experts stay bf16). An
+activation or an output gradient that is needed in both directions is read once; a weight is quantized where it is used,
+rowwise by forward and columnwise by backward, so that neither has to be saved. A product that is a gradient as it is
+has the dtype in which gradients are reduced. Runs before ``recompute_param_views``, which marks the quantized weights.
+``mxfp8_nodes`` and ``float8_nodes`` write the nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def quantize_linears(module: fx.GraphModule, context: PassContext) -> fx.GraphMo
     nodes = _nodes(graph, recipe, weights, chosen)
     copies: dict[Operand, Copy] = {}
     replaced: dict[fx.Node, fx.Node] = {}
-    for product in (each for each in chosen if nodes.replaces(each, each.node in gradients)):
+    for product in (nodes.prepared(each) for each in chosen if nodes.replaces(each, each.node in gradients)):
         for operand in (product.left, product.right):
             if operand not in copies:
                 value = replaced.get(operand.base, operand.base)  # which may be one of these products itself

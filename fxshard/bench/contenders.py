@@ -134,6 +134,7 @@ CONTENDERS: dict[str, Make] = {
     "fxshard-float8": lambda model, _: ours(model, fxshard.Float8(), 3),
     "fxshard-float8-graphs": lambda model, _: ours(model, fxshard.Float8(), 3, cuda_graphs=True),
     "fxshard-float8-row": lambda model, _: ours(model, fxshard.Float8(scaling="row", weight_gradient="bf16"), 3),
+    "fxshard-float8-experts": lambda model, _: ours(model, fxshard.Float8(experts=("*",)), 3),
     "fxshard-tp": ours_tensor_parallel,
     "fsdp2": lambda model, precision: fsdp2(model, precision, compiled=False),
     "fsdp2-compile": lambda model, precision: fsdp2(model, precision, compiled=True),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxshard._torch.errors import StateError
-from fxshard.kernels import float8_products
+from fxshard.kernels import float8_grouped, float8_products
 from fxshard.kernels.mxfp8_products import grouped_path, path
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.gather_modes import Gather
@@ -66,7 +66,7 @@ def report(model: nn.Module) -> Report:
     return Report(
         name=policy.name,
         path=path(device) if recipe is None else float8_products.path(device, recipe.scaling),
-        grouped=grouped_path(device) if stacks else "",
+        grouped="" if not stacks else grouped_path(device) if recipe is None else float8_grouped.grouped_path(device),
         quantizer="Triton, both copies in one pass" if runs_on(device) else "torch",
         weights=tuple(name for plan in plans for name in plan.params),
         gathers=dict(Counter(_how(plan) for plan in plans for _ in plan.params)),

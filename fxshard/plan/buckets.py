@@ -198,6 +198,8 @@ class Kind:
     scalar: bool
     quantized: bool
     domain: Domain
+    stack: bool = False
+    """Whether these are experts that, other than linears, travel in bf16."""
 
 
 def plan_buckets(
@@ -233,7 +235,7 @@ def plan_buckets(
     units = list(units)
     dealt: Dealt | None = None
     if matrices and layout != "rows" and rules.stage.state and not rules.stage.param:
-        members = _members(units, parameters, quantized, rules.cut, domain_of or (lambda name: own), matrices)
+        members = _members(units, parameters, quantized, rules, domain_of or (lambda name: own), matrices)
         dealt = deal(units, members)
         if dealt is not None:
             units = list(dealt.units)
@@ -243,7 +245,7 @@ def plan_buckets(
     plans: list[BucketPlan] = []
     work: dict[Domain, list[float]] = {}
     for unit in reversed(units):
-        kinds = _kinds(unit, parameters, quantized, rules.cut, domain_of or (lambda name: own))
+        kinds = _kinds(unit, parameters, quantized, rules, domain_of or (lambda name: own))
         for kind, specs in kinds.items():
             of_ranks = work.setdefault(kind.domain, [0.0] * kind.domain.shards)
             name = unit.name + _kind_suffix(kind, kinds, "mxfp8" if rules.float8 is None else "float8")
@@ -277,17 +279,18 @@ class _Rules:
 
 
 def _kinds(
-    unit: Unit, parameters: Mapping[str, torch.Tensor], quantized: Collection[str], cut_at: int, domain_of: DomainOf
+    unit: Unit, parameters: Mapping[str, torch.Tensor], quantized: Collection[str], rules: _Rules, domain_of: DomainOf
 ) -> dict[Kind, list[TensorSpec]]:
     """The parameters of a unit by what keeps them apart."""
     kinds: dict[Kind, list[TensorSpec]] = {}
     for name in unit.params:
         parameter = parameters[name]
         scalar = parameter.ndim == 0
-        kind = Kind(parameter.dtype, parameter.requires_grad, scalar, name in quantized, domain_of(name))
+        stack = name in quantized and parameter.ndim == 3 and rules.float8 is not None
+        kind = Kind(parameter.dtype, parameter.requires_grad, scalar, name in quantized, domain_of(name), stack)
         # A boundary between blocks lets every owner quantize alone. A stack of experts' weights is cut between its
         # matrices.
-        cut = cut_at if kind.quantized and parameter.ndim == 2 else 1
+        cut = rules.cut if kind.quantized and parameter.ndim == 2 else 1
         kinds.setdefault(kind, []).append(TensorSpec(name, tuple(parameter.shape), cut))
     return kinds
 
@@ -296,14 +299,14 @@ def _members(
     units: Iterable[Unit],
     parameters: Mapping[str, torch.Tensor],
     quantized: Collection[str],
-    cut_at: int,
+    rules: _Rules,
     domain_of: DomainOf,
     matrices: Collection[str],
 ) -> dict[str, Member]:
     """Parameters as dealing sees them."""
     found = {}
     for unit in units:
-        for kind, specs in _kinds(unit, parameters, quantized, cut_at, domain_of).items():
+        for kind, specs in _kinds(unit, parameters, quantized, rules, domain_of).items():
             for spec in specs:
                 ranks = 1 if kind.scalar else kind.domain.shards
                 matrix = kind.trainable and spec.name in matrices and len(spec.shape) == 2 and ranks > 1
@@ -352,7 +355,7 @@ def _bucket(
         master_dtype=master_dtype if trainable else param_dtype,
         reduce_dtype=reduce_dtype,
         trainable=trainable,
-        gather=_gather(rules, chosen.layout.ranks) if kind.quantized else Gather.PLAIN,
+        gather=_gather(rules, kind, chosen.layout.ranks),
         domain=kind.domain,
         matrices=owned,
         why=chosen.why,
@@ -373,8 +376,10 @@ def _specs(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> list[TensorSpe
     return [TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad]
 
 
-def _gather(rules: _Rules, ranks: int) -> Gather:
+def _gather(rules: _Rules, kind: Kind, ranks: int) -> Gather:
     """What one rank owns alone does not travel: in MXFP8 both copies rest there, as in a staged bucket."""
+    if not kind.quantized or kind.stack:
+        return Gather.OFF if kind.stack else Gather.PLAIN
     alone = rules.mode is Gather.DIRECT and ranks == 1 and rules.float8 is None
     return Gather.STAGED if alone else rules.mode
 
@@ -399,6 +404,8 @@ def _kind_suffix(own: Kind, among: Iterable[Kind], quantized: str) -> str:
         parts.append("scalar" if own.scalar else "tensor")
     if len({kind.quantized for kind in kinds}) > 1:
         parts.append(quantized if own.quantized else "plain")
+    if len({kind.stack for kind in kinds}) > 1 and own.stack:
+        parts.append("experts")
     if own.domain.name:
         parts.append(own.domain.name)
     return f" [{', '.join(parts)}]" if parts else ""

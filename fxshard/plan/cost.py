@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fxshard._torch import private
+from fxshard.kernels.float8_grouped import float8_grouped_mm
 from fxshard.kernels.float8_ops import float8_mm, float8_mm_into
 from fxshard.kernels.ops import mm_into
 
@@ -47,12 +48,8 @@ def _count_flops(node: fx.Node) -> int:
 
 
 def node_float8_flops(node: fx.Node) -> int:
-    """Those of a product that Hopper does in float8; with scales per block, they are emulated in a wider dtype."""
-    if node.target not in (float8_mm, float8_mm_into):
-        return 0
-    scales = node.args[1]
-    assert isinstance(scales, fx.Node)
-    return node_flops(node) if scales.meta["val"].shape[1] == 1 else 0
+    """Those of a product in float8."""
+    return node_flops(node) if node.target in (float8_mm, float8_mm_into, float8_grouped_mm) else 0
 
 
 @dataclass(frozen=True)

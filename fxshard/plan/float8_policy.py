@@ -8,6 +8,7 @@ import torch
 
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.float8 import BLOCK, Scaling
+from fxshard.kernels.float8_grouped import grouped_path, grouped_products
 from fxshard.kernels.float8_products import MULTIPLE, path, scaled_products
 from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.gather_modes import Gather
@@ -31,6 +32,10 @@ class Float8(Quantized):
     left out again. What has a dimension that 16 (``"block"``: 128) does not divide, or shares its weight with something
     that is no linear, stays in bf16; naming it without a wildcard is an error. So does, unless it is named, what is
     too small to gain: with ``in · out / (in + out)`` below ``smallest`` casting takes longer than the products save.
+
+    ``experts``: patterns of names of stacks of weights ``[experts, ..., ...]``, or a function of name and shape, none
+    by default. They have scales per row whatever ``scaling`` says, in forward and input gradient; their weight
+    gradients are bf16, and so is what travels.
 
     ``gather="fp8"``: the largest magnitudes of all masters are combined over ranks in one all-reduce a step, owners
     quantize what they own, and float8 travels. ``"bf16"`` moves bf16 and quantizes where it multiplies. Neither changes
@@ -70,12 +75,12 @@ class Float8(Quantized):
         return Gather.DIRECT if self.gather == "fp8" else Gather.OFF
 
     def problem(self, shape: tuple[int, ...], named: bool) -> str | None:
-        if len(shape) != 2:
-            return "experts multiply in bf16 with Float8; fxshard.MXFP8 quantizes them"
-        rows, columns = shape
-        multiple = BLOCK if self.scaling == Scaling.BLOCK else MULTIPLE
+        *experts, rows, columns = shape
+        multiple = BLOCK if self.scaling == Scaling.BLOCK and not experts else MULTIPLE
         if rows % multiple or columns % multiple:
             return f"its weight is {rows} × {columns}, and {multiple} does not divide both"
+        if experts:
+            return None
         gain = rows * columns // (rows + columns)
         if gain < self.smallest and not named:
             return f"its weight is {rows} × {columns}: too small to gain ({gain} is below smallest={self.smallest})"
@@ -86,9 +91,15 @@ def check_products(policy: Precision | None, device: torch.device) -> None:
     """Refuse a device that would emulate products, if it is not to."""
     if not isinstance(policy, Float8) or policy.emulate:
         return
-    if not scaled_products(device) or policy.scaling == Scaling.BLOCK:
+    scaling = Scaling(policy.scaling)
+    if not scaled_products(device, scaling):
         raise ConfigError(
-            f"Float8(scaling={policy.scaling!r}, emulate=False) on {device}: products would "
-            f"{path(device, Scaling(policy.scaling))}; use a GPU of compute capability 8.9 or higher with a scale "
-            "per tensor or row, or leave emulate=True"
+            f"Float8(scaling={policy.scaling!r}, emulate=False) on {device}: products would {path(device, scaling)}; "
+            "use a GPU of compute capability 8.9 or higher with a scale per tensor or row, one of 9.0 with a scale per "
+            "block, or leave emulate=True"
+        )
+    if policy.experts and not grouped_products(device):
+        raise ConfigError(
+            f"Float8(experts=..., emulate=False) on {device}: products of experts would {grouped_path(device)}; use a "
+            "GPU of compute capability 9.0, or leave emulate=True"
         )

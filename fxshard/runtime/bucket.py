@@ -114,7 +114,8 @@ class Bucket:
             parameter.register_hook = RefusedHook(fragment.name)  # type: ignore[method-assign]
             self.params.append(parameter)
             guard(parameter, self)
-            watch(parameter, self.master, always=self.plan.resident)
+            # Of float8 weights the engine counts it, when they have their new values.
+            watch(parameter, self.master, always=self.plan.resident and not isinstance(self.copies, Float8Copies))
 
     # -- views -------------------------------------------------------------------------------------------------------
 

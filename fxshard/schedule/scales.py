@@ -14,7 +14,8 @@ from fxshard.schedule.step import Step
 def scales_event(buckets: Sequence[BucketPlan], phase: Phase, group: str) -> Event | None:
     """What a program begins with where weights rest in float8; ``group``: that of buckets that do not say theirs.
 
-    All ranks read their masters once and combine the largest magnitudes in one all-reduce.
+    All ranks combine the largest magnitudes of their masters, and whether these changed unseen, in one all-reduce. With
+    a scale per tensor AdamW's update leaves them; otherwise the masters are read once.
     """
     own = [bucket for bucket in buckets if bucket.scale_shapes]
     if not own:
@@ -25,14 +26,19 @@ def scales_event(buckets: Sequence[BucketPlan], phase: Phase, group: str) -> Eve
         bucket="",
         bucket_index=-1,
         params=tuple(name for bucket in own for name in bucket.params),
-        bytes=sum(bucket.scale_bytes for bucket in own),
+        bytes=sum(bucket.scale_bytes for bucket in own) + torch.float32.itemsize,
         dtype=torch.float32,
         group=own[0].group(group),
         stream="compute",
         why=f"largest magnitudes of {sum(len(bucket.params) for bucket in own)} weights",
         reads=tuple(bucket.index for bucket in own),
-        traffic=sum(bucket.layout.shard_numel * bucket.master_dtype.itemsize for bucket in own),
+        traffic=sum(bucket.layout.shard_numel * bucket.master_dtype.itemsize for bucket in own if _is_read(bucket)),
     )
+
+
+def _is_read(bucket: BucketPlan) -> bool:
+    assert bucket.float8 is not None
+    return bool(bucket.matrices) or not bucket.float8.left_by_updates
 
 
 def scales_come_first(step: Step) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.kernels import float8
+from fxshard.kernels import float8_products as products
 from fxshard.kernels.float8 import E4M3, E5M2, Scaling
 from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
-from fxshard.kernels.float8_ops import float8_mm, float8_quantize
+from fxshard.kernels.float8_grouped import float8_grouped_mm, float8_quantize_stack
+from fxshard.kernels.float8_ops import float8_mm, float8_mm_into, float8_quantize
+from fxshard.optim import exact_kernels
+from fxshard.optim.adamw_step import fused_
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -68,6 +74,131 @@ def test_products_are_those_of_the_values(scaling: str, rows: int, dtype: torch.
         left = float8.dequantize(data, scales).double()
         exact = left.t() @ float8.dequantize(float8.cast(x, own, E4M3), own).double()
         assert (again.double() - exact).norm() / exact.norm() < 1e-3
+
+
+@pytest.mark.shows("F1")
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"), [(512, 256, 384), (202, 128, 384), (129, 640, 256), (64, 512, 128)]
+)
+def test_the_three_products_with_a_scale_per_block(tokens: int, inputs: int, outputs: int) -> None:
+    """By cuBLAS on Hopper: forward, gradient of the input, and of the weight, also written where it stays."""
+
+    def quantized(value: torch.Tensor, weight: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = float8.scales_of(float8.largest_of(value, Scaling.BLOCK, 1, weight=weight), E4M3)
+        return float8.cast(value, scales, E4M3), scales
+
+    torch.manual_seed(0)
+    x, w, dy = (torch.randn(size, device="cuda") for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+    x[:, ::3] *= 1e4  # blocks differ in their scales
+    w[128:] *= 1e-3
+    pairs = [
+        (quantized(x), quantized(w, True)),
+        (quantized(dy), quantized(w.t().contiguous(), True)),
+        (quantized(dy.t().contiguous()), quantized(x.t().contiguous())),
+    ]
+    for a, b in pairs:
+        exact = float8.dequantize(*a).double() @ float8.dequantize(*b).double().t()
+        one = a[0].shape[1] <= 128  # block: those are rows, of which products are rounded to bf16
+        for dtype, error in ((BF16, 4e-3), (torch.float32, 4e-3 if one else 1e-3)):
+            product = float8_mm(*a, *b, True, dtype)
+            assert product.dtype == dtype and product.shape == exact.shape
+            assert (product.double() - exact).norm() / exact.norm() < error
+            into = torch.full(exact.shape, torch.nan, dtype=dtype, device="cuda")
+            float8_mm_into(*a, *b, True, into)
+            assert torch.equal(into, product)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert "scaled_mm" in products.path(torch.device("cuda", 0), Scaling.BLOCK)
+
+
+@pytest.mark.shows("F1")
+@pytest.mark.parametrize("counts", [[64, 128, 0, 192], [5, 0, 70, 13]])
+def test_products_of_experts(counts: list[int]) -> None:
+    torch.manual_seed(0)
+    tokens, experts, inputs, outputs = sum(counts), len(counts), 256, 384
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    w = torch.randn(experts, outputs, inputs, device="cuda", dtype=BF16)
+    for axis, size in ((1, inputs), (0, outputs)):
+        x = torch.randn(tokens, size, device="cuda", dtype=BF16) * torch.logspace(-3, 3, tokens, device="cuda")[:, None]
+        scales = float8.scales_of(float8.largest_of(x, Scaling.ROW, 1), E4M3)
+        data, (stack, of_rows) = float8.cast(x, scales, E4M3), float8_quantize_stack(w, axis)
+        product = float8_grouped_mm(data, scales, stack, of_rows, ends)
+        begin = 0
+        for e, count in enumerate(counts):
+            matrix = w[e] if axis else w[e].t().contiguous()
+            own = float8.scales_of(float8.largest_of(matrix, Scaling.ROW, 1), E4M3)
+            assert torch.equal(of_rows[e], own[:, 0]) and same(stack[e], float8.cast(matrix, own, E4M3))
+            some = slice(begin, begin + count)
+            exact = float8.dequantize(data[some], scales[some]).double() @ float8.dequantize(stack[e], own).double().t()
+            assert count == 0 or (product[some].double() - exact).norm() / exact.norm() < 4e-3
+            begin += count
+
+
+def state(size: int) -> list[torch.Tensor]:
+    """Parameter, gradient, moments and step of AdamW."""
+    torch.manual_seed(1)
+    made = [torch.randn(size, device="cuda") for _ in range(4)]
+    made[1] *= torch.logspace(-25, 2, size, device="cuda")
+    made[3] = made[3].square() * 1e-3
+    return [*made, torch.tensor(6.0, device="cuda")]
+
+
+@pytest.mark.shows("F3")
+@pytest.mark.parametrize("size", [4096 * 64, 4096 * 3 + 5, 7])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.0}, {"maximize": True}, {"lr": torch.tensor(3e-3)}, {"betas": (0.8, 0.95)}],
+    ids=["plain", "no decay", "maximize", "lr on the device", "betas"],
+)
+def test_an_update_that_leaves_the_largest_is_torchs(size: int, options: dict[str, Any]) -> None:
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False, **options}
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"] = group["lr"].cuda()
+    mine, theirs = state(size), state(size)
+    for _ in range(40):
+        largest = torch.zeros(1, device="cuda")
+        mine[4] += 1
+        theirs[4] += 1
+        exact_kernels.adamw_(group, tuple(mine), largest, None)
+        fused_(group, [theirs], None)
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert largest.item() == theirs[0].abs().max().item()
+    before, largest = [tensor.clone() for tensor in mine], torch.zeros(1, device="cuda")
+    exact_kernels.adamw_(group, tuple(mine), largest, torch.ones((), device="cuda"))
+    assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
+    assert largest.item() == before[0].abs().max().item()
+    mine[1][3] = torch.nan
+    exact_kernels.adamw_(group, tuple(mine), largest, torch.zeros((), device="cuda"))
+    assert largest.isnan().all()
+
+
+@pytest.mark.shows("F3")
+@pytest.mark.parametrize(
+    "options", [{}, {"state": "8bit"}, {"state": "bf16", "nan": "skip"}, {"offload": "host"}, {"nan": "skip"}], ids=str
+)
+def test_scales_are_made_from_what_the_update_left(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Llama(LlamaConfig(vocab=512, dim=256, layers=2, heads=4, hidden=512))
+        tokens = torch.randint(512, (2, 128))
+    precision, optimizer = fxshard.Float8(smallest=0), fxshard.AdamW(lr=1e-2, **options)
+    sharded = fxshard.compile(model, precision=precision, optimizer=optimizer, lowering="eager")
+    measured = []
+    for _ in range(4):
+        sharded(tokens, tokens).backward()
+        measured.append(sharded._sharding.engine._scales.measured)
+        for bucket in sharded._sharding.buckets:
+            if bucket.copies is not None:
+                largest = torch.stack([bucket.local(name).to(BF16).abs().max() for name in bucket.plan.params])
+                assert torch.equal(bucket.copies.scales, float8.scales_of(largest, E4M3))
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    assert len(set(measured)) == 1 and measured[0] > 0
+    for parameter in sharded.parameters():
+        parameter.data.mul_(9.0)
+    with pytest.raises(fxshard.StateError, match="in a way that leaves no trace"):
+        for _ in range(4):  # the host does not wait for the device: it learns of it some steps later
+            sharded(tokens, tokens).backward()
+            sharded.optimizer.step()
 
 
 def trained(precision: fxshard.Precision, lowering: str = "inductor", steps: int = 4) -> list[float]:

@@ -32,11 +32,18 @@ def test_scales_are_one_event_before_all_gathers(planned: Schedule) -> None:
     planned.verify()
     (first, *rest) = planned.events
     assert first.kind is Kind.SCALES and not any(event.kind is Kind.SCALES for event in rest)
-    assert first.bytes == 4 * len(first.params) == 16  # a scale for each weight
+    assert first.bytes == 4 * (len(first.params) + 1) == 20  # a scale for each weight, and whether all is well
     assert fxshard.Schedule.from_json(planned.to_json()) == planned
     assert planned.accumulating().events[0].kind is Kind.SCALES
     planned.accumulating().verify()
     assert planned.simulate("h200").step_seconds > 0
+
+
+def test_masters_are_read_where_updates_leave_nothing(planned: Schedule) -> None:
+    assert planned.events[0].traffic == 0
+    x, rows = torch.zeros(2, 8, dtype=torch.int64), fxshard.Float8(smallest=0, scaling="row")
+    other = fxshard.plan(net(), (x, x), world_size=4, zero=3, precision=rows, lowering="eager")
+    assert other.events[0].traffic == sum(4 * b.layout.shard_numel for b in other.buckets if b.float8 is not None)
 
 
 @pytest.mark.shows("P1")

@@ -41,12 +41,14 @@ from fxshard._torch.private.pickling import loads as loads
 from fxshard._torch.private.step import UnevenDTensor as UnevenDTensor
 from fxshard._torch.private.step import all_gather as all_gather
 from fxshard._torch.private.step import as_dtensor as as_dtensor
+from fxshard._torch.private.step import foreach_copy_ as foreach_copy_
 from fxshard._torch.private.step import foreach_lerp as foreach_lerp
 from fxshard._torch.private.step import foreach_lerp_ as foreach_lerp_
 from fxshard._torch.private.step import foreach_mul_ as foreach_mul_
 from fxshard._torch.private.step import foreach_norm as foreach_norm
 from fxshard._torch.private.step import fused_adamw as fused_adamw
 from fxshard._torch.private.step import reduce_scatter as reduce_scatter
+from fxshard._torch.private.step import scaled_mm as scaled_mm
 
 
 def min_cut_partition(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 
 def fused_adamw(
@@ -60,6 +61,28 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: float) -> None:
 def foreach_norm(tensors: list[torch.Tensor], ord: float) -> list[torch.Tensor]:
     """The norm of each tensor, in few launches. torch 2.11, 2.13."""
     return list(torch._foreach_norm(tensors, ord=ord))
+
+
+def foreach_copy_(tensors: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its tensor, in few launches. torch 2.11, 2.13."""
+    if tensors:
+        torch._foreach_copy_(tensors, sources)
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_recipe: F.ScalingType,
+    b_scales: torch.Tensor,
+    b_recipe: F.ScalingType,
+    *,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_mm``, which has no ``out``. torch 2.11, 2.13."""
+    recipes = [int(a_recipe.value)], [int(b_recipe.value)]
+    return torch._scaled_mm_v2(a, b, [a_scales], recipes[0], [], [b_scales], recipes[1], [], None, dtype, out=out)
 
 
 def all_gather(
