@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from torch import fx
 
@@ -53,6 +54,9 @@ class Gather:
     @property
     def bucket(self) -> int:
         return self.event.bucket_index
+
+
+E = TypeVar("E", Entry, Gather)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,8 @@ class PhaseTimeline:
         for entry in self.others:
             flops, traffic, in_float8 = flops + entry.flops, traffic + entry.traffic, in_float8 + entry.float8_flops
             if entry.event.bucket_index not in buckets or not goes(entry.event):
-                others.append(replace(entry, flops=flops, traffic=traffic, float8_flops=in_float8))
+                same = (flops, traffic, in_float8) == (entry.flops, entry.traffic, entry.float8_flops)
+                others.append(entry if same else replace(entry, flops=flops, traffic=traffic, float8_flops=in_float8))
                 flops = traffic = in_float8 = 0
         gathers = tuple(gather for gather in self.gathers if gather.bucket not in buckets or not goes(gather.event))
         return replace(self, others=tuple(others), gathers=gathers)
@@ -140,8 +145,12 @@ class Timeline:
 
         def change(part: PhaseTimeline) -> PhaseTimeline:
             records = {entry.node: next(given) for entry in part.entries}
-            others = tuple(replace(entry, event=records[entry.node]) for entry in part.others)
-            gathers = tuple(replace(gather, event=records[gather.node]) for gather in part.gathers)
+
+            def noted(entry: E) -> E:
+                event = records[entry.node]
+                return entry if event is entry.event else replace(entry, event=event)
+
+            others, gathers = tuple(map(noted, part.others)), tuple(map(noted, part.gathers))
             return replace(part, others=others, gathers=gathers)
 
         return self.each(change)

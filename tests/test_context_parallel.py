@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 
 import fxshard
 from fxshard.integrations.context_parallel import ContextParallel, use_in
@@ -185,6 +186,46 @@ def test_a_model_of_transformers(ranks: Pool) -> None:
     for found, gradients in ranks(2, hugging_face):
         assert found == pytest.approx(float(loss.detach()), rel=1e-5)
         torch.testing.assert_close(gradients, grads, rtol=1e-3, atol=1e-6)
+
+
+def inside_torchs_block() -> dict[str, Any]:
+    """Captured before the block, called in it with what it cut, and after it with what ``ContextParallel`` cuts."""
+    mesh, flat = meshes(2)
+    context = ContextParallel(mesh["cp"])
+    model = fxshard.compile(cut(Model(), mesh), mesh=flat, lowering="eager")
+    plain = fxshard.compile(Model(), mesh=flat, lowering="eager")
+    own = (*context.shard(*batch(0, 0)), context.positions(LENGTH).clone())
+    plain(*own)
+    whole = [*(part.clone() for part in batch(0, 0)), torch.arange(LENGTH).unsqueeze(0).clone()]
+    said = []
+    with context_parallel(mesh["cp"], buffers=whole, buffer_seq_dims=[1, 1, 1]):
+        for each in (plain, model):  # one that was captured outside, and one that would be captured here
+            with pytest.raises(fxshard.ConfigError) as error:
+                each(*whole)
+            said.append(str(error.value))
+        alike = all(map(torch.equal, whole, own))
+    loss = plain(*own)  # of this rank's tokens alone: it still runs
+    assert torch.isfinite(loss)
+    loss = model(*own)
+    loss.backward()
+    mean = loss.detach() / 2
+    dist.all_reduce(mean)
+    return {"said": said, "alike": alike, "loss": float(mean), "grads": full_gradients(model)}
+
+
+def test_torchs_own_block_is_refused_and_cuts_sequences_alike(ranks: Pool) -> None:
+    model = Model()
+    x, y = batch(0, 0)
+    loss = model(x, y, torch.arange(LENGTH).unsqueeze(0))
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for run in ranks(2, inside_torchs_block):
+        assert all(
+            "torch's context_parallel()" in each and "ContextParallel(mesh).shard" in each for each in run["said"]
+        )
+        assert len(run["said"]) == 2 and run["alike"]
+        assert run["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+        torch.testing.assert_close(run["grads"], grads, rtol=1e-3, atol=1e-6)
 
 
 def refused() -> list[str]:

@@ -11,6 +11,8 @@ from torch import fx, nn
 
 import fxshard
 from fxshard._torch import private
+from fxshard.bench.models import LanguageModel
+from fxshard.frontend.absent_layers import AbsentLayers, LayersDifferError
 from fxshard.frontend.planning import partition_model
 from fxshard.frontend.sharding import plan_model
 from fxshard.optim.config import AdamW, Muon
@@ -155,9 +157,18 @@ def capture(
     budgeted = replace(options, memory_budget=1)  # so that it can be partitioned again with less saved
     buckets = plan_model(model, [data_parallel(2, 1, "mean", "cuda")], options)
     plan = ShardingPlan(buckets, budgeted, ranks=2, hardware=machine, one_graph=True, planned_experts="auto")
-    partitioned = partition_model(model, inputs, plan)
+    partitioned = _partitioned(model, inputs, plan)
     context = replace(plan, options=options).context(next(iter(partitioned.graphs)))
     return Captured(model, [partitioned], context, precision, zero)
+
+
+def _partitioned(model: nn.Module, inputs: Sequence[Any], plan: ShardingPlan) -> Partitioned:
+    # A LanguageModel calls its layers one after the other, and makes them alike, some of the first ones apart.
+    absent = AbsentLayers.of("layers", len(model.layers)) if isinstance(model, LanguageModel) else None
+    try:
+        return partition_model(model, inputs, plan, absent=absent)
+    except LayersDifferError:
+        return partition_model(model, inputs, plan)
 
 
 def _fsdp2(timeline: Timeline, context: PassContext) -> Decisions:

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError
+from fxshard.frontend.capture import refuse_context_parallel
 from fxshard.frontend.compiled import CompiledGraphs
 from fxshard.frontend.input_shapes import taken_shapes
 from fxshard.frontend.lowering.programs import bind, lower
@@ -83,6 +84,7 @@ class Backend:
         return {phase.value: scheduled.graphs[phase] for phase, scheduled in self.scheduled.items()}
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        refuse_context_parallel()
         inputs = graph.graph.find_nodes(op="placeholder")  # of Dynamo's graph, whatever becomes of it
         run = self._compile_captured(graph, example_inputs)
         # Only now: compiling can close a size, or make Dynamo capture once more.

@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from fxshard._torch import private
-from fxshard._torch.errors import CaptureError, FxshardError, StateError
+from fxshard._torch.errors import CaptureError, ConfigError, FxshardError, StateError
+from fxshard._torch.private.attention import inside_context_parallel
 from fxshard.frontend.layerdrop import NoneBelowZero, has_layerdrop
 
 
@@ -39,10 +40,27 @@ def capture(
     compiled = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        refuse_context_parallel()
         with private.without_logging():  # not around torch.compile: a graph is captured when its first input comes
             return compiled(*args, **kwargs)
 
     return run
+
+
+def refuse_context_parallel() -> None:
+    """An error inside the block of torch's ``context_parallel``.
+
+    It replaces ``scaled_dot_product_attention`` by a function that wraps arguments in DTensors, for which torch has
+    ring attention around three CUDA kernels, and none on a CPU. Whether a graph was captured inside or outside of such
+    a block is not among what is compared before it is used again; outside, attention is to this rank's tokens alone.
+    """
+    if inside_context_parallel():
+        raise ConfigError(
+            "the model was called inside torch's context_parallel(), which replaces scaled_dot_product_attention while "
+            "its block lasts; a captured graph does not have what it puts there. Leave the block out: cut sequences "
+            "with fxshard.integrations.context_parallel.ContextParallel(mesh).shard(...), which cuts them as "
+            "context_parallel does, and call its attention() in the model"
+        )
 
 
 def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:

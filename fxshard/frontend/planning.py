@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
+from fxshard.frontend.absent_layers import AbsentLayers
 from fxshard.frontend.capture import FAILURES, capture, cast_floats, explained
 from fxshard.frontend.groups import planned_domains
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
-from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
+from fxshard.frontend.tracing import graph_inputs, partitioned_step, tie_parameters
 from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.fit_budget import Trade
@@ -236,8 +237,9 @@ def partition_model(
     plan: ShardingPlan,
     watching: Observer | None = None,
     report: Callable[[str], None] = lambda stage: None,
+    absent: AbsentLayers | None = None,
 ) -> Partitioned:
-    """Capture a hollow copy of a model and partition it; nothing runs."""
+    """Capture a hollow copy of a model and partition it; nothing runs. ``absent``: layers that are not captured."""
     precision = plan.options.precision
     hollow = _hollow_copy(model, precision)
     parameters = dict(hollow.named_parameters())
@@ -246,9 +248,11 @@ def partition_model(
         for bucket in plan.buckets
         for position, name in enumerate(bucket.params)
     }
+    if absent is not None:
+        absent.remove(hollow)
     found: list[Partitioned] = []
 
-    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> NoReturn:
         plain = plain_graph(graph)
         if plain is not None:
             graph = plain.graph
@@ -258,11 +262,9 @@ def partition_model(
         tie_parameters(graph, own)
         context = plan.context(Phase.FORWARD, watching)
         graph = before_autograd(graph, context)
-        results = outputs_without_values(graph)
-        results = results[:-1] if context.heads else results
-        with partitioned_step(graph, own, example_inputs, plan, watching, report) as step:
+        with partitioned_step(graph, own, example_inputs, plan, watching, report, absent) as step:
             found.append(step.partitioned)
-        return (lambda *args: results) if plain is None else plain.called(lambda *args: results)
+        raise _Planned
 
     values = tree_map_only(torch.Tensor, _real, inputs)
     if precision is not None and precision.param is not None and precision.cast_inputs:
@@ -273,8 +275,13 @@ def partition_model(
         with private.lazy_graph_modules():
             capture(hollow, backend, dynamic=False)(*args, **kwargs)
     except FAILURES as error:
-        raise explained(error, hollow) from error
+        if not found:
+            raise explained(error, hollow) from error
     return found[-1]
+
+
+class _Planned(Exception):
+    """Ends Dynamo's work: what it does after a backend returns, guards above all, is for a graph that will be run."""
 
 
 def _hollow_copy(model: nn.Module, precision: Precision | None) -> nn.Module:

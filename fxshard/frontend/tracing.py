@@ -12,6 +12,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard._torch.log import LOG
+from fxshard.frontend.absent_layers import AbsentLayers, LayersDifferError
 from fxshard.frontend.model_groups import note_groups
 from fxshard.frontend.used_results import tell_unused_results
 from fxshard.passes.fold_layers import Folded, fold_layers
@@ -57,23 +58,27 @@ def partitioned_step(
     plan: ShardingPlan,
     observer: Observer | None = None,
     report: Report = lambda stage: None,
+    absent: AbsentLayers | None = None,
 ) -> Iterator[Step]:
     """Forward and backward of a captured graph. The callable must be made before the block ends.
 
-    Layers that repeat are traced once where that is certain to give the same; otherwise all of them are.
+    Layers that repeat are traced once where that is certain to give the same; otherwise all of them are. ``absent``:
+    layers that the graph has not.
     """
     folded = _fold(graph, refs, plan)
     if folded is not None:
-        with _captured(folded.graph, refs, [inputs[i] for i in folded.kept], plan, folded, report) as (
-            captured,
-            traced,
-        ):
+        given = [inputs[i] for i in folded.kept]
+        if absent is not None:
+            folded, refs = absent.put_back(folded, refs, plan)
+        with _captured(folded.graph, refs, given, plan, folded, report) as (captured, traced):
             report("partitioning")
             partitioned = partition(captured, plan, observer)
             if partitioned is not None:
                 yield Step(partitioned, traced, folded)
                 return
         LOG.debug("the joint graph does not repeat as the captured one does: every layer is traced")
+    if absent is not None:
+        raise LayersDifferError(absent.path)
     with _captured(graph, refs, inputs, plan, None, report) as (captured, traced):
         report("partitioning")
         partitioned = partition(captured, plan, observer)

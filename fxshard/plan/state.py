@@ -6,6 +6,7 @@ parameter's last dimension, and shards are cut between rows, so the same blocks 
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -119,14 +120,29 @@ def bytes_of_moments(bucket: BucketPlan) -> int:
         parts = [shares(layout, rank, bucket.domain.replicas, bucket.matrices) for rank in range(layout.ranks)]
         cuts = [start + begin for start, of_rank in zip(cuts, parts, strict=True) for begin, _ in of_rank]
     cuts.append(layout.numel)
+    slots = tuple(
+        (slot.offset, slot.end, tuple(slot.spec.shape), 1 if slot.spec.name in bucket.matrices else 2)
+        for slot in layout.slots
+    )
+    return _most_moments(tuple(cuts), slots, bucket.state, dtype, bucket.row_moments)
+
+
+@functools.cache  # layers are alike
+def _most_moments(
+    cuts: tuple[int, ...],
+    slots: tuple[tuple[int, int, tuple[int, ...], int], ...],
+    state: str,
+    dtype: torch.dtype,
+    row_moments: bool,
+) -> int:
+    """``slots``: begin, end, shape and number of moments of each parameter; ``cuts``: where ranks' parts begin."""
     totals = [0] * (len(cuts) - 1)
-    for slot in layout.slots:
-        part = max(bisect_right(cuts, slot.offset) - 1, 0)
-        while part < len(totals) and cuts[part] < slot.end:
-            numel = max(min(slot.end, cuts[part + 1]) - max(slot.offset, cuts[part]), 0)
-            moments = 1 if slot.spec.name in bucket.matrices else 2
-            totals[part] += moments * moment_bytes(numel, slot.spec.shape, bucket.state, dtype)
-            if bucket.row_moments and moments == 1:
-                totals[part] += dtype.itemsize * aligned(row_numel(numel, slot.spec.shape))
+    for offset, end, shape, moments in slots:
+        part = max(bisect_right(cuts, offset) - 1, 0)
+        while part < len(totals) and cuts[part] < end:
+            numel = max(min(end, cuts[part + 1]) - max(offset, cuts[part]), 0)
+            totals[part] += moments * moment_bytes(numel, shape, state, dtype)
+            if row_moments and moments == 1:
+                totals[part] += dtype.itemsize * aligned(row_numel(numel, shape))
             part += 1
     return max(totals, default=0)

@@ -8,6 +8,7 @@ take for themselves while they run is not known here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,7 @@ class Activations:
         gradients = [node for node, ref in zip(given, refs, strict=False) if ref is not None and node is not None]
         self._in_buckets = {self.root[node] for node in gradients}
         self._end = self._last_reads()
+        self._owned: dict[fx.Node, int] = {}
         self.after: dict[fx.Node, int] = {}
         self.during: dict[fx.Node, int] = {}
         self._count(outside)
@@ -115,8 +117,10 @@ class Activations:
 
     def owned(self, node: fx.Node) -> int:
         """Bytes that a node's value adds to what is held."""
-        elsewhere = node in self._inlined or node in self._in_buckets or self.root[node] is not node
-        return 0 if elsewhere else owned_bytes(node)
+        if node not in self._owned:
+            elsewhere = node in self._inlined or node in self._in_buckets or self.root[node] is not node
+            self._owned[node] = 0 if elsewhere else owned_bytes(node)
+        return self._owned[node]
 
     def peak(self, nodes: list[fx.Node]) -> int:
         return max(self.during[node] for node in nodes)
@@ -204,6 +208,11 @@ def _inlined(nodes: list[fx.Node]) -> set[fx.Node]:
 
 def _fuses(node: fx.Node) -> bool:
     target = private.operator_of(node)
-    if target is None or node_flops(node) or private.is_mutable(target):
+    return target is not None and not node_flops(node) and _is_fused(target)
+
+
+@functools.cache
+def _is_fused(target: torch._ops.OpOverload) -> bool:
+    if private.is_mutable(target):
         return False
     return torch.Tag.pointwise in target.tags or private.operator_name(target) in _FUSED

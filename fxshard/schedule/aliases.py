@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 
@@ -29,7 +30,12 @@ def is_view(node: fx.Node) -> bool:
     if node.op == "call_function" and node.target is restore:
         return True
     target = private.operator_of(node)
-    return target is not None and (target in _HIDDEN_VIEWS or private.returns_view(target))
+    return target is not None and _returns_view(target)
+
+
+@functools.cache  # asked for every node, again and again
+def _returns_view(target: torch._ops.OpOverload) -> bool:
+    return target in _HIDDEN_VIEWS or private.returns_view(target)
 
 
 def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:

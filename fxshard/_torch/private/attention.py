@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 
 _gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 """``all_gather_tensor_autograd``, which torch 2.13 renamed."""
+
+
+def inside_context_parallel() -> bool:
+    """Whether torch's ``context_parallel`` has replaced ``scaled_dot_product_attention`` now. torch 2.11, 2.13."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    return module is not None and F.scaled_dot_product_attention in module._replaced_functions
 
 
 def gathered(tensor: torch.Tensor, group: str) -> torch.Tensor:
