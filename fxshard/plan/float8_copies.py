@@ -38,7 +38,7 @@ class Float8Copies:
         self.scales: torch.Tensor
         self.seen: torch.Tensor | None = None
         """With a scale per tensor: the largest magnitudes that were read when copies were last made."""
-        self.updated = torch.zeros(len(plan.params) if self.recipe.left_by_updates else 0, device=device)
+        self.updated = torch.zeros(len(plan.params) if self.recipe.scaling is Scaling.TENSOR else 0, device=device)
         """With a scale per tensor: those of this rank's rows, as an optimizer left them."""
         self.knows_update = False
         """Whether the update that is under way, or was the last, leaves them."""
@@ -56,14 +56,14 @@ class Float8Copies:
     def bind(self, largest: torch.Tensor, scales: torch.Tensor, seen: torch.Tensor) -> None:
         """Where the largest magnitudes and the scales of these weights lie, among those of all weights."""
         self.largest, self.scales = largest, scales
-        self.seen = seen if self.recipe.left_by_updates else None
+        self.seen = seen if self.recipe.scaling is Scaling.TENSOR else None
 
     def expect_update(self, complete: bool) -> torch.Tensor | None:
         """All masters are about to be written: where what writes them leaves the largest magnitudes, as zeros.
 
         Not ``complete``: it cannot, and they are looked for afterwards; so are those of rows and blocks.
         """
-        self.knows_update = complete and self.recipe.left_by_updates
+        self.knows_update = complete and self.recipe.scaling is Scaling.TENSOR
         return self.updated.zero_() if self.knows_update else None
 
     def parts(self, master: torch.Tensor) -> list[tuple[int, Fragment, torch.Tensor]]:

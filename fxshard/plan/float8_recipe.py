@@ -23,11 +23,6 @@ class Float8Recipe:
         return E5M2 if self.scaling is Scaling.TENSOR else E4M3
 
     @property
-    def left_by_updates(self) -> bool:
-        """Whether AdamW's update leaves the largest magnitudes that scales of weights are made of."""
-        return self.scaling is Scaling.TENSOR
-
-    @property
     def cut(self) -> int:
         """Rows of a weight that stay on one rank, so that every owner quantizes alone."""
         return BLOCK if self.scaling is Scaling.BLOCK else 1

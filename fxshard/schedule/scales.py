@@ -15,7 +15,7 @@ def scales_event(buckets: Sequence[BucketPlan], phase: Phase, group: str) -> Eve
     """What a program begins with where weights rest in float8; ``group``: that of buckets that do not say theirs.
 
     All ranks combine the largest magnitudes of their masters, and whether these changed unseen, in one all-reduce. With
-    a scale per tensor AdamW's update leaves them; otherwise the masters are read once.
+    a scale per tensor the optimizer's update left them; otherwise the masters are read once.
     """
     own = [bucket for bucket in buckets if bucket.scale_shapes]
     if not own:
@@ -32,13 +32,8 @@ def scales_event(buckets: Sequence[BucketPlan], phase: Phase, group: str) -> Eve
         stream="compute",
         why=f"largest magnitudes of {sum(len(bucket.params) for bucket in own)} weights",
         reads=tuple(bucket.index for bucket in own),
-        traffic=sum(bucket.layout.shard_numel * bucket.master_dtype.itemsize for bucket in own if _is_read(bucket)),
+        traffic=sum(bucket.layout.shard_numel * bucket.master_dtype.itemsize for bucket in own),
     )
-
-
-def _is_read(bucket: BucketPlan) -> bool:
-    assert bucket.float8 is not None
-    return bool(bucket.matrices) or not bucket.float8.left_by_updates
 
 
 def scales_come_first(step: Step) -> None:

@@ -39,13 +39,6 @@ def test_scales_are_one_event_before_all_gathers(planned: Schedule) -> None:
     assert planned.simulate("h200").step_seconds > 0
 
 
-def test_masters_are_read_where_updates_leave_nothing(planned: Schedule) -> None:
-    assert planned.events[0].traffic == 0
-    x, rows = torch.zeros(2, 8, dtype=torch.int64), fxshard.Float8(smallest=0, scaling="row")
-    other = fxshard.plan(net(), (x, x), world_size=4, zero=3, precision=rows, lowering="eager")
-    assert other.events[0].traffic == sum(4 * b.layout.shard_numel for b in other.buckets if b.float8 is not None)
-
-
 @pytest.mark.shows("P1")
 def test_a_gather_without_scales(planned: Schedule) -> None:
     without = replace(planned.events[0], reads=planned.events[0].reads[:1])
