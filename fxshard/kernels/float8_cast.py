@@ -44,17 +44,11 @@ def cast_into(
     scales: torch.Tensor,
     plain: torch.Tensor | None = None,
     turned: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
 ) -> None:
-    """Cast a matrix, rounded to bf16 first, into memory that is there; what is None is not written.
-
-    ``seen``, an fp32 number, becomes the largest magnitude that was read, unless it is larger.
-    """
+    """Cast a matrix, rounded to bf16 first, into memory that is there; what is None is not written."""
     if runs_on(value.device):
-        _launch(value.contiguous(), scales, plain, turned, seen)
+        _launch(value.contiguous(), scales, plain, turned)
         return
-    if seen is not None:
-        torch.maximum(seen, torch.linalg.vector_norm(value, torch.inf, dtype=torch.float32), out=seen)
     some = plain if plain is not None else turned
     assert some is not None
     made = cast(value.to(torch.bfloat16), scales, some.dtype).view(torch.uint8)  # not all float8 copies run on a CPU
@@ -64,13 +58,7 @@ def cast_into(
         turned.view(torch.uint8).copy_(made.t())
 
 
-def _launch(
-    value: torch.Tensor,
-    scales: torch.Tensor,
-    plain: torch.Tensor | None,
-    turned: torch.Tensor | None,
-    seen: torch.Tensor | None,
-) -> None:
+def _launch(value: torch.Tensor, scales: torch.Tensor, plain: torch.Tensor | None, turned: torch.Tensor | None) -> None:
     rows, columns = value.shape
     if value.numel() == 0:
         return
@@ -79,10 +67,8 @@ def _launch(
     strides = tuple(scales.stride(dim) if scales.shape[dim] > 1 else 0 for dim in (0, 1))
     each = tuple(scales.shape[dim] > 1 and tile(scales.shape[dim], value.shape[dim]) == 1 for dim in (0, 1))
     whole = rows % BLOCK == 0 and columns % BLOCK == 0
-    there = tuple(out is not None for out in (seen, plain, turned))
-    constants = (there[0], *each, LARGEST[some.dtype], *there[1:], whole, BLOCK, BLOCK)
-    outputs = (some if plain is None else plain, some if turned is None else turned)
-    tensors = (value, scales, *outputs, scales if seen is None else seen.view(torch.int32))
+    constants = (*each, LARGEST[some.dtype], plain is not None, turned is not None, whole, BLOCK, BLOCK)
+    tensors = (value, scales, some if plain is None else plain, some if turned is None else turned)
     numbers = (rows, columns, *strides)
     grid = (-(-rows // BLOCK), -(-columns // BLOCK), 1)
     key = (value.device.index, pointers(*tensors), numbers, constants)

@@ -1,28 +1,21 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""The Triton kernel of ``float8_cast``, and what kernels that write masters share with it."""
+"""The Triton kernel of ``float8_cast``."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def largest_bits(value, inside):
-    """The largest magnitude as bits, which have the same order; what is no number is larger than all that are."""
-    return tl.max(tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
-
-
-@triton.jit
 def cast_tile(
-    value, scales, plain, turned, seen, rows, columns, row_stride, column_stride,
-    SEEN: tl.constexpr, PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr, LARGEST: tl.constexpr, PLAIN: tl.constexpr,
+    value, scales, plain, turned, rows, columns, row_stride, column_stride,
+    PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr, LARGEST: tl.constexpr, PLAIN: tl.constexpr,
     TURNED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row-major matrix through bf16 to float8, as it lies and transposed.
 
     With a scale ``PER_ROW`` or ``PER_COLUMN`` a tile has a line of scales, otherwise one; ``row_stride`` and
-    ``column_stride`` are those of the scales, 0 where all rows or columns share them. ``seen`` becomes the largest
-    magnitude that is read, unless it is larger.
+    ``column_stride`` are those of the scales, 0 where all rows or columns share them.
     """
     # Tiles one below the other run together: what is written transposed by them lies side by side.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -33,8 +26,6 @@ def cast_tile(
         x = tl.load(value + at)
     else:
         x = tl.load(value + at, mask=inside, other=0.0)
-    if SEEN:
-        tl.atomic_max(seen, largest_bits(x.to(tl.float32), inside))
     if PER_ROW:
         line = scales + tl.program_id(1) * column_stride + row * row_stride
         scale = tl.load(line, mask=row < rows, other=1.0)[:, None]

@@ -161,15 +161,13 @@ def adamw_(
     noise: Noise,
     numbers: Numbers,
     refused: torch.Tensor | None = None,
-    largest: torch.Tensor | None = None,
 ) -> None:
     """A step of AdamW over flat fp32 elements, with moments in fewer bits. The step is made with the moments before
-    they are rounded. Unless the number ``refused``, on the device, is there and not zero. ``largest``, an fp32 number,
-    becomes the largest magnitude of the parameter after it, unless it is larger.
+    they are rounded. Unless the number ``refused``, on the device, is there and not zero.
     """
     if param.is_cuda and kernels.HAS_TRITON:
         one, two = (first.values, first.scales), (second.values, second.scales)
-        kernels.adamw_(param, grad, one, two, first.line, noise, numbers, refused, largest)
+        kernels.adamw_(param, grad, one, two, first.line, noise, numbers, refused)
         return
     grad = -grad if numbers.maximize else grad
     m, v = first.read(), second.read()
@@ -179,10 +177,3 @@ def adamw_(
     param.copy_(made if refused is None else torch.where(refused != 0, param, made))
     first.write_(m, noise, refused)
     second.write_(v, noise, refused)
-    if largest is not None:
-        note_largest(param, largest)
-
-
-def note_largest(values: torch.Tensor, largest: torch.Tensor) -> None:
-    """``largest`` becomes the largest magnitude of some values, unless it is larger."""
-    torch.maximum(largest, torch.linalg.vector_norm(values, torch.inf), out=largest)

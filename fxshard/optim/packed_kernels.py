@@ -5,7 +5,7 @@
 A program has some blocks of 256 elements of one parameter's rows: it decodes both moments, makes AdamW's step, finds
 the largest magnitudes of the new moments and encodes them. Every operation is rounded by itself, as torch's are one
 after another, so the bits are those of the definition. Kernels take ``refused``, a number on the device: unless it is
-zero they leave everything as it was. AdamW's leaves, if asked, the largest magnitude of what it wrote.
+zero they leave everything as it was.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from fxshard.plan.state import BLOCK, line_blocks
 try:
     import triton
     import triton.language as tl
-
-    from fxshard.kernels.triton_float8 import largest_bits
 
     HAS_TRITON = True
 except ImportError:  # torch for the CPU comes without Triton
@@ -134,18 +132,15 @@ if HAS_TRITON:
     @triton.jit(do_not_specialize=["seed", "place"])
     def _adamw_kernel(
         param, grad, first, first_scales, second, second_scales, size, line, blocks, count, seed, place, rate, keep,
-        first_weight, second_keep, second_weight, root, eps, refused, largest, CODES: tl.constexpr,
-        MAXIMIZE: tl.constexpr, ON_DEVICE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BINADES: tl.constexpr,
+        first_weight, second_keep, second_weight, root, eps, refused, CODES: tl.constexpr, MAXIMIZE: tl.constexpr,
+        ON_DEVICE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BINADES: tl.constexpr,
         SMALLEST: tl.constexpr,
     ):  # fmt: skip
-        block, where, inside = _places(size, line, blocks, count, ROWS, BLOCK)
         if refused is not None and tl.load(refused) != 0:
-            if largest is not None:
-                kept = tl.load(param + where, mask=inside, other=0.0)
-                tl.atomic_max(largest, largest_bits(kept, inside))
             return
         if ON_DEVICE:
             rate, keep = tl.load(rate), tl.load(keep)
+        block, where, inside = _places(size, line, blocks, count, ROWS, BLOCK)
         g = tl.load(grad + where, mask=inside, other=0.0).to(tl.float32)
         if MAXIMIZE:
             g = -g
@@ -155,10 +150,7 @@ if HAS_TRITON:
         v = v * second_keep + g * g * second_weight
         p = tl.load(param + where, mask=inside, other=0.0)
         spread = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root) + eps
-        p = p * keep - tl.div_rn(m, spread) * rate
-        tl.store(param + where, p, mask=inside)
-        if largest is not None:
-            tl.atomic_max(largest, largest_bits(p, inside))
+        tl.store(param + where, p * keep - tl.div_rn(m, spread) * rate, mask=inside)
         drawn = _noise(seed, place + where)
         _store(
             m, first, first_scales, drawn & 0xFFFF, block, where, inside, count, CODES, False, True, 16, 4, BINADES,
@@ -205,7 +197,6 @@ def adamw_(
     noise: Noise,
     numbers: Any,
     refused: torch.Tensor | None,
-    largest: torch.Tensor | None,
 ) -> None:
     """See ``packed.adamw_``."""
     grid, shape = _shape(param.numel(), line, first[1] is not None)
@@ -213,7 +204,6 @@ def adamw_(
     _adamw_kernel[grid](
         param, grad, *first, *second, *shape, _signed(noise.seed), _signed(noise.first), numbers.rate, numbers.keep,
         numbers.first_weight, numbers.second_keep, numbers.second_weight, numbers.root, numbers.eps, refused,
-        None if largest is None else largest.view(torch.int32),
         CODES=first[1] is not None, MAXIMIZE=numbers.maximize, ON_DEVICE=on_device, **_constants(),
         SMALLEST=SMALLEST_SCALE,
     )  # fmt: skip

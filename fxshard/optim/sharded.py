@@ -213,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in given:
             moments.count_step(allowed)
-        adamw_step(given, self._group_of, self._transfers, self._refused, final=self._qk_clip is None)
+        adamw_step(given, self._group_of, self._transfers, self._refused)
 
     def _bind_state(self) -> None:
         for moments in self._moments.values():

@@ -32,16 +32,10 @@ class Float8Copies:
         self._begin = rank * plan.layout.shard_numel if plan.resident else 0
         self._own = [(i, part) for i, part in enumerate(plan.layout.fragments(rank)) if part.rows]
         self._parts: list[tuple[int, Fragment, torch.Tensor]] = []
-        self._fills: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        self._fills: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._resident_views: Views = ()
         self.largest: torch.Tensor
         self.scales: torch.Tensor
-        self.seen: torch.Tensor | None = None
-        """With a scale per tensor: the largest magnitudes that were read when copies were last made."""
-        self.updated = torch.zeros(len(plan.params) if self.recipe.scaling is Scaling.TENSOR else 0, device=device)
-        """With a scale per tensor: those of this rank's rows, as an optimizer left them."""
-        self.knows_update = False
-        """Whether the update that is under way, or was the last, leaves them."""
 
     @property
     def _held(self) -> int:
@@ -53,18 +47,9 @@ class Float8Copies:
     def scale_count(self) -> int:
         return sum(rows * columns for rows, columns in self.plan.scale_shapes)
 
-    def bind(self, largest: torch.Tensor, scales: torch.Tensor, seen: torch.Tensor) -> None:
+    def bind(self, largest: torch.Tensor, scales: torch.Tensor) -> None:
         """Where the largest magnitudes and the scales of these weights lie, among those of all weights."""
         self.largest, self.scales = largest, scales
-        self.seen = seen if self.recipe.scaling is Scaling.TENSOR else None
-
-    def expect_update(self, complete: bool) -> torch.Tensor | None:
-        """All masters are about to be written: where what writes them leaves the largest magnitudes, as zeros.
-
-        Not ``complete``: it cannot, and they are looked for afterwards; so are those of rows and blocks.
-        """
-        self.knows_update = complete and self.recipe.scaling is Scaling.TENSOR
-        return self.updated.zero_() if self.knows_update else None
 
     def parts(self, master: torch.Tensor) -> list[tuple[int, Fragment, torch.Tensor]]:
         """Of each weight of which this rank has rows: its number, where the rows lie, the rows. Made once."""
@@ -105,20 +90,17 @@ class Float8Copies:
         self.quantized += 1
         if not self._fills:
             self._fills = list(self._places(master))
-        for rows, scales, payload, seen in self._fills:
-            cast_into(rows, scales, plain=payload, seen=seen)
+        for rows, scales, payload in self._fills:
+            cast_into(rows, scales, plain=payload)
 
-    def _places(
-        self, master: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """(rows of a weight, their scales, where they go, what was seen of them) for each copy."""
+    def _places(self, master: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(rows of a weight, their scales, where they go) for each copy."""
         scales = self._of_scales(self.scales)
         for copy in range(self.recipe.copies):
             payload = self.memory.split(self._held)[copy].view(E4M3)[self._begin :]
             for i, part, rows in self.parts(master):
                 own = self._scales_of_rows(scales[i * self.recipe.copies + copy], part, (ROWWISE, COLUMNWISE)[copy])
-                seen = self.seen[i : i + 1] if self.seen is not None else None
-                yield rows, own, payload[part.offset : part.offset + part.numel].view(rows.shape), seen
+                yield rows, own, payload[part.offset : part.offset + part.numel].view(rows.shape)
 
     def views(self) -> Views:
         """Of what rests, where that is everything."""

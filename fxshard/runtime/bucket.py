@@ -114,8 +114,7 @@ class Bucket:
             parameter.register_hook = RefusedHook(fragment.name)  # type: ignore[method-assign]
             self.params.append(parameter)
             guard(parameter, self)
-            # Of float8 weights the engine counts it, when they have their new values.
-            watch(parameter, self.master, always=self.plan.resident and not isinstance(self.copies, Float8Copies))
+            watch(parameter, self.master, always=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
 

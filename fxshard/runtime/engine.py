@@ -75,8 +75,6 @@ class Engine:
         self.logits = LargestLogits()
         self._gathered: dict[int, Gathered] = {}
         self._start: Token | None = None
-        self._quantized: Token | None = None
-        """When copies in float8 were last made, on a GPU: they look at masters, and scales at what they saw."""
         self._carries: Mapping[int, Event] = {}
         self.recorder: Recorder | None = None
         """Times what programs do, while there is one."""
@@ -120,7 +118,7 @@ class Engine:
         self._unseen.compare(bucket for bucket in self.buckets if self._uses_earlier(bucket))
         self.arena.reserve(arena_bytes)
         self._carries = carries
-        self._make_scales(phase)
+        self._scales.refresh(phase)
         # The first gather may start when the optimizer's writes to the shards are done: they are on this stream.
         self._start = self._streams.mark()
 
@@ -137,7 +135,6 @@ class Engine:
     def rebase(self, token: Token) -> None:
         """Everything that was started is over when ``token`` is, and nothing else needs to be known about it."""
         self._start = token
-        self._quantized = token if self._quantized is not None else None
         for held in self._gathered.values():
             held.token = token
         self.arena.occupy(token)
@@ -186,11 +183,8 @@ class Engine:
     def carry(self, index: int) -> None:
         """A bucket has its new values: if the next forward starts by gathering it, that starts now."""
         bucket, event = self.buckets[index], self._carries.get(index)
-        float8 = isinstance(bucket.copies, Float8Copies)
-        if bucket.copies is not None and (float8 or not bucket.plan.resident):
+        if bucket.copies is not None and not bucket.plan.resident:
             bucket.changed()  # its copies are those of the old values, and the kernels that wrote the new do not count
-        if float8:
-            self._scales.take_over(bucket)
         if event is None or self.recorder is not None:  # gathers are measured where programs start them
             return
         slot = event.slot
@@ -316,8 +310,8 @@ class Engine:
         if isinstance(resting, Float8Copies):
             stale = bucket.stale
             if stale and not self._scales.are_of(bucket):
-                self._make_scales(self.frame.phase)  # changed since this program began
-                self._start = self._streams.mark()
+                self._scales.refresh(self.frame.phase)  # changed since this program began
+                self._start = self._streams.mark()  # what quantizes on another stream comes after
             if memory is not None:
                 self.note_gathered(bucket)
             return resting.transfer(master, memory, copies, stale)
@@ -334,12 +328,6 @@ class Engine:
         flat = memory.view(plan.param_dtype) if memory is not None else bucket.full
         assert flat is not None
         return self._plain(bucket, flat)
-
-    def _make_scales(self, phase: Phase | None) -> None:
-        if self._quantized is not None:
-            self._quantized.wait()
-            self._quantized = None
-        self._scales.refresh(phase)
 
     def _plain(self, bucket: Bucket, flat: torch.Tensor) -> Transfer:
         """A gather of the parameters in the dtype they compute in."""
@@ -372,8 +360,6 @@ class Engine:
             token = watched(
                 self._streams.launch("gather", collective, before=transfer.stage, then=transfer.settle, after=waits)
             )
-        if isinstance(bucket.copies, Float8Copies) and self.device.type == "cuda":
-            self._quantized = token
         return Gathered(transfer, slot, self.frame.launched(token))
 
     def unsharded(self, index: int) -> tuple[torch.Tensor, ...]:

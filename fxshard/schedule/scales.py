@@ -14,8 +14,7 @@ from fxshard.schedule.step import Step
 def scales_event(buckets: Sequence[BucketPlan], phase: Phase, group: str) -> Event | None:
     """What a program begins with where weights rest in float8; ``group``: that of buckets that do not say theirs.
 
-    All ranks combine the largest magnitudes of their masters, and whether these changed unseen, in one all-reduce. With
-    a scale per tensor the optimizer's update left them; otherwise the masters are read once.
+    All ranks read their masters once and combine the largest magnitudes in one all-reduce.
     """
     own = [bucket for bucket in buckets if bucket.scale_shapes]
     if not own:
@@ -26,7 +25,7 @@ def scales_event(buckets: Sequence[BucketPlan], phase: Phase, group: str) -> Eve
         bucket="",
         bucket_index=-1,
         params=tuple(name for bucket in own for name in bucket.params),
-        bytes=sum(bucket.scale_bytes for bucket in own) + torch.float32.itemsize,
+        bytes=sum(bucket.scale_bytes for bucket in own),
         dtype=torch.float32,
         group=own[0].group(group),
         stream="compute",

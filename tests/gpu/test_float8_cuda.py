@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,8 +13,6 @@ from fxshard.kernels.float8 import E4M3, E5M2, Scaling
 from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
 from fxshard.kernels.float8_grouped import float8_grouped_mm, float8_quantize_stack
 from fxshard.kernels.float8_ops import float8_mm, float8_mm_into, float8_quantize
-from fxshard.optim import exact_kernels
-from fxshard.optim.adamw_step import fused_
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -131,74 +127,6 @@ def test_products_of_experts(counts: list[int]) -> None:
             exact = float8.dequantize(data[some], scales[some]).double() @ float8.dequantize(stack[e], own).double().t()
             assert count == 0 or (product[some].double() - exact).norm() / exact.norm() < 4e-3
             begin += count
-
-
-def state(size: int) -> list[torch.Tensor]:
-    """Parameter, gradient, moments and step of AdamW."""
-    torch.manual_seed(1)
-    made = [torch.randn(size, device="cuda") for _ in range(4)]
-    made[1] *= torch.logspace(-25, 2, size, device="cuda")
-    made[3] = made[3].square() * 1e-3
-    return [*made, torch.tensor(6.0, device="cuda")]
-
-
-@pytest.mark.shows("F3")
-@pytest.mark.parametrize("size", [4096 * 64, 4096 * 3 + 5, 7])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"weight_decay": 0.0}, {"maximize": True}, {"lr": torch.tensor(3e-3)}, {"betas": (0.8, 0.95)}],
-    ids=["plain", "no decay", "maximize", "lr on the device", "betas"],
-)
-def test_an_update_that_leaves_the_largest_is_torchs(size: int, options: dict[str, Any]) -> None:
-    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False, **options}
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"] = group["lr"].cuda()
-    mine, theirs = state(size), state(size)
-    for _ in range(40):
-        largest = torch.zeros(1, device="cuda")
-        mine[4] += 1
-        theirs[4] += 1
-        exact_kernels.adamw_(group, tuple(mine), largest, None)
-        fused_(group, [theirs], None)
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-        assert largest.item() == theirs[0].abs().max().item()
-    before, largest = [tensor.clone() for tensor in mine], torch.zeros(1, device="cuda")
-    exact_kernels.adamw_(group, tuple(mine), largest, torch.ones((), device="cuda"))
-    assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
-    assert largest.item() == before[0].abs().max().item()
-    mine[1][3] = torch.nan
-    exact_kernels.adamw_(group, tuple(mine), largest, torch.zeros((), device="cuda"))
-    assert largest.isnan().all()
-
-
-@pytest.mark.shows("F3")
-@pytest.mark.parametrize(
-    "options", [{}, {"state": "8bit"}, {"state": "bf16", "nan": "skip"}, {"offload": "host"}, {"nan": "skip"}], ids=str
-)
-def test_scales_are_made_from_what_the_update_left(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Llama(LlamaConfig(vocab=512, dim=256, layers=2, heads=4, hidden=512))
-        tokens = torch.randint(512, (2, 128))
-    precision, optimizer = fxshard.Float8(smallest=0), fxshard.AdamW(lr=1e-2, **options)
-    sharded = fxshard.compile(model, precision=precision, optimizer=optimizer, lowering="eager")
-    measured = []
-    for _ in range(4):
-        sharded(tokens, tokens).backward()
-        measured.append(sharded._sharding.engine._scales.measured)
-        for bucket in sharded._sharding.buckets:
-            if bucket.copies is not None:
-                largest = torch.stack([bucket.local(name).to(BF16).abs().max() for name in bucket.plan.params])
-                assert torch.equal(bucket.copies.scales, float8.scales_of(largest, E4M3))
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-    assert len(set(measured)) == 1 and measured[0] > 0
-    for parameter in sharded.parameters():
-        parameter.data.mul_(9.0)
-    with pytest.raises(fxshard.StateError, match="in a way that leaves no trace"):
-        for _ in range(4):  # the host does not wait for the device: it learns of it some steps later
-            sharded(tokens, tokens).backward()
-            sharded.optimizer.step()
 
 
 def trained(precision: fxshard.Precision, lowering: str = "inductor", steps: int = 4) -> list[float]:

@@ -41,7 +41,6 @@ from fxshard._torch.private.pickling import loads as loads
 from fxshard._torch.private.step import UnevenDTensor as UnevenDTensor
 from fxshard._torch.private.step import all_gather as all_gather
 from fxshard._torch.private.step import as_dtensor as as_dtensor
-from fxshard._torch.private.step import foreach_copy_ as foreach_copy_
 from fxshard._torch.private.step import foreach_lerp as foreach_lerp
 from fxshard._torch.private.step import foreach_lerp_ as foreach_lerp_
 from fxshard._torch.private.step import foreach_mul_ as foreach_mul_

@@ -63,12 +63,6 @@ def foreach_norm(tensors: list[torch.Tensor], ord: float) -> list[torch.Tensor]:
     return list(torch._foreach_norm(tensors, ord=ord))
 
 
-def foreach_copy_(tensors: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its tensor, in few launches. torch 2.11, 2.13."""
-    if tensors:
-        torch._foreach_copy_(tensors, sources)
-
-
 def scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
