@@ -62,12 +62,12 @@ def smallest(name: str, ranks: int, prefetch: int | None) -> int:
 
 
 @pytest.mark.shows("P4")
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
-    name=st.sampled_from(["llama", "tied", "mlp"]),
-    ranks=st.sampled_from([2, 3, 64]),
+    name=st.sampled_from(["tied", "mlp"]),
+    ranks=st.sampled_from([3, 64]),
     machine=st.sampled_from(sorted(PRESETS)),
-    prefetch=st.sampled_from([None, 0, 1, 3]),
+    prefetch=st.sampled_from([None, 1]),
     share=st.floats(0.3, 3.0),
 )
 def test_peak_stays_under_any_feasible_budget(
@@ -85,8 +85,10 @@ def test_peak_stays_under_any_feasible_budget(
 
 
 @pytest.mark.shows("P4")
-@pytest.mark.parametrize("ranks", [2, thorough(5), 64])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("llama", 64), ("tied", 3), ("mlp", 2), ("wide", 64), *(thorough(name, 5) for name in MODELS)],
+)
 def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ranks: int) -> None:
     least = smallest(name, ranks, None)
     assert under(name, least, ranks=ranks).peak_bytes == least
