@@ -146,7 +146,10 @@ def beside_ddp(net: type[Branches], zero: int, first_alike: int) -> tuple[bool, 
 @pytest.mark.parametrize(
     ("net", "zero", "alike"),
     [
-        *((Branches, zero, alike) for zero, alike in ((0, 0), (1, 3), (2, 0), (3, 3))),
+        (Branches, 0, 0),
+        thorough(Branches, 1, 3),
+        thorough(Branches, 2, 0),
+        (Branches, 3, 3),
         (Results, 3, 3),
         thorough(Results, 1, 0),
     ],
@@ -184,7 +187,7 @@ def accumulated(zero: int) -> tuple[bool, bool]:
     return found == expected, close
 
 
-@pytest.mark.parametrize("zero", [0, thorough(1), 3])
+@pytest.mark.parametrize("zero", [thorough(0), thorough(1), 3])
 def test_micro_batches_count_together(ranks: Pool, zero: int) -> None:
     assert ranks(2, accumulated, zero) == [(True, True)] * 2
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 import fxshard
 from tests.integrations.launched import launched, llama, rows, with_fsdp2
 from tests.pool import Pool
+from tests.thorough import thorough
 
 pytest.importorskip("accelerate", reason="needs Accelerate: pip install accelerate")
 pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
@@ -134,7 +135,7 @@ def filtered(folder: str, keep: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", [True, thorough(False)])
 def test_losses_that_are_not_finite_are_left_out_of_the_log_as_the_trainer_does(
     ranks: Pool, tmp_path: Path, keep: bool
 ) -> None:
