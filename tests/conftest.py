@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,23 @@ def pytest_configure() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # torch writes out every graph for whoever listens to this logger, and pytest listens to all that do not propagate.
     logging.getLogger("torch.__trace").propagate = True
+
+
+LONGEST = (
+    *("test_examples", "test_activation_budget", "test_doc_code", "precision/test_float8_ranks", "test_qk_clip"),
+    *("test_offload", "precision/test_gathers", "test_budget", "integrations/test_peft", "test_ordering"),
+    *("test_huggingface", "test_tensor_parallel_capture", "inspect/test_search", "integrations/test_trainer"),
+    *("test_pipeline_parallel", "test_stages", "test_tensor_parallel", "test_loss", "test_replay", "test_muon"),
+    *("inspect/test_mutants", "fused/test_dense", "test_packed", "test_lengths", "test_likeness"),
+)
+"""Files that take more than ten seconds on two cores, those that take longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--no-loadscope-reorder`` workers take files in this order: none is left with a long one at the end."""
+    folder = Path(__file__).parent
+    place = {folder / f"{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_collection_finish() -> None:

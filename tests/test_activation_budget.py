@@ -53,13 +53,13 @@ def too_small(model: nn.Module, **options: Any) -> fxshard.BudgetError:
 
 @cache
 def refused() -> fxshard.BudgetError:
-    return too_small(small())
+    return too_small(Marked())
 
 
 @cache
 def tightest() -> Schedule:
     """What fits into the smallest budget that does."""
-    return planned(small(), memory_budget=refused().smallest)
+    return planned(Marked(), memory_budget=refused().smallest)
 
 
 @pytest.mark.shows("M2")
@@ -75,8 +75,7 @@ def tightest() -> Schedule:
 )
 def test_an_error_says_what_other_optimizer_state_would_do(optimizer: Any, others: list[str]) -> None:
     """As a plan with what it says to write gives it."""
-    torch.manual_seed(0)
-    model = Llama(vocab=VOCAB, dim=64, layers=1, heads=4, hidden=128)
+    model = Marked(layers=1)
     error = too_small(model, optimizer=optimizer, hardware="h200")
     assert list(error.with_state) == others
     for choice, least in error.with_state.items():
@@ -86,7 +85,7 @@ def test_an_error_says_what_other_optimizer_state_would_do(optimizer: Any, other
 
 def test_an_error_promises_nothing_that_is_refused() -> None:
     """The host of a CPU is the CPU, and state in fewer bits is for masters in fp32."""
-    model = Llama(vocab=VOCAB, dim=64, layers=1, heads=4, hidden=128)
+    model = Marked(layers=1)
     assert list(too_small(model).with_state) == ['fxshard.AdamW(state="8bit")']
     assert too_small(model.bfloat16(), hardware="h200").with_state == {}
 
@@ -105,7 +104,7 @@ def test_more_memory_is_never_a_slower_step(name: str, ranks: int, machine: Hard
     with pytest.raises(fxshard.BudgetError) as caught:
         under(1)
     least, most = caught.value.smallest, under(None).peak_bytes
-    found = [under(least + (most - least) * i // 4) for i in range(6)]
+    found = [under(least + (most - least) * i // 3) for i in range(5)]
     steps = [schedule.simulate(machine).step_seconds for schedule in found]
     assert all(tight >= loose for tight, loose in pairwise(steps)), steps
     assert steps[0] == caught.value.seconds
@@ -120,14 +119,14 @@ def test_an_infeasible_budget_names_the_smallest_and_its_step() -> None:
     assert schedule.simulate("cpu").step_seconds == error.seconds
     assert f"at least {error.smallest} bytes" in str(error) and "simulated step" in str(error)
     with pytest.raises(fxshard.BudgetError):
-        planned(small(), memory_budget=error.smallest - 1)
+        planned(Marked(), memory_budget=error.smallest - 1)
 
 
 @pytest.mark.shows("M2")
 def test_a_sweep_has_the_budgets_from_which_a_step_is_faster() -> None:
-    trades = sweep(small(), data(), world_size=2, hardware="cpu", lowering="eager", optimizer=fxshard.AdamW())
+    trades = sweep(Marked(), data(), world_size=2, hardware="cpu", lowering="eager", optimizer=fxshard.AdamW())
     assert all(a.bytes < b.bytes and a.seconds > b.seconds for a, b in pairwise(trades))
-    first, last = tightest(), planned(small(), memory_budget=trades[-1].bytes)
+    first, last = tightest(), planned(Marked(), memory_budget=trades[-1].bytes)
     assert trades[0].recomputed == first.recomputed and trades[0].bytes == first.peak_bytes
     assert [each.simulate("cpu").step_seconds for each in (first, last)] == [trades[0].seconds, trades[-1].seconds]
 
@@ -135,8 +134,9 @@ def test_a_sweep_has_the_budgets_from_which_a_step_is_faster() -> None:
 @pytest.mark.shows("M2")
 def test_nothing_that_a_budget_leaves_untried_is_faster() -> None:
     """A sweep tries every split in every arena, a budget only what may be faster than the best so far."""
+    inputs = batch(0, 2, 0, LARGE)
     torch.manual_seed(0)
-    model, inputs = Llama(vocab=LARGE, dim=32, layers=3, heads=4, hidden=88, tied=False), batch(0, 2, 0, LARGE)
+    model = Llama(vocab=LARGE, dim=32, layers=3, heads=4, hidden=88)
     trades = sweep(model, inputs, world_size=2, hardware=SLOW, lowering="eager", optimizer=fxshard.AdamW())
     assert any(trade.offloaded for trade in trades) and any(trade.recomputed for trade in trades)
     for trade in trades[::3]:
@@ -149,9 +149,9 @@ def test_layers_are_decided_alike_and_the_table_says_what_is_computed_again() ->
     schedule = tightest()
     names = [each.name for each in schedule.recomputed]
     assert any(name.startswith("layers.*.") for name in names)
-    assert {each.count for each in schedule.recomputed if each.name.startswith("layers.*")} == {2}
+    assert {each.count for each in schedule.recomputed if each.name.startswith("layers.*")} == {3}
     assert f"computed again in backward: {names[0]}" in str(schedule)
-    assert schedule.saved_bytes < planned(small()).saved_bytes
+    assert schedule.saved_bytes < planned(Marked()).saved_bytes
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 

@@ -13,7 +13,7 @@ from fxshard.bench.tensor_parallel import PARTS, parallelize
 from fxshard.bench.workloads import Size, Workload, loss_of
 from tests.pool import Pool
 
-SIZE = Size(LlamaConfig(vocab=64, dim=32, layers=2, heads=4, hidden=48), 2, 8)
+SIZE = Size(LlamaConfig(vocab=64, dim=32, layers=1, heads=4, hidden=48), 2, 8)
 
 
 def losses() -> tuple[list[list[float]], list[torch.Tensor]]:

@@ -23,7 +23,7 @@ from tests.thorough import thorough
 from tests.toy import Llama, Mlp, batch
 from tests.training import VOCAB, Run, sharded_run, with_debug
 
-MODELS = ("llama", "tied", "mlp", "wide")
+MODELS = ("tied", "mlp", "wide")
 MACHINES = ("h100", "h200", "gb200")
 RANKS = (8, 64, 1024)
 
@@ -36,7 +36,7 @@ def captured(name: str, zero: int = 3) -> Captured:
         return capture(Mlp(7, 130, 50, 300, 5), (torch.ones(4, 7), torch.ones(4, 5)), zero=zero, lowering="eager")
     if name == "wide":  # large enough for bandwidth to matter
         with torch.device("meta"):
-            model = Llama(vocab=4096, dim=1024, layers=4, heads=8, hidden=2816)
+            model = Llama(vocab=4096, dim=1024, layers=2, heads=8, hidden=2816)
         return capture(model, batch(0, 1, 0, 4096, size=2, length=512), zero=zero, lowering="eager")
     tied = name == "tied"
     model = Llama(vocab=VOCAB, dim=32, layers=2 if tied else 3, heads=4, hidden=88, tied=tied)
@@ -62,17 +62,17 @@ def smallest(name: str, ranks: int, prefetch: int | None) -> int:
 
 
 @pytest.mark.shows("P4")
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
-    name=st.sampled_from(["llama", "tied", "mlp"]),
-    ranks=st.sampled_from([2, 3, 64]),
+    name=st.sampled_from(["tied", "mlp"]),
+    case=st.sampled_from([(3, 1), (64, None)]),
     machine=st.sampled_from(sorted(PRESETS)),
-    prefetch=st.sampled_from([None, 0, 1, 3]),
     share=st.floats(0.3, 3.0),
 )
 def test_peak_stays_under_any_feasible_budget(
-    name: str, ranks: int, machine: str, prefetch: int | None, share: float
+    name: str, case: tuple[int, int | None], machine: str, share: float
 ) -> None:
+    ranks, prefetch = case
     least = smallest(name, ranks, prefetch)
     budget = int(least * share)
     if budget < least:
@@ -85,8 +85,10 @@ def test_peak_stays_under_any_feasible_budget(
 
 
 @pytest.mark.shows("P4")
-@pytest.mark.parametrize("ranks", [2, thorough(5), 64])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("tied", 3), ("mlp", 2), ("wide", 64), *(thorough(name, 5) for name in MODELS)],
+)
 def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ranks: int) -> None:
     least = smallest(name, ranks, None)
     assert under(name, least, ranks=ranks).peak_bytes == least
@@ -95,7 +97,7 @@ def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ran
 
 
 @pytest.mark.shows("P4")
-@pytest.mark.parametrize("name", ["llama", "mlp"])
+@pytest.mark.parametrize("name", ["tied", "mlp"])
 def test_no_budget_is_exceeded_by_looking_ahead(name: str) -> None:
     """What is kept uses a budget up, so that no order but the one it was found with may fit."""
     least = smallest(name, 64, None)
@@ -107,7 +109,7 @@ def test_no_budget_is_exceeded_by_looking_ahead(name: str) -> None:
 def test_more_memory_saves_communication() -> None:
     """On a machine whose network is slow: there it is worth it."""
     slow = replace(PRESETS["h200"], name="slow", intra_bandwidth=1e8)
-    tight, loose = (under("llama", smallest("llama", 4, None) * factor, machine=slow) for factor in (1, 10))
+    tight, loose = (under("tied", smallest("tied", 4, None) * factor, machine=slow) for factor in (1, 10))
     assert loose.comm_bytes < tight.comm_bytes
     assert loose.peak_bytes > tight.peak_bytes
 

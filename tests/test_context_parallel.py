@@ -15,6 +15,7 @@ from torch.distributed.tensor.experimental import context_parallel
 import fxshard
 from fxshard.integrations.context_parallel import ContextParallel, use_in
 from fxshard.schedule.events import Kind, Phase
+from tests.hugging_face import llama
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.training import EPS, full_gradients
@@ -43,7 +44,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.place = nn.Embedding(VOCAB, DIM), nn.Embedding(LENGTH, DIM)
-        self.layers = nn.ModuleList(Layer(causal) for _ in range(2))
+        self.layers = nn.ModuleList([Layer(causal)])
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -73,6 +74,7 @@ def meshes(parts: int) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def trained(parts: int, zero: int, causal: bool) -> dict[str, Any]:
+    """What a run leaves on this rank; on the first one also the plan that is made of it without the others."""
     mesh, flat = meshes(parts)
     context = ContextParallel(mesh["cp"])
     options: Any = {"zero": zero, "optimizer": fxshard.AdamW(lr=1e-2, eps=EPS), "lowering": "eager"}
@@ -88,7 +90,14 @@ def trained(parts: int, zero: int, causal: bool) -> dict[str, Any]:
         if step < STEPS - 1:
             model.optimizer.step()
             model.optimizer.zero_grad()
-    return {"losses": losses, "grads": full_gradients(model), "schedule": model.schedule}
+    found = {"losses": losses, "grads": full_gradients(model), "schedule": model.schedule}
+    inputs, first = (x, y, context.positions(LENGTH)), dist.get_rank() == 0
+    shape = {"dp": mesh.shape[0], "cp": mesh.shape[1]}
+    dist.barrier()
+    dist.destroy_process_group()  # planning makes a fake one
+    if first:
+        found["plan"] = fxshard.plan(Model(causal), inputs, mesh=shape, parallelize=cut, hardware="cpu", **options)
+    return found
 
 
 def reference(replicas: int, causal: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -112,61 +121,25 @@ def reference(replicas: int, causal: bool) -> tuple[list[float], dict[str, torch
     [(4, 2, 3, True), (2, 2, 2, False), thorough(2, 2, 3, True), thorough(4, 4, 1, True)],
 )
 def test_trains_as_on_whole_sequences(ranks_: int, parts: int, zero: int, causal: bool, ranks: Pool) -> None:
+    """Parameters are sharded over both dimensions, and the plan has the events of the run."""
     losses, grads = reference(ranks_ // parts, causal)
-    for run in ranks(ranks_, trained, parts, zero, causal):
+    runs = ranks(ranks_, trained, parts, zero, causal)
+    for mine, planned in zip(runs[0]["schedule"].events, runs[0]["plan"].events, strict=True):
+        assert mine == planned
+    assert runs[0]["schedule"] == runs[0]["plan"]
+    for run in runs:
         assert run["losses"] == pytest.approx(losses, rel=1e-5)
         torch.testing.assert_close(run["grads"], grads, rtol=1e-3, atol=1e-6)
         started = [event for _, event in run["schedule"].of(Kind.COLLECTIVE)]
         assert all(event.group.endswith(f"×{parts}") for event in started)
         ops = [(event.phase, "gather" if "gather" in event.op else event.op) for event in started]
-        assert ops[:2] == [(Phase.FORWARD, "gather")] * 2 and len(ops) == 4
-        assert all(phase is Phase.BACKWARD and "reduce_scatter" in op for phase, op in ops[2:])
-
-
-def run_and_plan() -> tuple[str, str] | None:
-    """The schedule of the first rank on 2 × 2 ranks, and the one that is planned for it without them."""
-    mesh, flat = meshes(2)
-    options: Any = {"optimizer": fxshard.AdamW(lr=1e-2), "lowering": "eager"}
-    model = fxshard.compile(cut(Model(), mesh), mesh=flat, **options)
-    context = ContextParallel(mesh["cp"])
-    inputs = (*context.shard(*batch(0, 0)), context.positions(LENGTH))
-    model(*inputs).backward()
-    first = dist.get_rank() == 0
-    dist.barrier()
-    dist.destroy_process_group()  # planning makes a fake one
-    shape = {"dp": 2, "cp": 2}
-    plan = fxshard.plan(Model(), inputs, mesh=shape, parallelize=cut, hardware="cpu", **options) if first else None
-    return None if plan is None else (model.schedule.to_json(), plan.to_json())
-
-
-def test_a_plan_equals_the_run(ranks: Pool) -> None:
-    """Parameters are sharded over both dimensions."""
-    found = ranks(4, run_and_plan)[0]
-    assert found is not None
-    run, plan = (fxshard.Schedule.from_json(text) for text in found)
-    for mine, planned in zip(run.events, plan.events, strict=True):
-        assert mine == planned
-    assert run == plan
-
-
-def llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+        assert ops[0] == (Phase.FORWARD, "gather") and len(ops) == 2
+        assert ops[1][0] is Phase.BACKWARD and "reduce_scatter" in ops[1][1]
 
 
 def hugging_face() -> tuple[float, dict[str, torch.Tensor]]:
     mesh, flat = meshes(2)
-    context, model = ContextParallel(mesh["cp"]), llama()
+    context, model = ContextParallel(mesh["cp"]), llama(vocab_size=VOCAB)
     use_in(model, context)
     model = fxshard.compile(model, mesh=flat, lowering="eager")
     x, y = context.shard(*batch(0, 0))
@@ -178,7 +151,8 @@ def hugging_face() -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def test_a_model_of_transformers(ranks: Pool) -> None:
-    model = llama()
+    pytest.importorskip("transformers")
+    model = llama(vocab_size=VOCAB)
     x, y = batch(0, 0)
     loss = model(input_ids=x, labels=x, shift_labels=y).loss
     loss.backward()

@@ -4,11 +4,9 @@ import ast
 import contextlib
 import io
 import json
-import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,15 +23,6 @@ from tests.pool import Pool
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def torchrun(*command: str) -> str:
-    """What two processes say that torchrun starts."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*launch, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=350)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 class Here(Protocol):
@@ -60,8 +49,10 @@ def test_trainer(ranks: Pool, tmp_path: Path) -> None:
     assert (tmp_path / "final" / "model.safetensors").exists()
 
 
-def test_train_llama_on_two_processes() -> None:
-    shown = torchrun("examples/train_llama.py", "--lowering", "eager", "--steps", "2", "--layers", "1")
+def test_train_llama_on_two_processes(ranks: Pool) -> None:
+    options = ("--lowering", "eager", "--steps", "2", "--layers", "1")
+    shown, silent = ranks(2, as_under_torchrun, "examples/train_llama.py", *options)
+    assert silent == ""
     assert "at the first step" in shown
     assert shown.count("ZeRO-3 on 2 ranks") == 1  # by rank 0 alone
     for event in ("unshard", "wait", "reshard", "grad", "reduce", "finish", "update"):
@@ -100,6 +91,7 @@ def test_context_parallel_on_four_processes(ranks: Pool) -> None:
 def as_under_torchrun(script: str, *options: str) -> str:
     """Run an example on this rank of the pool; it finds what torchrun would have told it."""
     about = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1"}
+    about["FXSHARD_PROGRESS"] = "0"  # which some of them set, and leave so
     ports = [_free_port()]
     dist.broadcast_object_list(ports)
     dist.destroy_process_group()

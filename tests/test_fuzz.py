@@ -11,15 +11,15 @@ from tests.pool import Pool
 
 
 def test_random_programs_are_those_of_plain_pytorch() -> None:
-    assert [compare.run_program(seed, zero=3).text for seed in range(3)] == [""] * 3
+    assert [compare.run_program(seed, zero=3).text for seed in range(2)] == [""] * 2
 
 
 def some_programs() -> list[compare.Outcome]:
-    return [compare.run_program(seed, zero=seed % 4) for seed in (10, 11)]
+    return [compare.run_program(seed, zero=seed % 4) for seed in (11,)]
 
 
 def test_random_programs_on_two_ranks(ranks: Pool) -> None:
-    assert ranks(2, some_programs, timeout=120) == [[compare.Outcome("same")] * 2] * 2
+    assert ranks(2, some_programs, timeout=120) == [[compare.Outcome("same")]] * 2
 
 
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import fxshard
 from fxshard.frontend.report import Report
+from tests.hugging_face import llama
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import Llama
@@ -28,20 +29,7 @@ def toy() -> nn.Module:
 
 
 def hugging_face() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    return llama(vocab_size=VOCAB, max_position_embeddings=1024)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

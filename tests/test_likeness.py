@@ -11,32 +11,21 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
+from tests.hugging_face import llama
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import Mlp
 
-hf = pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PROMPT = torch.tensor([[3, 4, 5], [6, 7, 8]])
 TEXT = torch.arange(3, 27).view(2, 12)
 
 
 def make(layers: int = 2) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {**SMALL, "num_hidden_layers": layers}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attention_dropout=0.1, attn_implementation="eager"))
+    attention = {"attention_dropout": 0.1, "attn_implementation": "eager", "use_cache": True}
+    return llama(num_hidden_layers=layers, **TOKENS, **attention)
 
 
 def trained(zero: int, *, between: bool) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:

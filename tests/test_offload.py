@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,44 +18,41 @@ from fxshard.schedule.events import Kind
 from fxshard.schedule.schedule import Schedule
 from tests.measuring import AllocatedPeak, NewBytes
 from tests.pool import Pool
-from tests.test_activation_budget import VOCAB, data, planned, too_small
-from tests.thorough import thorough
+from tests.test_activation_budget import VOCAB, Marked, data, planned, too_small
 from tests.toy import Llama
-from tests.training import full_gradients
+from tests.training import Make, full_gradients
 
 LAYERS = 3
 
 
-class Checkpointed(Llama):
-    """One layer is computed again by the model itself."""
+class Checkpointed(Marked):
+    """One of four layers is computed again by the model itself."""
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        hidden = self.emb(x)
-        for i, layer in enumerate(self.layers):
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if i == 1 else layer(hidden)
-        logits = self.head(self.norm(hidden))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    def __init__(self) -> None:
+        super().__init__(layers=LAYERS + 1)
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if layer is self.layers[1] else super().block(layer, x)
 
 
-def make(kind: Callable[..., nn.Module] = Llama) -> nn.Module:
+def llama() -> nn.Module:
     torch.manual_seed(0)
-    layers = LAYERS + 1 if kind is Checkpointed else LAYERS  # as many that are not computed again
-    return kind(vocab=VOCAB, dim=64, layers=layers, heads=4, hidden=176)
+    return Llama(vocab=VOCAB, dim=64, layers=LAYERS, heads=4, hidden=176)
 
 
 @cache
-def least(kind: Callable[..., nn.Module] = Llama, ranks: int = 2) -> int:
+def least(make: Make = llama, ranks: int = 2) -> int:
     """The smallest budget for which nothing is computed again."""
-    return too_small(make(kind), activations="offload", world_size=ranks).smallest
+    return too_small(make(), activations="offload", world_size=ranks).smallest
 
 
 # -- what is planned ---------------------------------------------------------------------------------------------------
 
 
 def test_what_is_offloaded_is_in_the_schedule_and_the_peak() -> None:
-    roomy = planned(make())
+    roomy = planned(llama())
     budget = least()
-    schedule = planned(make(), memory_budget=budget, activations="offload")
+    schedule = planned(llama(), memory_budget=budget, activations="offload")
     assert not schedule.recomputed and not roomy.offloaded
     names = {each.name: each for each in schedule.offloaded}
     assert names["layers.*.mlp.w1 mm"].count == LAYERS - 1, "the one that backward reads first stays"
@@ -77,8 +73,9 @@ def test_what_is_offloaded_is_in_the_schedule_and_the_peak() -> None:
 def test_a_fast_link_is_used_in_place_of_computing_again() -> None:
     """With the host a smaller budget works, and no budget gives a slower step."""
     options = {"hardware": "gb200", "lowering": "eager", "world_size": 2, "optimizer": fxshard.AdamW()}
-    alone = sweep(make(), data(), **options, activations="recompute")
-    trades = sweep(make(), data(), **options)
+    model = Marked(layers=4)
+    alone = sweep(model, data(), **options, activations="recompute")
+    trades = sweep(model, data(), **options)
     assert not any(trade.offloaded for trade in alone) and any(trade.offloaded for trade in trades)
     assert trades[0].bytes < alone[0].bytes
     for trade in alone:
@@ -86,8 +83,8 @@ def test_a_fast_link_is_used_in_place_of_computing_again() -> None:
 
 
 def test_a_cpu_has_no_other_memory_unless_asked() -> None:
-    budget = too_small(make()).smallest
-    assert not planned(make(), memory_budget=budget).offloaded
+    budget = too_small(Marked()).smallest
+    assert not planned(Marked(), memory_budget=budget).offloaded
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_a_cpu_has_no_other_memory_unless_asked() -> None:
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(fxshard.ConfigError, match=says):
-        fxshard.compile(make(), **options)
+        fxshard.compile(llama(), **options)
 
 
 # -- what a run does ---------------------------------------------------------------------------------------------------
@@ -117,11 +114,11 @@ class Trained:
     report: str
 
 
-def trained(budget: int | None, kind: Callable[..., nn.Module] = Llama) -> Trained:
+def trained(budget: int | None, make: Make) -> Trained:
     """Micro-batches that are kept, steps, an evaluation, and two forwards before their backwards."""
     options = {} if budget is None else {"memory_budget": budget, "activations": "offload"}
     new = NewBytes()
-    model = fxshard.compile(make(kind), lowering="eager", optimizer=fxshard.AdamW(), **options)
+    model = fxshard.compile(make(), lowering="eager", optimizer=fxshard.AdamW(), **options)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     losses: list[float] = []
 
@@ -151,8 +148,8 @@ def trained(budget: int | None, kind: Callable[..., nn.Module] = Llama) -> Train
     return Trained(model.schedule, losses, full_gradients(model), before + peak.bytes - host, host, str(model.report))
 
 
-def both(budget: int, kind: Callable[..., nn.Module] = Llama) -> tuple[Trained, Trained]:
-    return trained(None, kind), trained(budget, kind)
+def both(budget: int, make: Make) -> tuple[Trained, Trained]:
+    return trained(None, make), trained(budget, make)
 
 
 def assert_same(kept: Trained, run: Trained) -> None:
@@ -162,9 +159,8 @@ def assert_same(kept: Trained, run: Trained) -> None:
 
 
 @pytest.mark.shows("M4")
-@pytest.mark.parametrize("kind", [thorough(Llama), Checkpointed])
-def test_results_are_the_same_bits(ranks: Pool, kind: Callable[..., nn.Module]) -> None:
-    for kept, run in ranks(2, both, least(kind), kind, timeout=240):
+def test_results_are_the_same_bits(ranks: Pool) -> None:
+    for kept, run in ranks(2, both, least(Checkpointed), Checkpointed, timeout=240):
         assert_same(kept, run)
         assert "on the host from forward to backward: " in run.report
 
@@ -172,7 +168,7 @@ def test_results_are_the_same_bits(ranks: Pool, kind: Callable[..., nn.Module]) 
 @pytest.mark.shows("M1", "M3")
 def test_memory_is_given_back_and_the_peak_is_as_predicted(ranks: Pool) -> None:
     """On one rank: to reduce between CPUs takes memory of its own, which no device needs."""
-    ((kept, run),) = ranks(1, both, least(ranks=1), timeout=240)
+    ((kept, run),) = ranks(1, both, least(ranks=1), llama, timeout=240)
     assert_same(kept, run)
     assert run.schedule.budget is not None and run.peak <= run.schedule.budget
     assert run.peak == pytest.approx(run.schedule.step_bytes, rel=0.03)

@@ -9,30 +9,12 @@ import torch
 import torch.distributed as dist
 
 import fxshard
+from tests.hugging_face import llama
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.training import EPS
 
 pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
-
-
-def llama(attention: str) -> torch.nn.Module:
-    """A small random model; nothing is downloaded."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config)
 
 
 def drawn(row: int, total: int) -> list[torch.Tensor]:
@@ -59,7 +41,8 @@ def packed(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_documents_in_a_row_train_as_documents_apart(attention: str, windows: bool | None) -> None:
     generator = torch.Generator().manual_seed(1)
     debug = fxshard.Debug(window_attention=windows)
-    model, plain = fxshard.compile(llama(attention), lowering="eager", debug=debug), llama(attention)
+    chosen = {"attn_implementation": attention}
+    model, plain = fxshard.compile(llama(**chosen), lowering="eager", debug=debug), llama(**chosen)
     for lengths in ((5, 7, 4), (9, 3, 4), (16,)):
         documents = [torch.randint(64, (length,), generator=generator) for length in lengths]
         plain.zero_grad()
@@ -87,8 +70,8 @@ def fine_tuned(last: int) -> tuple[float, int]:
     The largest relative difference of a loss from plain PyTorch's, and how many graphs were captured.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = fxshard.compile(llama("sdpa"), optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
-    plain, worst = llama("sdpa"), 0.0
+    model = fxshard.compile(llama(), optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
+    plain, worst = llama(), 0.0
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, fused=True)
     for step in range(BATCHES):
         batch = packed(drawn(ranks * step + rank, LENGTH if step < BATCHES - 1 else last + rank))

@@ -91,7 +91,9 @@ def test_two_stages_train_as_one_process_does(kind: str, stage: str, ranks: Pool
     compare(ranks(2, ours, kind, stage), 1)
 
 
-@pytest.mark.parametrize(("stage", "zero"), [("once", 3), thorough("once", 1), thorough("each", 3), ("each", 2)])
+@pytest.mark.parametrize(
+    ("stage", "zero"), [("once", 3), thorough("once", 1), thorough("each", 3), thorough("each", 2)]
+)
 def test_two_stages_of_two_replicas(stage: str, zero: int, ranks: Pool) -> None:
     """As plain PyTorch on the global batch; reduced once, bit by bit as FSDP2 in the same pipeline."""
     found = ranks(4, ours, "1F1B", stage, zero)

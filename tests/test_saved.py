@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxshard
+from tests.thorough import thorough
 
 
 class RMSNorm(nn.Module):
@@ -42,7 +43,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
 def test_copies_that_products_read_are_made_again(lowering: str) -> None:
     """Of each block: its input, one scale a row, what GELU is given; and what the loss squares. Not the norm's output,
     nor GELU's. Losses and weights after three steps are plain torch's.

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
+from tests.hugging_face import llama
 from tests.parallel import Block, Model, batch, parallel
 from tests.pool import Pool
 from tests.thorough import thorough
@@ -202,14 +203,6 @@ def test_compute_in_bf16(ranks: Pool) -> None:
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
-
-
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False))
 
 
 def by_tp_plan() -> tuple[float, float, float]:

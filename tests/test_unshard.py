@@ -12,6 +12,7 @@ import fxshard
 from fxshard._torch.errors import ConfigError, StateError
 from tests.pool import Pool
 from tests.stack import Stack, batch
+from tests.thorough import thorough
 from tests.training import llama, my_data_for
 
 CHOICE = fxshard.AdamW(lr=1e-2)
@@ -50,7 +51,7 @@ def written(zero: int, layout: str) -> list[str]:
     return wrong + [n for n, value in plain.state_dict().items() if not torch.allclose(found[n], value, atol=1e-6)]
 
 
-@pytest.mark.parametrize(("zero", "layout"), [(0, "auto"), (2, "rows"), (3, "rows"), (3, "whole")])
+@pytest.mark.parametrize(("zero", "layout"), [thorough(0, "auto"), (2, "rows"), thorough(3, "rows"), (3, "whole")])
 def test_what_is_written_goes_back_to_the_shards(ranks: Pool, zero: int, layout: str) -> None:
     assert ranks(2, written, zero, layout) == [[], []]
 
@@ -132,8 +133,8 @@ def test_misuse_is_refused(ranks: Pool) -> None:
 def nested(zero: int) -> list[str]:
     """Units within units: the innermost has a parameter, and training is that of the plain model."""
     units = ["layers.*", "layers.*.mlp", "layers.0.attention.q"]
-    model = fxshard.compile(llama(layers=2), zero=zero, lowering="eager", units=units, optimizer=CHOICE)
-    plain = llama(layers=2)
+    model = fxshard.compile(llama(layers=1), zero=zero, lowering="eager", units=units, optimizer=CHOICE)
+    plain = llama(layers=1)
     plain.load_state_dict(model.full_state_dict())
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     world = dist.get_world_size()
@@ -154,6 +155,6 @@ def nested(zero: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [thorough(1), 3])
 def test_units_within_units(ranks: Pool, zero: int) -> None:
     assert ranks(2, nested, zero) == [[], []]

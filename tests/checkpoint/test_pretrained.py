@@ -15,21 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxshard
 from fxshard.checkpoint import load_safetensors
 from tests.checkpoint.zoo import same
+from tests.hugging_face import SMALL, llama
 from tests.measuring import NewBytes
 from tests.pool import Pool
 
 hf = pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
 pytest.importorskip("safetensors")
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 KINDS = ["llama", "tied", "gpt2", "mixtral"]
 
 
@@ -37,13 +30,11 @@ def make(kind: str, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
     if kind == "mixtral":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-        return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **experts, num_hidden_layers=layers))
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL | TOKENS | experts | {"num_hidden_layers": layers}))
     if kind == "gpt2":
         sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32}
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(**SMALL, num_hidden_layers=layers, tie_word_embeddings=kind == "tied", dtype=torch.float32)
-    )
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **TOKENS))
+    return llama(num_hidden_layers=layers, tie_word_embeddings=kind == "tied", dtype=torch.float32, **TOKENS)
 
 
 def on_meta(kind: str, layers: int = 2) -> nn.Module:

@@ -78,7 +78,7 @@ def test_same_losses_as_an_uninterrupted_run(ranks: Pool, tmp_path: Path) -> Non
     assert sorted(os.listdir(folder)) == ["step-4", "step-6"]  # keep=2
 
 
-@pytest.mark.shows("C1")
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_replica_that_is_lost(ranks: Pool, tmp_path: Path) -> None:
     """Two replicas of two shards, one rank is killed: the other three end, and two go on from the last checkpoint."""

@@ -8,21 +8,11 @@ import pytest
 import torch
 
 import fxshard
+from tests.hugging_face import SMALL
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts_per_tok": 2,
-    "num_experts": 4,
-    "moe_intermediate_size": 24,
-}
+SIZES = SMALL | {"head_dim": 8, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
 
 
 def build() -> Any:

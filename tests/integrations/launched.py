@@ -1,4 +1,4 @@
-"""What a launcher sets up for tools that ask the environment, and small models and data to train in them."""
+"""What a launcher sets up for tools that ask the environment, and data to train on in them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-VOCAB = 64
+from tests.hugging_face import SMALL, llama
+
+__all__ = ["VOCAB", "launched", "llama", "rows", "with_fsdp2"]
+
+VOCAB: int = SMALL["vocab_size"]
 
 
 @contextlib.contextmanager
@@ -55,24 +58,6 @@ def with_fsdp2(trainer: type) -> type:
             self.is_fsdp_enabled = True
 
     return WithFSDP2
-
-
-def llama(**config: Any) -> nn.Module:
-    """A small random Llama, the same in every process."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "use_cache": False,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
 
 
 def rows(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:

@@ -69,20 +69,21 @@ def test_rows_end_alike_and_the_norm_is_muons() -> None:
 
 def stages_and_layouts() -> dict[str, list[str]]:
     found = {}
+    if dist.get_world_size() == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for layout in ("whole", "rows"):
+            found[f"HSDP {layout}"] = against_plain(CHOICE, zero=3, layout=layout, mesh=mesh)
+        return found
     for zero in range(4):
         for layout in ("whole", "rows") if zero else ("auto",):
             found[f"ZeRO-{zero} {layout}"] = against_plain(CHOICE, zero=zero, layout=layout)
     cut = fxshard.NorMuon(lr=2e-2, adamw=ADAMW, split=SPLIT.split, groups={"*.o.weight": {"beta2": 0.5}})
     for layout in ("whole", "rows"):
         found[f"fused {layout}"] = against_plain(cut, fused, zero=3, layout=layout)
-    if dist.get_world_size() == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for layout in ("whole", "rows"):
-            found[f"HSDP {layout}"] = against_plain(CHOICE, zero=3, layout=layout, mesh=mesh)
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_equals_the_plain_step_bitwise_in_every_layout(ranks: Pool, world: int) -> None:
     for found in ranks(world, stages_and_layouts):
         assert found == {name: [] for name in found}
@@ -111,12 +112,11 @@ def resumed(folder: Path, layout: str) -> dict[str, torch.Tensor]:
     return stepped(model, range(2, 4)).full_state_dict()
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(3, 2), (1, 3)])
-def test_checkpoints_move_between_numbers_of_ranks(ranks: Pool, tmp_path: Path, writers: int, readers: int) -> None:
-    ranks(writers, saved, tmp_path, "rows")
+def test_checkpoints_move_between_numbers_of_ranks(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, saved, tmp_path, "rows")
     wanted = stepped(made("rows"), range(4)).full_state_dict()
     for layout in ("rows", "whole"):
-        for found in ranks(readers, resumed, tmp_path, layout):
+        for found in ranks(2, resumed, tmp_path, layout):
             assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 

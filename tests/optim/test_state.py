@@ -66,8 +66,8 @@ def test_muons_momentum_follows_its_reference(format: str) -> None:
 
 
 @cache
-def losses(format: str, place: str) -> list[float]:
-    model = fxshard.compile(wide(), optimizer=fxshard.AdamW(lr=1e-3, state=format, offload=place), lowering="eager")
+def losses(format: str) -> list[float]:
+    model = fxshard.compile(wide(), optimizer=fxshard.AdamW(lr=1e-3, state=format), lowering="eager")
     found = []
     for step in range(40):
         loss = model(*wide_batch(step % 4, 0))
@@ -78,12 +78,11 @@ def losses(format: str, place: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("format", "place"), [case for case in product(FORMATS, PLACES) if case != ("fp32", "none")])
-def test_trains_as_fp32_does(format: str, place: str) -> None:
-    mine, theirs = losses(format, place), losses("fp32", "none")
+@pytest.mark.parametrize("format", ["bf16", "8bit"])
+def test_trains_as_fp32_does(format: str) -> None:
+    mine, theirs = losses(format), losses("fp32")
     assert theirs[-1] < 0.1 * theirs[0]
-    assert mine == theirs if format == "fp32" else mine == pytest.approx(theirs, rel=0.05)
-    assert format == "fp32" or mine != theirs
+    assert mine == pytest.approx(theirs, rel=0.05) and mine != theirs
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -226,13 +225,11 @@ def test_state_dicts_are_those_of_torch(place: str) -> None:
 
 
 def test_a_plan_counts_what_is_kept() -> None:
-    inputs = (torch.randn(4, 64), torch.randn(4, 64))
-    plans = {
-        (format, place): fxshard.plan(
-            wide(), inputs, world_size=4, optimizer=fxshard.AdamW(state=format, offload=place)
-        )
-        for format, place in product(FORMATS, PLACES)
-    }
+    def plan(state: str, offload: str, budget: int | None = None) -> fxshard.Schedule:
+        options: dict[str, Any] = {"optimizer": fxshard.AdamW(state=state, offload=offload), "memory_budget": budget}
+        return fxshard.plan(wide(), wide_batch(0, 0), world_size=4, lowering="eager", **options)
+
+    plans = {case: plan(*case) for case in product(FORMATS, PLACES)}
     at_rest = {key: schedule.resident_bytes for key, schedule in plans.items()}
     moments = {key: sum(bucket.moment_bytes for bucket in schedule.buckets) for key, schedule in plans.items()}
     assert moments["fp32", "none"] == moments["fp32", "host"] == 2 * moments["bf16", "none"]
@@ -246,8 +243,8 @@ def test_a_plan_counts_what_is_kept() -> None:
         assert fxshard.Schedule.from_json(schedule.to_json()) == schedule
     smallest = min(plan.peak_bytes for plan in plans.values())
     with pytest.raises(fxshard.BudgetError):
-        fxshard.plan(wide(), inputs, world_size=4, optimizer=fxshard.AdamW(), memory_budget=smallest)
-    fxshard.plan(wide(), inputs, world_size=4, optimizer=fxshard.AdamW(offload="host"), memory_budget=smallest)
+        plan("fp32", "none", smallest)
+    plan("fp32", "host", smallest)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -69,8 +69,9 @@ def disturbed(zero: int) -> tuple[Run, Run]:
     return run(zero, "off", disturbed=True, steps=3), run(zero, "auto", disturbed=True, steps=3, **ahead)
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("Q4")
-@pytest.mark.parametrize("zero", [thorough(1), thorough(2), 3])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_gathering_quantized_parameters_changes_nothing(ranks: Pool, zero: int) -> None:
     for runs in ranks(2, on_and_off, zero):
         for name, one in runs.items():
@@ -118,7 +119,7 @@ def test_staging_leaves_gradients_that_no_sync_kept_alone(ranks: Pool) -> None:
         assert all(map(torch.equal, off, on))
 
 
-@pytest.mark.shows("Q6")
+@pytest.mark.shows("Q4", "Q6")
 @pytest.mark.parametrize("zero", [thorough(1), thorough(2), 3])
 def test_evaluation_zero_grad_and_loading_in_between(ranks: Pool, zero: int) -> None:
     for off, on in ranks(2, disturbed, zero):
