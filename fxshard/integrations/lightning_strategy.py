@@ -17,6 +17,7 @@ from torch import nn
 
 import fxshard
 from fxshard import CheckpointError, ConfigError, ShardedModule
+from fxshard.checkpoint import folder
 from fxshard.integrations.optimizers import carry_over, check_unused, names_of
 from fxshard.integrations.replacing import save_over
 
@@ -143,6 +144,19 @@ class TrainerStrategy:
                 )
             check_unused(optimizer, self._names)
             carry_over(optimizer, self._names, self.sharded)  # if it was made in __init__
+            self._leave_out_unsharded(optimizer)
+
+    def _leave_out_unsharded(self, optimizer: torch.optim.Optimizer) -> None:
+        """``self.parameters()`` has those of frozen modules, too, which no step changes and no checkpoint of it has."""
+        sharded = {id(parameter) for parameter in self.sharded.parameters()}
+        for group in optimizer.param_groups:
+            others = [parameter for parameter in group["params"] if id(parameter) not in sharded]
+            if any(parameter.requires_grad for parameter in others):
+                raise ConfigError(
+                    "configure_optimizers returned an optimizer over parameters that are none of the LightningModule's "
+                    f"own: all that trains must be in self.{self._places[0]}"
+                )
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in sharded]
 
     def teardown(self) -> None:
         """Lightning's own strategies move the model to the CPU; shards stay where they are."""
@@ -187,6 +201,12 @@ class TrainerStrategy:
             )
         fits = self.lightning_module.trainer.state.fn == "fit"
         optimizer = self.optimizers[0] if fits and self.optimizers else None
+        if optimizer is not None and folder.read(path)["optimizer"] is None:
+            raise CheckpointError(
+                f"{path} has weights and no optimizer: resume from one that ModelCheckpoint wrote without "
+                "save_weights_only, or start from its weights, without ckpt_path: "
+                f"fxshard.load(self.{self._places[0]}, path, weights_only=True) in on_fit_start"
+            )
         checkpoint = fxshard.load(self.sharded, path, optimizer=optimizer, weights_only=not fits).extra
         self._load_unsharded(checkpoint["state_dict"], path)
         return checkpoint  # type: ignore[no-any-return]

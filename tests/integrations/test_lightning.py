@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fxshard
@@ -157,12 +158,17 @@ def message(package: str, folder: str, module: Any = None, strategy: Any = None,
 
 def refusals(package: str, folder: str) -> dict[str, str]:
     pl = tools(package)
+    weights = str(Path(folder, "weights.ckpt"))
+    _, running = fit(package, own(package), folder, devices=1, max_steps=1, limit_val_batches=0)
+    running.save_checkpoint(weights, weights_only=True)
     apart = lit(package)
     apart.head = nn.Linear(2, 2)
     nothing = lit(package)
     nothing.requires_grad_(False)
     several = lit(package, configure_optimizers=lambda self: [torch.optim.SGD(self.parameters()) for _ in range(2)])
     several.automatic_optimization = False  # Lightning wants it for two
+    stray = nn.Linear(2, 2)
+    elsewhere = lit(package, configure_optimizers=lambda self: torch.optim.SGD(stray.parameters()))
     file = Path(folder, "plain.ckpt")
     torch.save({}, file)
     return {
@@ -171,11 +177,13 @@ def refusals(package: str, folder: str) -> dict[str, str]:
         "apart": message(package, folder, apart),
         "nothing": message(package, folder, nothing),
         "several": message(package, folder, several, accumulate_grad_batches=1, gradient_clip_val=None),
+        "elsewhere": message(package, folder, elsewhere),
         "two optimizers": message(package, folder, strategy=own(package, optimizer=fxshard.AdamW())),
         "twice": message(package, folder, lit(package, configure_model=compiled)),
         "compiled": message(package, folder, torch.compile(lit(package))),
         "norms": message(package, folder, sync_batchnorm=True),
         "plugin": message(package, folder, plugins=[pl.plugins.io.AsyncCheckpointIO()]),
+        "weights": message(package, folder, ckpt_path=weights),
         "file": message(package, folder, ckpt_path=str(file)),
     }
 
@@ -185,6 +193,7 @@ SAID = {
     "nothing": "nothing. Put", "several": "2 optimizers", "two optimizers": r"return self\.model\.optimizer",
     "compiled": "without torch.compile", "norms": "sync_batchnorm", "twice": "compiled already",
     "file": "load_from_checkpoint", "plugin": "AsyncCheckpointIO",
+    "elsewhere": r"none of the LightningModule's", "weights": r"fxshard\.load\(self\.model, path, weights_only=True\)",
 }  # fmt: skip
 
 
@@ -246,6 +255,62 @@ def test_ways_to_optimize(ranks: Pool, tmp_path: Path) -> None:
     (found,) = ranks(1, kinds, INSTALLED[0], str(tmp_path))
     for kind, seen in found.items():
         assert seen == pytest.approx(losses, rel=1e-5), kind
+
+
+def with_adapter() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(llama(), config)  # type: ignore[arg-type]
+
+
+def stages(package: str, folder: str) -> dict[str, Any]:
+    """Fit, validate, test and predict with one Trainer, of a model with an adapter."""
+
+    def test_step(self: Any, batch: Any, index: int) -> None:
+        self.log("test_loss", self.model(**batch).loss)
+
+    def predict_step(self: Any, batch: Any, index: int) -> float:
+        return float(self.model(**batch).loss)
+
+    def adamw(self: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module = lit(package, test_step=test_step, predict_step=predict_step, configure_optimizers=adamw)
+    module.model = with_adapter()
+    saving = tools(package).callbacks.ModelCheckpoint(folder, filename="best", monitor="val_loss")
+    short: dict[str, Any] = {"devices": 1, "max_epochs": 1, "limit_train_batches": 3, "accumulate_grad_batches": 1}
+    short |= {"gradient_clip_val": None, "use_distributed_sampler": False, "callbacks": [saving]}
+    _, running = fit(package, own(package), folder, module, **short)
+    batches = loaders()[1]
+    with launched():
+        (validated,) = running.validate(module, batches, verbose=False)
+        (tested,) = running.test(module, batches, ckpt_path="best", verbose=False)
+        predicted = running.predict(module, batches)
+    stored = dcp.FileSystemReader(Path(folder, "best.ckpt")).read_metadata().state_dict_metadata
+    found = {"losses": module.losses, "validated": validated["val_loss"], "tested": tested["test_loss"]}
+    return {**found, "predicted": predicted, "stored": list(stored)}
+
+
+@pytest.mark.timeout(300)
+def test_stages_with_an_adapter(ranks: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs the integrations extra")
+    model, losses = with_adapter(), []
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for row in rows(3):
+        loss = model(**{name: value[None] for name, value in row.items()}).loss
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    evaluated = [float(model(**{name: value[None] for name, value in row.items()}).loss) for row in rows(4, length=10)]
+    (found,) = ranks(1, stages, INSTALLED[0], str(tmp_path))
+    assert found["losses"] == pytest.approx(losses, rel=1e-5)
+    assert found["predicted"] == pytest.approx(evaluated, rel=1e-5)
+    assert found["validated"] == found["tested"] == pytest.approx(sum(evaluated) / 4, rel=1e-5)
+    assert any("lora_A" in name for name in found["stored"])
+    assert not any("embed_tokens" in name or "base_layer" in name for name in found["stored"])
 
 
 def script(folder: str) -> None:
