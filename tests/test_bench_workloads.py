@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from fxshard.bench.contenders import blocks
+import fxshard
+from fxshard.bench import hugging_face, variants
+from fxshard.bench.contenders import blocks, ours
 from fxshard.bench.train import Contender
 from fxshard.bench.workloads import SIZES, Workload, loss_of
 
@@ -49,6 +52,48 @@ def test_large_models(variant: str, billions: float) -> None:
     model, inputs = Workload(f"fxshard.bench.variants:{variant}", cache=False).build(torch.device("meta"))
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
     assert inputs["input_ids"].shape[1] == 4096
+
+
+def test_the_base_of_qlora_rests_in_four_bits() -> None:
+    """Linears of the layers, 6.98 B numbers, take a little more than half a byte each, and not two."""
+    pytest.importorskip("peft", reason="needs the integrations extra")
+    model, _ = Workload("fxshard.bench.variants:qlora_8b", cache=False).build(torch.device("meta"))
+    plain, _ = Workload("fxshard.bench.variants:lora_8b", cache=False).build(torch.device("meta"))
+    quantized, whole = (sum(parameter.nbytes for parameter in each.parameters()) for each in (model, plain))
+    linears = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    assert whole - quantized == linears * 2 - linears * 9 // 16
+    assert [p.numel() for p in model.parameters() if p.requires_grad] == [
+        p.numel() for p in plain.parameters() if p.requires_grad
+    ]
+
+
+def tiny_qlora(quantized: bool = True) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """``qlora_8b`` in the size of a toy."""
+    torch.manual_seed(0)
+    size = SIZES["hf:llama-toy"]
+    model = variants.adapted(hugging_face.build("llama", replace(size.config, layers=1), 16))
+    tokens = torch.randint(size.config.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
+    return fxshard.quantize_frozen(model, "nf4") if quantized else model, {"input_ids": tokens, "labels": tokens}
+
+
+def test_qlora_trains_as_a_contender() -> None:
+    """With the losses of plain PyTorch on the same codes, and not those of weights that were not rounded."""
+    pytest.importorskip("peft", reason="needs the integrations extra")
+    workload = Workload("tests.test_bench_workloads:tiny_qlora", cache=False)
+    contender = Contender("fxshard", workload, CPU, False, lambda model, _: ours(model, None, 3, lowering="eager"))
+    losses = []
+    for quantized in (True, False):
+        model, inputs = tiny_qlora(quantized)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        losses.append([])
+        for _ in contender.losses:
+            loss = loss_of(model, inputs)
+            losses[-1].append(float(loss.detach()))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert contender.losses == pytest.approx(losses[0], rel=1e-5)
+    assert contender.losses != pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

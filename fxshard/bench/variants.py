@@ -1,8 +1,9 @@
 """Models of ``transformers`` beside those of ``--model hf:...``: our Llama's sizes but for one thing, large
-ones, and one with adapters.
+ones, and two with adapters.
 
 fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:packed --contenders fsdp2-compile,fxshard
 fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:llama_8b --contenders fxshard-8bit
+fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:qlora_8b --contenders fxshard-no-logits
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxshard import quantize_frozen
 from fxshard.bench import hugging_face
 from fxshard.bench.workloads import SIZES, Inputs
 
@@ -64,10 +66,22 @@ def moe_16b() -> tuple[nn.Module, Inputs]:
 
 def lora_8b() -> tuple[nn.Module, Inputs]:
     """A LoRA fine-tune: rank 16 on all linears of ``llama_8b`` in bf16."""
+    model, inputs = _built("llama", batch=2, dtype=torch.bfloat16, **LLAMA_8B)
+    return adapted(model), inputs
+
+
+def qlora_8b() -> tuple[nn.Module, Inputs]:
+    """The same with base weights at rest in NF4; for contenders of fxshard, FSDP2 would cast the codes."""
+    model, inputs = lora_8b()
+    return quantize_frozen(model, "nf4"), inputs
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """A model with adapters on all linears of its layers, and nothing else to train."""
     from peft import LoraConfig, get_peft_model
 
-    model, inputs = _built("llama", batch=2, dtype=torch.bfloat16, **LLAMA_8B)
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED, task_type="CAUSAL_LM")), inputs
+    config = LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED, task_type="CAUSAL_LM")
+    return get_peft_model(model, config)  # type: ignore[arg-type, no-any-return]
 
 
 def _built(kind: str, batch: int | None = None, **different: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:

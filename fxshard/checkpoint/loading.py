@@ -56,7 +56,7 @@ def load(
     ``path``: a checkpoint, or a folder of checkpoints: the latest complete one is taken. Everything is checked first,
     checksums included: a damaged checkpoint, other keys, shapes, dtypes, groups or Newton–Schulz coefficients are a
     ``CheckpointError`` on every rank, and nothing is changed. Reading runs no code of the folder's. Hyperparameters
-    continue as saved. ``weights_only`` loads parameters and buffers and nothing else. What was saved with
+    continue as saved. ``weights_only`` changes parameters and buffers and nothing else. What was saved with
     ``frozen=False`` has no parameters that do not train: those of the model stay as they are.
 
     >>> loaded = fxshard.load(model, "runs/a")
@@ -74,10 +74,10 @@ def load(
         problems = [str(error)]
     ranks.settle(problems, f"{path} does not fit, nothing was loaded")
     # A bit that flipped is found before the first byte of the model is overwritten.
-    parts = (f"{MODEL}.",) if weights_only else ("",)
+    parts = (f"{MODEL}.", "extra.") if weights_only else ("",)
     ranks.settle(plan.reader.damage(parts, ranks.rank, ranks.size), f"{path} is damaged, nothing was loaded")
     same_ranks = plan.manifest["ranks"] == ranks.size
-    objects = [] if weights_only else [f"extra.{ranks.rank if same_ranks else 0}"]
+    objects = [f"extra.{ranks.rank if same_ranks else 0}"]
     objects += [f"rng.{ranks.rank}"] if same_ranks and not weights_only else []
     shown = contextlib.nullcontext(progress) if progress is not None else long_work(f"loading {path.name}")
     if isinstance(plan.optimizer, ShardedOptimizer):

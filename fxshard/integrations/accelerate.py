@@ -9,7 +9,6 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from torch import nn
 
 import fxshard
 from fxshard import ConfigError, Precision, ShardedModule
-from fxshard.frontend.adapters import has_adapter
 from fxshard.integrations.optimizers import carry_over, check_unused, names_of, owns
+from fxshard.integrations.replacing import save_over
 
 FOLDER = "fxshard"
 """Where ``save_state`` puts a sharded model with its optimizer, inside the folder it is given; numbered from 0."""
@@ -110,18 +109,8 @@ class Accelerator(accelerate.Accelerator):
         return written
 
     def save_sharded(self, model: ShardedModule, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
-        """``fxshard.save`` in place of what an earlier run left there, which goes when the new one is complete.
-
-        Of a peft model only what trains, as peft saves it.
-        """
-        before = folder.with_name(f"{folder.name}.before")
-        if self.is_main_process and folder.exists():
-            shutil.rmtree(before, ignore_errors=True)
-            folder.rename(before)
-        self.wait_for_everyone()
-        fxshard.save(model, folder, optimizer=optimizer, frozen=not has_adapter(model._inner))
-        if self.is_main_process:
-            shutil.rmtree(before, ignore_errors=True)
+        """``fxshard.save`` in place of what an earlier run left there. Of a peft model only what trains."""
+        save_over(model, folder, optimizer, first=self.is_main_process, barrier=self.wait_for_everyone)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any

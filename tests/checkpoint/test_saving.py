@@ -160,6 +160,7 @@ def test_what_a_resumed_run_needs(tmp_path: Path) -> None:
         other.step()
     assert [group["lr"] for group in again.optimizer.param_groups] == rates
     assert was.extra["position"] == [3, "shard-7"] and was.notes == []
+    assert fxshard.load(model(2), tmp_path / "a", weights_only=True).extra["position"] == [3, "shard-7"]
     assert was.manifest["ranks"] == 1 and was.manifest["optimizer"]["groups"][0]["coefficients"] == "quintic"
 
 
