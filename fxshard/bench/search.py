@@ -103,6 +103,7 @@ class Search:
 
 def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
     """All choices with so many ranks to a model."""
+    gc.disable()  # looking through all graphs again and again would take a sixth of the time
     model, inputs = load(search.target, search.layers)
     inputs = tree_map_only(torch.Tensor, lambda value: _more(value, ranks), inputs)
     with contextlib.ExitStack() as stack:
@@ -111,9 +112,8 @@ def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
             shape = {"dp": search.world_size // ranks, "tp": ranks}
             model = parallelized(model, parallelize, stack.enter_context(planned_mesh(shape, "cuda")).mesh)
         captured = capture(model, inputs, precision=PRECISION, hardware=search.machine)
-        # This process ends here. Looking through all graphs again and again would take a sixth of the time.
-        gc.freeze()
-        gc.disable()
+        gc.collect()
+        gc.freeze()  # this process is for the search alone
         found = []
         for choice in search.choices(ranks):
             found.append(_simulated(captured, choice, search.machine))

@@ -51,13 +51,13 @@ def refuse_context_parallel() -> None:
     """An error inside the block of torch's ``context_parallel``.
 
     It replaces ``scaled_dot_product_attention`` by a function that wraps arguments in DTensors, for which torch has
-    ring attention around three CUDA kernels, and none on a CPU. Whether a graph was captured inside or outside of such
-    a block is not among what is compared before it is used again; outside, attention is to this rank's tokens alone.
+    ring attention around three CUDA kernels, and none on a CPU: Dynamo cannot capture it there. Asked for at each call,
+    so that nothing depends on whether torch notices that a graph was captured outside of the block.
     """
     if inside_context_parallel():
         raise ConfigError(
             "the model was called inside torch's context_parallel(), which replaces scaled_dot_product_attention while "
-            "its block lasts; a captured graph does not have what it puts there. Leave the block out: cut sequences "
+            "its block lasts; what it puts there is not captured. Leave the block out: cut sequences "
             "with fxshard.integrations.context_parallel.ContextParallel(mesh).shard(...), which cuts them as "
             "context_parallel does, and call its attention() in the model"
         )
