@@ -35,7 +35,6 @@ from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.keep_resident import Order, keep_resident
 from fxshard.passes.measure_logits import measure_logits
-from fxshard.passes.move_scales import move_scales
 from fxshard.passes.offload_saved import offload_saved, saved_kinds
 from fxshard.passes.options import Options
 from fxshard.passes.order_collectives import order_collectives
@@ -410,25 +409,6 @@ def dense() -> None:
     print(context.experts)
 
 
-class Adapted(nn.Module):
-    """A linear that does not train, and an adapter beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(8, 16, bias=False).requires_grad_(False)
-        self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x)) * 2.0
-
-
-def adapted() -> None:
-    """One adapter, with a scale."""
-    model = captured(Adapted(), torch.randn(4, 8))
-    show("an adapter, as Dynamo captured it", model.dynamo)
-    show("an adapter, move_scales", move_scales(model.dynamo, model.context))
-
-
 def show_places(memory: MemoryPlan, model: Captured) -> None:
     """What lies where in the arena."""
     for (what, bucket, opened), slot in memory.slots.items():
@@ -454,8 +434,8 @@ def show(
             print(f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){remark}")
 
 
-PARTS = (masks, losses, experts, dense, adapted, opened, mxfp8, schedule, residual, rotated, filled, communicating)
-PARTS += (deferred, replicas, offloaded)
+PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, rotated, filled, communicating, deferred)
+PARTS += (replicas, offloaded)
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.measure_logits import measure_logits
-from fxshard.passes.move_scales import move_scales
 from fxshard.passes.open_experts import open_experts
 from fxshard.passes.order_collectives import order_collectives
 from fxshard.passes.pass_list import Pass, PassList, places
@@ -43,7 +42,7 @@ from fxshard.schedule.events import Phase
 EXPERTS: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swiglu)
 """What ``experts="off"`` leaves out."""
 
-BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, measure_logits, chunk_loss, *EXPERTS, move_scales)
+BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, measure_logits, chunk_loss, *EXPERTS)
 """On Dynamo's graph: what these put there brings its own backward."""
 
 JOINT: tuple[Pass, ...] = (
