@@ -33,9 +33,10 @@ COLUMNS = (
     Column("step_ms", "step ms", bars="time of a step", unit="ms"),
     Column("simulated_ms", "simulated"),
     Column("recomputed", "again", ".0f"),
+    Column("loss", "loss 4", ".5f"),
 )
 """*predicted*: what the schedule says that a step has allocated at its peak. *again*: kinds of values that backward
-computes again."""
+computes again. *loss 4*: of the fourth step, which no budget changes but by rounding."""
 
 
 def main() -> None:
@@ -118,6 +119,7 @@ def _measure(
     model = contender.model
     schedule = model.schedule if isinstance(model, fxshard.ShardedModule) else None
     row: Row = {"name": name, "measured": result["peak_gib"], "step_ms": result["step_ms"]}
+    row["loss"] = contender.losses[-1]
     if schedule is not None and budget is not None:
         simulated = schedule.simulate("cpu" if device.type == "cpu" else "h200").step_seconds
         row |= {"budget": budget / 2**30, "predicted": schedule.step_bytes / 2**30}

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -22,7 +22,7 @@ from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
-from fxshard.frontend.tracing import graph_inputs, partitioned_step, tie_parameters
+from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
 from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes.fit_budget import Trade
@@ -252,7 +252,7 @@ def partition_model(
         absent.remove(hollow)
     found: list[Partitioned] = []
 
-    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> NoReturn:
+    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         plain = plain_graph(graph)
         if plain is not None:
             graph = plain.graph
@@ -262,9 +262,11 @@ def partition_model(
         tie_parameters(graph, own)
         context = plan.context(Phase.FORWARD, watching)
         graph = before_autograd(graph, context)
+        results = outputs_without_values(graph)
+        results = results[:-1] if context.heads else results
         with partitioned_step(graph, own, example_inputs, plan, watching, report, absent) as step:
             found.append(step.partitioned)
-        raise _Planned
+        return (lambda *args: results) if plain is None else plain.called(lambda *args: results)
 
     values = tree_map_only(torch.Tensor, _real, inputs)
     if precision is not None and precision.param is not None and precision.cast_inputs:
@@ -275,13 +277,8 @@ def partition_model(
         with private.lazy_graph_modules():
             capture(hollow, backend, dynamic=False)(*args, **kwargs)
     except FAILURES as error:
-        if not found:
-            raise explained(error, hollow) from error
+        raise explained(error, hollow) from error
     return found[-1]
-
-
-class _Planned(Exception):
-    """Ends Dynamo's work: what it does after a backend returns, guards above all, is for a graph that will be run."""
 
 
 def _hollow_copy(model: nn.Module, precision: Precision | None) -> nn.Module:
