@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 
@@ -51,6 +54,45 @@ class Counting(nn.Module):
         return torch.relu(self.linear(x - self.mean))
 
 
+class Halves(nn.Module):
+    """Two residual sums, as a layer of a transformer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.first(x))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sigmoid(self.second(x))
+
+
+class Deep(nn.Module):
+    """As many equal layers as it takes to fold them; what is checkpointed may begin in one and end in the next."""
+
+    def __init__(self, layers: int, regions: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Halves() for _ in range(layers))
+        self.regions = regions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = cast(Iterable[Halves], self.layers)
+        halves = [half for layer in layers for half in (layer.attend, layer.feed)]
+        begin = int(self.regions == "across")
+        for half in halves[:begin]:
+            x = half(x)
+        for pair in zip(halves[begin::2], halves[begin + 1 :: 2], strict=False):
+            x = _both(x, *pair) if self.regions == "none" else checkpoint(_both, x, *pair, use_reentrant=False)
+        for half in halves[len(halves) - begin :]:
+            x = half(x)
+        return x
+
+
+def _both(x: torch.Tensor, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Any:
+    return second(first(x))
+
+
 BLOCKS = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "norm": lambda: nn.LayerNorm(WIDTH),
@@ -74,6 +116,8 @@ class RandomModel(nn.Module):
         self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, choice.randint(1, 3)) for name in ("a", "b")})
         self.never = nn.Linear(3, 3) if choice.random() < 0.3 else None
         self.temperature = 1.0
+        deep = random.Random(f"deep {seed}")
+        self.deep = Deep(deep.randint(7, 9), deep.choice(["none", "layers", "across"])) if deep.random() < 0.1 else None
         if choice.random() < 0.3:
             self.blocks[0].requires_grad_(False)
         if choice.random() < 0.3 and self.kinds.count("linear") > 1:
@@ -84,6 +128,8 @@ class RandomModel(nn.Module):
     def forward(self, x: torch.Tensor, which: str) -> tuple[torch.Tensor, ...]:
         for i in self.order:
             x = self.blocks[i](x)
+        if self.deep is not None:
+            x = self.deep(x)
         return tuple(self.heads[name](x).square().mean() / self.temperature for name in which)
 
     @property
