@@ -378,8 +378,10 @@ def _specs(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> list[TensorSpe
 
 def _gather(rules: _Rules, kind: Kind, ranks: int) -> Gather:
     """What one rank owns alone does not travel: in MXFP8 both copies rest there, as in a staged bucket."""
-    if not kind.quantized or kind.stack:
-        return Gather.OFF if kind.stack else Gather.PLAIN
+    if kind.stack:
+        return Gather.OFF
+    if not kind.quantized:
+        return Gather.PLAIN
     alone = rules.mode is Gather.DIRECT and ranks == 1 and rules.float8 is None
     return Gather.STAGED if alone else rules.mode
 

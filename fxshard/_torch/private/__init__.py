@@ -36,6 +36,10 @@ from fxshard._torch.private.inductor import inductor_compile as inductor_compile
 from fxshard._torch.private.inductor import inductor_decompositions as inductor_decompositions
 from fxshard._torch.private.inductor import inductor_joint_passes as inductor_joint_passes
 from fxshard._torch.private.inductor import start_compile_workers as start_compile_workers
+from fxshard._torch.private.memory import StorageReference as StorageReference
+from fxshard._torch.private.memory import memory_of as memory_of
+from fxshard._torch.private.memory import same_memory as same_memory
+from fxshard._torch.private.memory import share_memory as share_memory
 from fxshard._torch.private.pickling import dumps as dumps
 from fxshard._torch.private.pickling import loads as loads
 from fxshard._torch.private.step import UnevenDTensor as UnevenDTensor
@@ -179,30 +183,6 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(hint) if hint is not None else 1
 
 
-class StorageReference:
-    """A weak reference to the storage of a tensor: it lives as long as any view of it. torch 2.11, 2.13."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
-        self._reference: Any = StorageWeakRef(tensor.untyped_storage())
-
-    def expired(self) -> bool:
-        return bool(self._reference.expired())
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        return bool(self._reference.cdata == memory_of(tensor))
-
-
-def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same bytes with a storage of its own, which keeps the first one's alive. torch 2.11, 2.13."""
-    from torch.utils.dlpack import from_dlpack, to_dlpack
-
-    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # DLPack does not know every small type
-    # A capsule, and no stream: there is nothing to wait for.
-    return from_dlpack(to_dlpack(raw)).view(tensor.dtype)
-
-
 def free_symbols(value: Any) -> set[Any]:
     """The symbols in the sizes of a value. torch 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import free_symbols as found
@@ -244,11 +224,6 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def memory_of(value: torch.Tensor) -> int:
-    """The same number for tensors that share memory, also for fake ones, which have none. torch 2.11, 2.13."""
-    return value.untyped_storage()._cdata
-
-
 def is_plain(value: torch.Tensor | None) -> bool:
     """Whether a tensor, or what stands for it while tracing, is no subclass with operators of its own."""
     from torch._subclasses import FakeTensor
@@ -274,11 +249,6 @@ _GROUPED_PRODUCTS = {
     "transformers::grouped_mm_fallback": "offs",
     "fxshard::grouped_product": "offsets",
 }
-
-
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether one tensor is a view of the other, or both of a third; fake tensors too. torch 2.11, 2.13."""
-    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
 class OperatorObserver(TorchDispatchMode):
