@@ -9,7 +9,7 @@ one being reduced. The graph returns ``None`` for these parameters.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
@@ -22,6 +22,8 @@ from fxshard.plan.tuning import GRADIENT_BUCKETS
 from fxshard.schedule.events import Kind, Phase, insert
 from fxshard.schedule.params import GRADS, ParamRef
 
+Empty = Callable[[torch.Tensor, tuple[int, ...], torch.dtype], torch.Tensor]
+
 
 def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     graph = module.graph
@@ -32,6 +34,7 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
     sources = gradient_sources(graph, [node for writes in contributions.values() for node in writes.values()])
     in_order = sorted(contributions, key=lambda index: max(order[node] for node in contributions[index].values()))
 
+    empty = _memo()
     reduced_at: list[fx.Node] = []  # the cuts before which the buckets so far are reduced
     taken_at: list[fx.Node] = []
     for k, index in enumerate(in_order):
@@ -50,7 +53,7 @@ def insert_reduce_scatter(module: fx.GraphModule, context: PassContext) -> fx.Gr
         taken_at.append(take_at)
         with graph.inserting_before(take_at):
             why = f"first gradient: {_param(bucket, writes, first)}"
-            views = _take(graph, index, writes, sources, context, why)
+            views = _take(graph, index, writes, sources, context, why, empty)
         for position, gradient in writes.items():
             late = gradient.op == "placeholder" or order[gradient] < order[take_at]
             _write(graph, views, position, gradient, after=views if late else gradient)
@@ -88,6 +91,18 @@ def _contributions(output: fx.Node, context: PassContext) -> dict[int, dict[int,
     return found
 
 
+def _memo() -> Empty:
+    """Empty tensors by shape and dtype: layers are alike, and each fake tensor takes as long as an operator."""
+    made: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    def empty(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if (shape, dtype) not in made:
+            made[shape, dtype] = like.new_empty(shape, dtype=dtype)
+        return made[shape, dtype]
+
+    return empty
+
+
 def _take(
     graph: fx.Graph,
     index: int,
@@ -95,6 +110,7 @@ def _take(
     sources: Mapping[fx.Node, tuple[int, ...]],
     context: PassContext,
     why: str,
+    empty: Empty,
 ) -> fx.Node:
     bucket = context.buckets[index]
     untouched = tuple(i for i in range(len(bucket.params)) if i not in writes)
@@ -102,7 +118,7 @@ def _take(
     args = {name: value for name, value in (("zeros", untouched), ("needs", needs)) if value}
     node = insert(graph, Kind.GRAD, bucket, phase=Phase.BACKWARD, group=context.group, why=why, **args)
     some = next(iter(writes.values())).meta["val"]
-    node.meta["val"] = tuple(some.new_empty(slot.spec.shape, dtype=bucket.reduce_dtype) for slot in bucket.layout.slots)
+    node.meta["val"] = tuple(empty(some, slot.spec.shape, bucket.reduce_dtype) for slot in bucket.layout.slots)
     return node
 
 

@@ -110,13 +110,16 @@ def offload_saved(graphs: Graphs, chosen: Sequence[SavedKind]) -> dict[Phase, fx
 
 
 def _leave(trips: Sequence[_Trip], slots: Sequence[SlotRange]) -> None:
+    copies: dict[fx.Node, fx.Node] = {}
     for number, (trip, slot) in enumerate(zip(trips, slots, strict=True)):
         _follow(trip.value, _made_by(trip.value))
         copied = trip.insert(Kind.OFFLOAD, trip.out, trip.value, number, slot)
-        for node, _ in trip.views:
-            node.graph.output_node().replace_input_with(node, copied)
-            if not node.users:
-                node.graph.erase_node(node)
+        copies |= {node: copied for node, _ in trip.views}
+    output = trips[0].value.graph.output_node()
+    output.args = fx.map_arg(output.args, lambda node: copies.get(node, node))  # at once: it has thousands
+    for node in copies:
+        if not node.users:
+            node.graph.erase_node(node)
     for number, trip in enumerate(trips):
         trip.insert(Kind.RELEASE, trip.released, trip.value, number)
 

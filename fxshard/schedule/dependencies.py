@@ -7,7 +7,6 @@ against what the runtime waits for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fxshard.plan.buckets import BucketPlan
 from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind, Phase
@@ -35,7 +34,7 @@ def needed_before(events: Sequence[Event]) -> list[tuple[int, ...]]:
 def with_dependencies(events: list[Event], buckets: Sequence[BucketPlan]) -> list[Event]:
     """Say for each event what must be over before it starts: what the runtime enforces with streams and tokens."""
     needs = dependencies(events, buckets)
-    return [replace(event, waits_for=waits_for) for event, waits_for in zip(events, needs, strict=True)]
+    return [event.with_needs(waits_for) for event, waits_for in zip(events, needs, strict=True)]
 
 
 def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list[tuple[int, ...]]:

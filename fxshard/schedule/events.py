@@ -124,6 +124,12 @@ class Event:
     def with_slot(self, slot: SlotRange) -> Event:
         return replace(self, slot=slot)
 
+    def with_needs(self, waits_for: tuple[int, ...]) -> Event:
+        """Without ``dataclasses.replace``, which sets field by field: a search asks this of every event it tries."""
+        other = object.__new__(Event)
+        vars(other).update(vars(self), waits_for=waits_for)
+        return other
+
 
 def _unbound(op: str) -> NoReturn:
     raise RuntimeError(f"{op} is a schedule entry: bind the graph to a runtime (fxshard.runtime.program) to run it")
