@@ -131,7 +131,7 @@ def grouped(name: str, layer: Layer) -> torch.Tensor:
 
 
 def fused_dense(name: str, layer: Layer) -> torch.Tensor:
-    return dense_mlp(layer.x, layer.gate_up[0], None, layer.down[0], name)
+    return dense_mlp(layer.x, layer.gate_up.flatten(0, 1), None, layer.down.flatten(0, 1), name)
 
 
 def _measure(

@@ -46,8 +46,8 @@ def eager(layer: Layer) -> torch.Tensor:
 
 def dense(layer: Layer) -> torch.Tensor:
     """The MLP of a single expert as people write it: products without groups."""
-    gate, up = F.linear(layer.x, layer.gate_up[0]).chunk(2, -1)
-    out = F.linear(F.silu(gate) * up, layer.down[0])
+    gate, up = F.linear(layer.x, layer.gate_up.flatten(0, 1)).chunk(2, -1)
+    out = F.linear(F.silu(gate) * up, layer.down.flatten(0, 1))
     return out if layer.weights is None else out * layer.weights.unsqueeze(-1)
 
 

@@ -1,6 +1,6 @@
 """Transformer Engine's fused grouped MLP in graphs: on the quantized weights, forward once, weight gradients apart.
 
-On a stand-in (``te_stand_in``), whose interface ``test_te_source`` compares with Transformer Engine's source.
+On a stand-in (``te_fused_stand_in``), whose interface ``test_te_source`` compares with Transformer Engine's source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fxshard.kernels.te_mlp import Form, fused_mlp
 from fxshard.kernels.te_mlp_op import te_mlp_backward, te_mlp_forward, te_mlp_wgrad
 from tests.fused import models
 from tests.fused.reference import Problem, distances, in_blocks, problem, result_and_gradients
-from tests.fused.te_stand_in import GroupedMLP_CuTeGEMMGLU, Machine, OperationContext, Sequential
+from tests.fused.te_fused_stand_in import GroupedMLP_CuTeGEMMGLU, OperationContext
+from tests.fused.te_stand_in import Machine, Sequential
 from tests.pool import Pool
 
 NAME = "te-mxfp8"

@@ -31,7 +31,8 @@ from tests.fused.reference import (
     problem,
     result_and_gradients,
 )
-from tests.fused.te_stand_in import VARIABLE, GroupedMLP_CuTeGEMMGLU, Machine, Sequential
+from tests.fused.te_fused_stand_in import VARIABLE, GroupedMLP_CuTeGEMMGLU
+from tests.fused.te_stand_in import Machine, Sequential
 
 NAME = "te-mxfp8"
 BLOCKS = Glu(interleave=32)

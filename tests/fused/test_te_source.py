@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fxshard.kernels import te_mlp
-from tests.fused import te_stand_in
+from tests.fused import te_fused_stand_in, te_stand_in
 
 SPEC = importlib.util.find_spec("transformer_engine")
 pytestmark = pytest.mark.skipif(SPEC is None or SPEC.origin is None, reason="Transformer Engine is not installed")
@@ -49,7 +49,7 @@ def taken(stand_in: Any) -> list[str]:
 
 
 def test_the_operation_is_called_and_made_alike() -> None:
-    stand_in = te_stand_in.GroupedMLP_CuTeGEMMGLU
+    stand_in = te_fused_stand_in.GroupedMLP_CuTeGEMMGLU
     assert names(function(*FUSED, "fuser_forward")) == taken(stand_in.fuser_forward)
     assert names(function(*FUSED, "fuser_backward")) == taken(stand_in.fuser_backward)
     assert names(function(*FUSED, "__init__")) == taken(stand_in)
@@ -95,7 +95,7 @@ def test_what_backward_reads_of_its_contexts() -> None:
     assert {*read, *asked} <= given
     context = function("ops/op.py", "OperationContext")
     fields = {node.target.id for node in ast.walk(context) if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
-    assert set(taken(te_stand_in.OperationContext)) <= fields
+    assert set(taken(te_fused_stand_in.OperationContext)) <= fields
 
 
 def test_weight_gradients_that_are_put_aside() -> None:
@@ -105,10 +105,10 @@ def test_weight_gradients_that_are_put_aside() -> None:
     store = function("module/_common.py", "WeightGradStore", "put")
     assert [ast.unparse(each) for each in calls(store, "self.context.put")] == ["self.context.put([tensor_list, func])"]
     wgrad = function("ops/fused/grouped_mlp.py", "_cudnn_compute_wgrad")
-    mine = taken(te_stand_in._cudnn_compute_wgrad)
+    mine = taken(te_fused_stand_in._cudnn_compute_wgrad)
     assert names(wgrad)[: len(mine)] == mine and len(names(wgrad)) - len(mine) <= len(wgrad.args.defaults)
     grouped = function("tensor/storage/grouped_tensor_storage.py", "GroupedTensorStorage", "__new__")
-    assert set(taken(te_stand_in.GroupedTensorStorage)) <= set(names(grouped))
+    assert set(taken(te_fused_stand_in.GroupedTensorStorage)) <= set(names(grouped))
 
 
 def test_linears_and_quantized_tensors_are_made_alike() -> None:
@@ -121,6 +121,6 @@ def test_linears_and_quantized_tensors_are_made_alike() -> None:
     assert names(quantizer) == taken(te_stand_in.GroupedLinear.get_quantizer)
     tensor = names(function("tensor/mxfp8_tensor.py", "MXFP8Tensor", "__new__"))
     base = names(function("quantized_tensor.py", "QuantizedTensor", "__new__"))
-    assert set(taken(te_stand_in.MXFP8Tensor)) <= {*tensor, *base}
+    assert set(taken(te_fused_stand_in.MXFP8Tensor)) <= {*tensor, *base}
     forward = ast.unparse(function(*FUSED, "fuser_forward"))
     assert "if not is_quantized_tensor(weight):" in forward and "quantized_fc1_weights.append(weight)" in forward
