@@ -23,7 +23,7 @@ from fxshard.passes.matrix_products import Operand, inherit, stacked, untranspos
 from fxshard.passes.mxfp8_nodes import Mxfp8Nodes, unpacked
 from fxshard.schedule.params import param_inputs
 
-_TRANSPOSE = torch.ops.aten.transpose.int
+_PERMUTE = torch.ops.aten.permute.default
 _INPUTS = 9
 """Tokens, offsets, three weights, three biases and routing weights: what both nodes of the same experts take."""
 
@@ -79,7 +79,7 @@ def _open_backward(graph: fx.Graph, node: fx.Node, kept: list[fx.Node]) -> None:
         def gradient(of_out: list[fx.Node], operand: tuple[fx.Node, fx.Node], weight: Any) -> fx.Node:
             dtype = weight.meta["val"].dtype
             made = _call(graph, node, te_mlp_wgrad, (*of_out, *operand, offsets, dtype))
-            return _call(graph, node, _TRANSPOSE, (made, -2, -1))
+            return _call(graph, node, _PERMUTE, (made, [0, 2, 1]))
 
         of_gate = gradient(columns[:2], (tokens, tokens_scales), gate)
         of_down = gradient(columns[2:], (hidden, hidden_scales), down)

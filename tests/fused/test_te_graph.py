@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.kernels import by_te, choose
@@ -109,10 +110,11 @@ def targets(model: fxshard.ShardedModule, *phases: str) -> list[str]:
 
 
 @pytest.mark.shows("G7", "G10")
-def test_a_step_is_mxfp8_products_expert_by_expert(here: Machine) -> None:
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_step_is_mxfp8_products_expert_by_expert(here: Machine, lowering: str) -> None:
     torch.manual_seed(0)
     plain, args = models.Joined(*SIZES, "blocks of 32"), inputs()
-    model = fxshard.compile(copy.deepcopy(plain), zero=3, lowering="eager", experts=NAME)
+    model = fxshard.compile(copy.deepcopy(plain), zero=3, lowering=lowering, experts=NAME)
     p = Problem(args[0], COUNTS, plain.gate_up, plain.down, args[2])
     expected = step(lambda *_: by_hand(p), args, plain)
     found = step(model, args, model)
@@ -139,6 +141,34 @@ def test_forward_runs_once_and_each_weight_gradient_is_a_node(here: Machine) -> 
     rows = (sum(COUNTS) + 4 * 127) // 128 * 128
     assert shapes[rows, 64] == shapes[rows, 96] == torch.uint8 and shapes[rows, 192] == torch.float32
     assert not any(len(shape) == 3 for shape in shapes)  # no weight
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = models.Joined(*SIZES, "blocks of 32")
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return checkpoint(self.experts, *args, use_reentrant=False)
+
+
+def test_forward_runs_again_where_the_model_says_so(here: Machine) -> None:
+    torch.manual_seed(0)
+    model = fxshard.compile(Checkpointed(), zero=3, lowering="eager", experts=NAME)
+    found = step(model, inputs(), model)
+    assert [phase for phase, _ in GroupedMLP_CuTeGEMMGLU.ran] == ["forward", "forward", "backward"]
+    torch.manual_seed(0)
+    same = fxshard.compile(models.Joined(*SIZES, "blocks of 32"), zero=3, lowering="eager", experts=NAME)
+    expected = step(same, inputs(), same)
+    assert all(torch.equal(found[key if key in found else f"experts.{key}"], expected[key]) for key in expected)
+
+
+def test_frozen_weights_have_no_gradients(here: Machine) -> None:
+    frozen = models.Joined(*SIZES, "blocks of 32").requires_grad_(False)
+    model = fxshard.compile(frozen, zero=3, lowering="eager", experts=NAME)
+    args = inputs()
+    model(*args).square().sum().backward()
+    assert args[0].grad is not None and args[0].grad.any() and "te_mlp_wgrad" not in targets(model, "backward")
 
 
 @pytest.mark.parametrize("weighted_bias", [False, True])
@@ -275,10 +305,13 @@ def trained(defer: bool) -> Trained:
         return Trained(loss.item(), found, behind)
 
 
+def both() -> tuple[Trained, Trained]:
+    return trained(True), trained(False)
+
+
 @pytest.mark.shows("G9", "G10")
 def test_weight_gradients_are_deferred_on_ranks(ranks: Pool) -> None:
-    deferred, in_order = ranks(2, trained, True), ranks(2, trained, False)
-    for mine, theirs in zip(deferred, in_order, strict=True):
+    for mine, theirs in ranks(2, both):
         assert mine.behind == [False, False, True, True] and theirs.behind == [False] * 4
         assert mine.loss == theirs.loss
         assert all(torch.equal(mine.gradients[name], theirs.gradients[name]) for name in theirs.gradients)
