@@ -102,7 +102,7 @@ def _fastest(case: Case) -> Choice:
             others += [f"{other} not measured" for other in _MAKE if other not in measured.rates]
             return Choice(name, f"{measured}: {name} {rate:.3g} TFLOP/s, {', '.join(others)}")
         passed.append(f"{name} {rate:.3g} ({reason})")
-    return _first_that_runs(case)
+    return _first_that_runs(case, f"{measured}, {', '.join(passed) or 'none with all of them'}")
 
 
 def _left_out(name: str) -> str | None:
@@ -123,10 +123,11 @@ def _fastest_dense(case: Case, measured: Nearest) -> tuple[Choice, str | None]:
     return Choice(name, f"{measured}: {rates}"), None
 
 
-def _first_that_runs(case: Case) -> Choice:
+def _first_that_runs(case: Case, measured: str = "") -> Choice:
     name = next(name for name in _FASTEST_FIRST if refusal(name, case) is None)
-    order, dtype = ", ".join(_FASTEST_FIRST), str(case.dtype).removeprefix("torch.")
-    return Choice(name, f"nothing was measured on {device_name(case)} in {dtype}: the first of {order} that runs")
+    dtype = str(case.dtype).removeprefix("torch.")
+    found = measured or f"nothing was measured on {device_name(case)} in {dtype}"
+    return Choice(name, f"{found}: the first of {', '.join(_FASTEST_FIRST)} that runs")
 
 
 def _triton() -> TorchExperts:

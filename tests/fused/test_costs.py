@@ -116,6 +116,13 @@ def test_it_says_what_was_considered_at_what_cost() -> None:
         assert f"{name} not measured" in choice.why
 
 
+def test_where_nothing_that_was_measured_runs_the_order_is_fixed() -> None:
+    with machine(table(measured((8, 64, 32), one=1.0)), {"one": "it has no taste"}):
+        choice = choose.choose("auto", case())
+    assert choice.name == "torch" and "nothing was measured" not in choice.why
+    assert "(it has no taste): the first of triton, torch that runs" in choice.why
+
+
 def test_one_that_rounds_more_is_not_chosen_for_its_time() -> None:
     with machine(table(Measurement(False, "float32", 8, 64, 32, 64, {"te-mxfp8": 1.0, "torch": 2.0}))):
         choice = choose.choose("auto", case())
