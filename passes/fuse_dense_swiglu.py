@@ -7,10 +7,12 @@ Where it pays was measured (docs/benchmarks.md).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from fxshard.kernels.case import Case
-from fxshard.kernels.choose import choose_dense
+from fxshard.kernels.choose import Choice, choose_dense
 from fxshard.kernels.dense_op import dense_mlp
 from fxshard.kernels.glu import SWIGLU
 from fxshard.kernels.report import Fused, Left
@@ -30,27 +32,28 @@ def _fuse(graph: fx.Graph, context: PassContext, *, nested: bool) -> None:
             continue
         try:
             mlp = match_gated_mlp(down, dense_product)
-            name = _implementation(mlp, context, nested)
+            choice = _implementation(mlp, context, nested)
         except NoGate:
             continue
         except Miss as miss:
             context.experts.left.append(Left(place(node), f"a dense gated MLP, one expert: {miss}"))
             continue
         form = f"a dense MLP, SwiGLU, gate and up {'joined' if mlp.up is None else 'separate'}"
-        context.experts.fused.append(Fused(place(node), name, form))
-        _replace(graph, mlp, name)
+        context.experts.fused.append(Fused(place(node), choice.name, form, choice.why))
+        _replace(graph, mlp, choice.name)
 
 
-def _implementation(mlp: GatedMlp, context: PassContext, nested: bool) -> str:
+def _implementation(mlp: GatedMlp, context: PassContext, nested: bool) -> Choice:
     """The implementation that is to run it, or a Miss that says why none does."""
     x = value(mlp.x)
     assert x is not None
     out, inner = (int(size) for size in shape(mlp.down.weight))
     width = int(x.shape[-1])
     planned, machine = context.planned_experts, context.hardware
-    capability = machine.capability if planned is not None and machine is not None else None
-    case = Case(x.device, x.dtype, hidden=width, inner=inner, joined=mlp.up is None, planned_for=capability)
-    name, reason = choose_dense(planned or context.options.experts, case)
+    case = Case(x.device, x.dtype, hidden=width, inner=inner, joined=mlp.up is None)
+    if planned is not None and machine is not None:
+        case = replace(case, planned_for=machine.capability, planned_on=machine.name)
+    choice, reason = choose_dense(planned or context.options.experts, case)
     if reason is not None:
         raise Miss(reason)
     if nested:
@@ -71,7 +74,7 @@ def _implementation(mlp: GatedMlp, context: PassContext, nested: bool) -> str:
     changed = changed_between([mlp.x, *weights], min(mlp.inside), mlp.down.node)
     if changed is not None:
         raise Miss(f"{changed.name} is changed in place inside")
-    return name
+    return choice
 
 
 def _replace(graph: fx.Graph, mlp: GatedMlp, name: str) -> None:

@@ -134,7 +134,8 @@ def _inputs(mlp: GatedMlp, tail: _Tail) -> list[fx.Node]:
 
 
 def _replace(graph: fx.Graph, mlp: GatedMlp, tail: _Tail, context: PassContext) -> Fused:
-    name = choose(context.options.experts, _case(mlp, tail))
+    choice = choose(context.options.experts, _case(mlp, tail))
+    name = choice.name
     routing = mlp.routing or tail.routing
     glu = mlp.glu
     mark = _end(mlp, tail)
@@ -157,7 +158,7 @@ def _replace(graph: fx.Graph, mlp: GatedMlp, tail: _Tail, context: PassContext) 
     tail.last.replace_all_uses_with(result, delete_user_cb=lambda user: user not in old)
     for node in sorted(old, reverse=True):
         graph.erase_node(node)
-    return Fused(where, name, _form(mlp, tail) + padding.remark)
+    return Fused(where, name, _form(mlp, tail) + padding.remark, choice.why)
 
 
 class _Padding:
@@ -199,6 +200,7 @@ def _case(mlp: GatedMlp, tail: _Tail) -> Case:
         biased=any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, tail.bias)),
         glu=mlp.glu,
         joined=mlp.up is None,
+        experts=int(down.shape[0]),
         out_by_in=all(_lies_out_by_in(weight) for weight in (mlp.gate.weight, mlp.up_weight, mlp.down.weight)),
     )
 

@@ -2,7 +2,8 @@
 
 Requires parameters tied to inputs. The fused operator multiplies in the dtype of its inputs. Where weights run in
 MXFP8 it is replaced by what it consists of, ``fxshard::grouped_product`` and ``fxshard::glu``, so that
-``quantize_linears`` finds each product; with bf16 weights the result is the same, bit by bit.
+``quantize_linears`` finds each product; with bf16 weights the result is the same, bit by bit. Transformer Engine's
+fused grouped MLP becomes its phases, on weights that the graph quantizes (``te_mlp_nodes``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fxshard.kernels.glu_op import add_expert_bias, expert_bias_dot, glu, glu_ba
 from fxshard.kernels.op import grouped_product, grouped_swiglu, grouped_swiglu_backward
 from fxshard.passes.context import PassContext
 from fxshard.passes.matrix_products import inherit, stacked, untransposed
+from fxshard.passes.te_mlp_nodes import open_te_mlp
 from fxshard.schedule.params import param_inputs
 
 _aten = torch.ops.aten
@@ -27,15 +29,16 @@ _aten = torch.ops.aten
 
 def open_experts(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     graph = module.graph
+    opened = open_te_mlp(graph, context)
     chosen = {node for node, ref in param_inputs(graph).items() if context.bucket(ref).quantized}
-    if not chosen:
+    if not chosen and not opened:
         return module
     # Backward first: it reads what forward returns besides its result.
-    for target, opened in ((grouped_swiglu_backward, _backward), (grouped_swiglu, _forward)):
+    for target, written in ((grouped_swiglu_backward, _backward), (grouped_swiglu, _forward)):
         for node in graph.find_nodes(op="call_function", target=target):
             if any(_parameters_of(weight) & chosen for weight in node.args[2:5]):
                 _check_opens(node.args[-1])
-                _replace(graph, node, opened)
+                _replace(graph, node, written)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
@@ -47,7 +50,7 @@ def _check_opens(name: str) -> None:
     if implementation(name).recomputes:
         raise ConfigError(
             f'experts="{name}" computes experts and their gradients as a whole, and precision= chooses their weights '
-            'for MXFP8 products: leave them out (MXFP8(experts=())), or use experts="auto"'
+            'for quantized products: leave them out (experts=()), or use experts="auto"'
         )
 
 

@@ -19,6 +19,7 @@ from torch import fx
 
 from fxshard._torch.errors import PassError
 from fxshard.kernels.mxfp8 import ROWWISE
+from fxshard.kernels.mxfp8_ops import mxfp8_quantize
 from fxshard.passes.context import PassContext
 from fxshard.passes.float8_nodes import Float8Nodes
 from fxshard.passes.matrix_products import (
@@ -108,8 +109,8 @@ def _check_uses(weights: set[fx.Node], chosen: list[Product], context: PassConte
         stack = list(weight.users)
         while stack:
             user = stack.pop()
-            if user.op == "output" or user in recognised:
-                continue
+            if user.op == "output" or user in recognised or user.target is mxfp8_quantize:
+                continue  # the last are those of Transformer Engine's experts
             if passes_on(user):
                 stack += user.users
                 continue

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from fxshard.bench import clock, moe, products
-from fxshard.bench.figures import Table
+from fxshard.bench import clock, expert_costs, moe, products
+from fxshard.bench.figures import Table, read
+from fxshard.kernels import choose, costs
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.case import Case
+from fxshard.kernels.costs import COMPILER
 
 
 def test_figures_of_a_contender() -> None:
@@ -105,3 +109,66 @@ def test_calls_that_wait_are_timed_all_the_same(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda.Event, "query", lambda self: True)
     assert clock.DeviceClock("cuda").milliseconds(lambda: None, 10) == 2.0
     assert device.products == [4, 8, 16, 32, 64]
+
+
+class Fails(TorchExperts):
+    def weight_gradient(self, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image\nis available")
+
+
+@pytest.mark.shows("G7")
+def test_costs_of_what_runs_and_why_the_rest_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    grid = expert_costs.Grid(("2x16x24", "4x8x8"), (), (8, 16), ())
+    made = {"fails": Fails, "twice": Twice, "refuses": TorchExperts}
+    refusals = {"fails": lambda case: None, "twice": lambda case: None, "refuses": lambda case: "no such gate"}
+    with mock.patch.dict(choose._MAKE, made), mock.patch.dict(choose._REFUSALS, refusals):
+        table, shown = expert_costs.measure_costs(grid, ("torch", *made), "cpu", rounds=1, repeat=1)
+    assert [(found.shape, found.tokens) for found in table.measurements] == [
+        *(((2, 16, 24), 8), ((2, 16, 24), 16), ((4, 8, 8), 8), ((4, 8, 8), 16))
+    ]
+    assert all(set(found.step_ms) == {"torch"} and not found.dense for found in table.measurements)
+    assert table.device == "cpu" and table.made["torch"] == torch.__version__
+    reasons = {key.split(",")[0]: reason for key, reason in table.made.items() if key.startswith("without")}
+    away = reasons.pop("without twice")
+    assert away.startswith("its results are ") and away.endswith(" away from torch's")
+    assert reasons == {"without fails": "RuntimeError: no kernel image", "without refuses": "no such gate"}
+    assert "refuses is left out of 4x8x8, 16 tokens: no such gate" in capsys.readouterr().out
+    assert shown.head == ["", "torch ms", "TFLOP/s", "fastest"] and len(shown.rows) == 4
+
+
+def test_a_dense_mlp_is_measured_against_the_compiler() -> None:
+    case = Case(torch.device("cpu"), torch.bfloat16, 16, 24)
+    found = expert_costs.dense_contenders(["torch", "triton"], case)
+    assert callable(found[COMPILER]) and found["triton"] == "they are on cpu, its kernels need a CUDA device"
+    assert set(found) == {COMPILER, "triton"}  # of the two, the one that takes dense MLPs
+    takes = [name for name in expert_costs.IMPLEMENTATIONS if choose.implementation(name).takes_dense]
+    assert tuple(takes) == expert_costs.TAKE_DENSE
+    layer = moe.make_layer(1, 16, 24, 8, False, "cpu")
+    assert moe.error((expert_costs.fused_dense("torch", layer),), (moe.dense(layer),)) < 1e-2
+
+
+def test_the_command_writes_the_table_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(moe, "CPU", expert_costs.Grid(("2x16x24",), (), (8, 16), ()))
+    monkeypatch.setattr(moe, "CUDA", moe.CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = ["moe", "--rounds", "1", "--repeat", "1", "--write", str(tmp_path), "--json", str(tmp_path / "figures")]
+    monkeypatch.setattr("sys.argv", given)
+    moe.main()
+    path = tmp_path / "cpu.json"
+    table = costs.read(path)
+    assert {(found.shape, found.tokens) for found in table.measurements} == {((2, 16, 24), 8), ((2, 16, 24), 16)}
+    assert len(read(tmp_path / "figures")[0].rows) == 2
+    with mock.patch.dict(costs._ADDED):
+        costs.add_table(path)
+        found = choose.choose("auto", Case(torch.device("cpu"), torch.bfloat16, 64, 64, experts=8))
+    assert found.name == "torch" and found.why.startswith("measured on cpu for 2 × 16 × 24 with 8 and 16 tokens: torch")
+    for wrong, said in (
+        (["--write", str(tmp_path / "no" / "x.json")], "its folder is not there"),
+        (["--kernels"], "own"),
+    ):
+        monkeypatch.setattr("sys.argv", [*given, *wrong])
+        with pytest.raises(SystemExit):
+            moe.main()
+        assert said in capsys.readouterr().err

@@ -54,6 +54,7 @@ def test_wheel_has_everything_as_files(wheel: Path) -> None:
         names = set(archive.namelist())
     here = {f"fxshard/passes/{path.name}" for path in (ROOT / "passes").glob("*.py")}
     here |= {str(path.relative_to(ROOT)) for path in (ROOT / "fxshard").glob("*/*.py")}
+    here |= {str(path.relative_to(ROOT)) for path in (ROOT / "fxshard").glob("kernels/measured/*.json")}
     assert here <= names
     assert {"fxshard/py.typed", "fxshard/schedule/page.html"} <= names
     assert not [name for name in names if name.startswith(("passes/", "tests/", "docs/"))]

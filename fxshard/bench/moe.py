@@ -2,6 +2,7 @@
 
 python -m fxshard.bench.moe --shapes 8x4096x2048,64x2048x1408 --tokens 16384
 python -m fxshard.bench.moe --shapes 1x4096x11008 --contenders dense,dense-fused --kernels   # a dense MLP
+python -m fxshard.bench.moe --write   # the table by which experts="auto" chooses on this device (``expert_costs``)
 
 Contenders take turns; figures are medians over rounds. ``forward`` and ``step`` (forward and backward) are times on the
 device alone: calls are queued before the first of them starts. ``host`` is what Python takes to launch a step on an
@@ -13,24 +14,26 @@ ordinary ones if there is a single expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from fxshard._torch.progress import progress
 from fxshard.bench import products
 from fxshard.bench.arguments import listed, parser_of
 from fxshard.bench.clock import DeviceClock, take_turns
+from fxshard.bench.expert_costs import CPU, CUDA, IMPLEMENTATIONS, measure_costs, path_of_table
 from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.moe_layer import Contender, Layer, backward, dense, eager, error, make_layer
+from fxshard.bench.target import UsageError
 from fxshard.frontend.backend import fxshard_backend
 from fxshard.kernels.case import Case
 from fxshard.kernels.choose import choose, implementation, refusal
+from fxshard.kernels.costs import FOLDER
 
-Contender = Callable[["Layer"], torch.Tensor]
-FUSED = ("torch", "triton", "te")
+FUSED = IMPLEMENTATIONS
 DENSE = ("dense", "dense-fused")
 COLUMNS = (
     Column("forward_ms", "forward ms", ".3f", ratio=True),
@@ -42,55 +45,9 @@ COLUMNS = (
 )
 
 
-@dataclass
-class Layer:
-    """Tokens sorted by expert, as evenly as routing makes them, and weights as ``nn.Linear`` has them."""
-
-    x: torch.Tensor
-    offsets: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    weights: torch.Tensor | None
-    upstream: torch.Tensor
-
-    def leaves(self) -> list[torch.Tensor]:
-        return [leaf for leaf in (self.x, self.gate_up, self.down, self.weights) if leaf is not None]
-
-
-def make_layer(experts: int, hidden: int, inner: int, tokens: int, routed: bool, device: str = "cuda") -> Layer:
-    torch.manual_seed(0)
-
-    def leaf(*shape: int) -> torch.Tensor:
-        value = torch.randn(*shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
-        return value.requires_grad_()
-
-    counts = torch.randint(experts, (tokens,), device=device).bincount(minlength=experts)
-    weights = torch.rand(tokens, device=device, dtype=torch.bfloat16).requires_grad_() if routed else None
-    upstream = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-    gate_up, down = leaf(experts, 2 * inner, hidden), leaf(experts, hidden, inner)
-    return Layer(leaf(tokens, hidden), counts.cumsum(0).int(), gate_up, down, weights, upstream)
-
-
-def eager(layer: Layer) -> torch.Tensor:
-    gate, up = F.grouped_mm(layer.x, layer.gate_up.mT, offs=layer.offsets).chunk(2, -1)
-    out = F.grouped_mm(F.silu(gate) * up, layer.down.mT, offs=layer.offsets)
-    return out if layer.weights is None else out * layer.weights.unsqueeze(-1)
-
-
-def dense(layer: Layer) -> torch.Tensor:
-    """The MLP of a single expert as people write it: products without groups."""
-    gate, up = F.linear(layer.x, layer.gate_up[0]).chunk(2, -1)
-    out = F.linear(F.silu(gate) * up, layer.down[0])
-    return out if layer.weights is None else out * layer.weights.unsqueeze(-1)
-
-
 def fused(name: str, form: Contender = eager) -> Contender:
     """What users run: what they wrote, captured, found and fused."""
     return torch.compile(form, backend=fxshard_backend, dynamic=False, fullgraph=True, options={"experts": name})
-
-
-def backward(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(out, layer.leaves(), layer.upstream)
 
 
 def _step(contender: Contender, layer: Layer) -> tuple[torch.Tensor, ...]:
@@ -111,13 +68,6 @@ def memory(contender: Contender, layer: Layer) -> tuple[int, int]:
     peak = torch.cuda.max_memory_allocated() - before
     del grads
     return saved, peak
-
-
-def error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> float:
-    return max(
-        float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12))
-        for a, b in zip(mine, theirs, strict=True)
-    )
 
 
 def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat: int) -> list[Row]:
@@ -146,7 +96,28 @@ def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat:
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = _parser(device)
+    arguments = parser.parse_args()
+    if arguments.write is None:
+        write(arguments.json, _compare(arguments, device))
+        return
+    if any(getattr(arguments, name) != parser.get_default(name) for name in ("shapes", "tokens", "kernels")):
+        parser.error("--write measures shapes and tokens of its own, and no products: leave out the other options")
+    try:
+        path = path_of_table(arguments.write, device)
+    except UsageError as error:
+        parser.error(str(error))
+    names = [name for name in IMPLEMENTATIONS if name in arguments.contenders]
+    grid = CUDA if device == "cuda" else CPU
+    table, shown = measure_costs(grid, names, device, arguments.rounds, arguments.repeat)
+    table.write(path)
+    print("", shown, f"wrote {path}: {len(table.measurements)} cases on {table.device}", sep="\n")
+    write(arguments.json, [shown])
+
+
+def _parser(device: str) -> argparse.ArgumentParser:
+    cuda = device == "cuda"
     parser = parser_of(__doc__)
     shapes = "8x4096x2048,64x2048x1408" if cuda else "8x256x128"
     parser.add_argument("--shapes", default=shapes, help=f"experts × hidden × inner, … (default: {shapes})")
@@ -156,32 +127,44 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15 if cuda else 5)
     parser.add_argument("--repeat", type=int, default=10 if cuda else 2)
     parser.add_argument("--kernels", action="store_true", help="the products of a step one by one, too")
-    arguments = parser.parse_args()
-    device = "cuda" if cuda else "cpu"
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        type=Path,
+        const=FOLDER,
+        metavar="FILE",
+        help='measure a grid of shapes and write the table by which experts="auto" chooses on this device '
+        "(default: where fxshard looks for it)",
+    )
+    return parser
+
+
+def _compare(arguments: argparse.Namespace, device: str) -> list[Table]:
     tables = []
     cases = [(shape, routed) for shape in arguments.shapes.split(",") for routed in (False, True)]
     with progress(len(cases)) as begin:
         for shape, routed in cases:
             begin(f"{shape}{', routing weights' if routed else ''}: compiling and measuring")
             experts, hidden, inner = map(int, shape.split("x"))
-            case = Case(torch.device(device), torch.bfloat16, hidden, inner)
+            case = Case(torch.device(device), torch.bfloat16, hidden, inner, experts=experts)
             layer = make_layer(experts, hidden, inner, arguments.tokens, routed, device)
             torch.compiler.reset()
             contenders = _contenders(arguments.contenders, case, experts)
             rows = measure(layer, contenders, arguments.rounds, arguments.repeat)
-            title = f"{shape} {'with' if routed else 'without'} routing weights, the default is {choose('auto', case)}"
+            default = choose("auto", case).name
+            title = f"{shape} {'with' if routed else 'without'} routing weights, the default is {default}"
             made = [Table(title, COLUMNS, rows, "eager")]
             if arguments.kernels and not routed:
                 made.append(_kernels(layer, case, arguments.rounds, arguments.repeat))
             print("", *made, sep="\n", flush=True)
             tables += made
             del layer
-    write(arguments.json, tables)
+    return tables
 
 
 def _kernels(layer: Layer, case: Case, rounds: int, repeat: int) -> Table:
     """The products of a step, by torch, by what ``"auto"`` takes and, of a single expert, without groups."""
-    contenders = {name: implementation(name) for name in ("torch", choose("auto", case))}
+    contenders = {name: implementation(name) for name in ("torch", choose("auto", case).name)}
     if layer.offsets.shape[0] == 1:
         contenders = {"dense": products.Dense(), **contenders}
     asked = products.products(layer.x.detach(), layer.offsets, layer.gate_up.detach(), layer.down.detach())

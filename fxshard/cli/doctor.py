@@ -189,9 +189,10 @@ def _experts() -> Found:
     from fxshard.kernels.case import Case
     from fxshard.kernels.choose import choose, refusal
 
-    case = Case(_device(), torch.bfloat16, hidden=2048, inner=1408)
+    case = Case(_device(), torch.bfloat16, hidden=2048, inner=1408, experts=64)
     reasons = [f"not {name}: {reason}" for name in ("triton", "te") if (reason := refusal(name, case)) is not None]
-    return State.GOOD, "; ".join([choose("auto", case), *reasons])
+    choice = choose("auto", case)
+    return State.GOOD, "; ".join([choice.name, *reasons, choice.why])
 
 
 def _newton_schulz() -> Found:

@@ -77,8 +77,9 @@ def compile(
     ``"offload"`` copies them to the host and back, ``"auto"`` does what is faster. ``init``: for a model on the meta
     device, called with every module that owns parameters or buffers, in place of its ``reset_parameters``.
     ``hardware``: the machine whose durations the schedule is made for (default: the one it runs
-    on). ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks the fastest implementation that runs on the
-    machine, ``"torch"``, ``"triton"``, ``"te"`` or ``"te-mxfp8"`` that one, ``"off"`` leaves them as they are written.
+    on). ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks, of the implementations that run on
+    the machine, the one measured to take least, ``"torch"``, ``"triton"``, ``"te"`` or ``"te-mxfp8"`` that one,
+    ``"off"`` leaves them as they are written.
     ``return_logits``: off, a model that returns its logits next to the loss that is computed from them, as those of
     ``transformers`` do with ``labels``, returns None for them, and they are never made (see docs/design/loss.md).
     ``passes``: a list derived from ``fxshard.PASSES``. ``lowering``: ``"inductor"``, or ``"eager"`` to run operator by

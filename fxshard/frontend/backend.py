@@ -18,6 +18,7 @@ from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
 from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
 from fxshard.frontend.variants import Variants
+from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
 from fxshard.passes.pipeline import before_autograd
@@ -65,6 +66,8 @@ class Backend:
         """For each captured graph that was compiled, the shapes that it takes."""
         self.layers_folded = 0
         """Layers that did not go through autograd, being like those that did."""
+        self.experts: list[ExpertsReport] = []
+        """What became of experts and dense MLPs, for each captured graph."""
         self.attention: list[AttentionReport] = []
         """What became of attention masks, for each captured graph."""
         self.losses: list[LossReport] = []
@@ -115,6 +118,7 @@ class Backend:
         context.ends_early = broken
         tie_parameters(graph, refs)
         graph = before_autograd(graph, context)
+        self.experts.append(context.experts)
         self.attention.append(context.attention)
         self.losses.append(context.loss)
         if self.one_graph or not any(refs):

@@ -23,6 +23,7 @@ from fxshard.frontend.report import Compilations, Report
 from fxshard.frontend.saved_tensors import hooks_for_activations
 from fxshard.frontend.sharding import Sharding
 from fxshard.frontend.unsharded import Unsharded
+from fxshard.kernels.report import ExpertsReport
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads
 from fxshard.runtime.hollow import is_hollow
@@ -248,6 +249,7 @@ class ShardedModule(nn.Module):
             tuple(backend.captured),
             backend.largest(),
             self.schedules["train"].offloaded if "train" in self.schedules else (),
+            backend.experts[-1] if backend.experts else ExpertsReport(),
         )
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from fxshard.kernels.report import ExpertsReport
 from fxshard.optim.fused_weights import Found, summary
 from fxshard.runtime.replay import Captures
 from fxshard.schedule.attention_report import AttentionReport
@@ -56,6 +57,9 @@ class Report:
     """The ten largest things in memory at the peak of a step, as planned; of the graph captured last."""
     offloaded: tuple[Offloaded, ...] = ()
     """Activations that are on the host from forward to backward; of the graph captured last."""
+    experts: ExpertsReport = field(default_factory=ExpertsReport)
+    """Which experts and dense MLPs were fused, by which implementation and why that one, and which were not; of the
+    graph captured last. ``print(model.report.experts)`` has the latter, too."""
 
     def __str__(self) -> str:
         made = self.compilations
@@ -65,6 +69,7 @@ class Report:
         ]
         if len(self.shapes) > 1 or any("any" in shapes for shapes in self.shapes):
             lines += [f"graph {i} takes {shapes}" for i, shapes in enumerate(self.shapes, 1)]
+        lines += str(replace(self.experts, left=[])).splitlines() if self.experts.fused else []
         lines += str(self.attention).splitlines() if self.attention.found else []
         lines += str(self.loss).splitlines() if self.loss.chunked or self.loss.full else []
         lines += [f"at the peak: {thing}" for thing in self.largest]

@@ -24,6 +24,7 @@ from fxshard.frontend.groups import Groups, check_patterns, domain_by_name, mesh
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.frontend.materialise import Init, check_initialisable, is_meta, materialise
 from fxshard.frontend.tensor_parallel import find_tensor_parallel, refuse_combinations
+from fxshard.kernels.costs import GPUS, short_name
 from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.plan.buckets import BucketPlan, plan_buckets
@@ -269,18 +270,15 @@ def machine(options: Options, device: torch.device) -> Hardware:
     if device.type != "cuda":
         return hardware("cpu")
     name = torch.cuda.get_device_name(device)
-    known = next((each for each in KNOWN_GPUS if each in name.lower()), None)
+    known = short_name(name)
     if known is None:
         LOG.warning(
             "%s is none of the GPUs that fxshard has figures of (%s): durations are estimated for an H100. Results are "
             "right, schedules may be slower than they could be; hardware= takes a name or a Hardware with your figures",
             name,
-            ", ".join(KNOWN_GPUS),
+            ", ".join(GPUS),
         )
     return hardware(known or "h100")
-
-
-KNOWN_GPUS = ("gb200", "b200", "h200", "h100", "a100")
 
 
 def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter]) -> None:

@@ -1,9 +1,9 @@
 """Experts whose whole step is Transformer Engine's: its grouped MLP in MXFP8, fused, on the parameters' own memory.
 
-``transformer_engine.pytorch.ops.Sequential`` keeps what its backward needs where no operator of a graph can see it. So
-nothing is kept: backward computes forward again, and gives the gradients of tokens, routing weights, weights and biases
-at once. The operations are built without memory, once for all experts of a shape; parameters are lent to them for a
-call.
+Graphs call the fused operation phase by phase (``te_mlp_op``). This is the operator outside of them, where nothing can
+be kept: ``transformer_engine.pytorch.ops.Sequential`` keeps what its backward needs where no operator can see it. So
+backward computes forward again, and gives the gradients of tokens, routing weights, weights and biases at once. The
+operations are built without memory, once for all experts of a shape; parameters are lent to them for a call.
 
 Under another recipe, or none (bf16), the same operations run one by one on devices that the fused kernel does not know.
 """
@@ -35,7 +35,7 @@ class FusedGroupedMlp(TorchExperts):
     def __init__(self, recipe: Any = None) -> None:
         """``recipe``: ``mxfp8_recipe()``, another one of Transformer Engine's that has no state, or None: bf16."""
         self.recipe = recipe
-        self.fuses = recipe is not None and recipe.mxfp8()
+        self.fuses = self.takes_quantized = recipe is not None and recipe.mxfp8()
         self._built: dict[_Form, _GroupedMlp] = {}
 
     def forward(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +127,7 @@ class _GroupedMlp:
         self._second = ops.GroupedLinear(
             form.experts, form.inner, form.out, bias=second, scale_bias=form.scales_bias, **options
         )
-        self.sequential = ops.Sequential(self._first, _activation(ops, form.glu), self._second)
+        self.sequential = ops.Sequential(self._first, grouped_activation(ops, form.glu), self._second)
         self._nothing = torch.empty(0, dtype=form.dtype, device=form.device)
         self._parameters = [self._attach(self._first, "weight"), self._attach(self._second, "weight")]
         if first:
@@ -182,7 +182,7 @@ class _GroupedMlp:
         self._checked.add(backward)
 
 
-def _activation(ops: Any, glu: Glu) -> Any:
+def grouped_activation(ops: Any, glu: Glu) -> Any:
     size = glu.interleave or None
     if glu.name == "SwiGLU":
         return ops.ScaledSwiGLU(glu_interleave_size=size)

@@ -65,6 +65,9 @@ class TorchExperts:
     """Whether ``forward`` keeps nothing (its pre-activations are empty) and ``gradients``, which computes it again,
     stands for ``backward`` and all weight gradients."""
 
+    takes_quantized = False
+    """Whether graphs call it with weights in MXFP8, by the operators of ``te_mlp_op``, in place of the whole one."""
+
     takes_dense = False
     """Whether ``up`` is faster for the only expert there is, a dense MLP, than what the compiler makes of it."""
 

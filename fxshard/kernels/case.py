@@ -23,5 +23,8 @@ class Case:
     """Whether gate and up are one weight."""
     out_by_in: bool = True
     """Whether each expert's matrices lie ``[out, in]`` in memory, as those of ``nn.Linear`` do."""
+    experts: int = 1
     planned_for: tuple[int, int] | None = None
     """The compute capability of another GPU, for which this is planned here."""
+    planned_on: str | None = None
+    """The name of that device."""

@@ -14,6 +14,8 @@ class Fused:
     where: str
     implementation: str
     form: str
+    why: str = ""
+    """What else was considered, at what measured cost; empty where the implementation was asked for."""
 
     def __str__(self) -> str:
         return f"fused by {self.implementation}: {self.form}"
@@ -44,6 +46,8 @@ class ExpertsReport:
 
     def __str__(self) -> str:
         lines = [f"{places} {what}" for places, what in by_place([*self.fused, *self.left])]
+        chosen = dict.fromkeys((fused.implementation, fused.why) for fused in self.fused if fused.why)
+        lines += [f"{implementation} was chosen: {why}" for implementation, why in chosen]
         return "\n".join(lines) or "no experts found: no grouped product and no loop over gated MLPs"
 
 

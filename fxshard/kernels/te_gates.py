@@ -22,6 +22,8 @@ KERNEL = "GroupedMLP_CuTeGEMMGLU"
 """The operation that Transformer Engine puts in the place of the three (``transformer_engine.pytorch.ops.fused``)."""
 VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 ALLOWS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+OLDEST = (2, 20)
+"""Graphs call the operation phase by phase, and so know what it keeps for backward (``te_mlp``)."""
 CAPABILITY = 10
 INTERLEAVE = 32
 MULTIPLE = 64
@@ -34,7 +36,8 @@ WRAPPERS = tuple(f"grouped_gemm_{name}_wrapper_sm100" for name in ("glu", "dglu"
 
 def fused_mlp_refusal(case: Case) -> str | None:
     """The first gate that keeps the fused grouped MLP from running these experts on this machine, or None."""
-    return _form_refusal(case) or _variable_refusal() or engine_refusal() or _device_refusal(case) or _last_word()
+    found = _form_refusal(case) or _variable_refusal() or engine_refusal() or _version_refusal()
+    return found or _device_refusal(case) or _last_word()
 
 
 def _form_refusal(case: Case) -> str | None:
@@ -61,6 +64,13 @@ def _variable_refusal() -> str | None:
         return None
     found = "is not set" if value is None else f"is {value!r}"
     return f"{VARIABLE} {found}: set it to 1 before Transformer Engine is imported, which looks at it once"
+
+
+def _version_refusal() -> str | None:
+    version = engine().version
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) >= OLDEST:
+        return None
+    return f"Transformer Engine {version} is older than {_text(OLDEST)}, whose fused grouped MLP is the one known here"
 
 
 def _device_refusal(case: Case) -> str | None:

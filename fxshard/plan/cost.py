@@ -16,6 +16,7 @@ from fxshard._torch import private
 from fxshard.kernels.float8_grouped import float8_grouped_mm
 from fxshard.kernels.float8_ops import float8_mm, float8_mm_into
 from fxshard.kernels.ops import mm_into
+from fxshard.kernels.te_mlp_op import te_mlp_backward, te_mlp_forward, te_mlp_wgrad
 
 FLOPS, TRAFFIC = "fxshard_flops", "fxshard_traffic"
 """Keys of ``node.meta``: several passes ask for the same node."""
@@ -47,9 +48,12 @@ def _count_flops(node: fx.Node) -> int:
     return int(formula(*args, **kwargs, out_val=_value(node)))
 
 
+_IN_FLOAT8 = (float8_mm, float8_mm_into, float8_grouped_mm, te_mlp_forward, te_mlp_backward, te_mlp_wgrad)
+
+
 def node_float8_flops(node: fx.Node) -> int:
-    """Those of a product in float8."""
-    return node_flops(node) if node.target in (float8_mm, float8_mm_into, float8_grouped_mm) else 0
+    """Those of products in float8, and of Transformer Engine's in MXFP8, which only devices that have them run."""
+    return node_flops(node) if node.target in _IN_FLOAT8 else 0
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 The operations compute what the implementation ``torch`` does and behave where it matters as those of 2.20.2 do: a
 ``Sequential`` takes the list of parameters at its first run, its autograd is one function, the fused operation decides
-at import whether it is supported, and what is not fused runs without a word.
+at import whether it is supported, and what is not fused runs without a word. What graphs call of it, phase by phase, is
+in ``te_fused_stand_in``.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -22,8 +21,15 @@ from torch import Tensor, nn
 from fxshard.kernels import by_te, choose
 from fxshard.kernels.by_torch import Call, Experts, TorchExperts
 from fxshard.kernels.glu import SWIGLU, Glu
-
-VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+from tests.fused.te_fused_stand_in import (
+    VARIABLE,
+    GroupedMLP_CuTeGEMMGLU,
+    GroupedTensorStorage,
+    MXFP8Tensor,
+    OperationContext,
+    WeightGradStore,
+    _cudnn_compute_wgrad,
+)
 
 
 class GroupedLinear(nn.Module):
@@ -37,14 +43,23 @@ class GroupedLinear(nn.Module):
         device: str,
         dtype: torch.dtype,
         scale_bias: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__()
         assert device == "meta"
+        self.wgrad_store = WeightGradStore(delay_wgrad_compute)
+        self.recipe: Any = None
         self.groups, self.width, self.out, self.scale_bias = groups, width, out, scale_bias
         for i in range(groups):
             self.register_parameter(f"weight{i}", nn.Parameter(torch.empty(out, width, device=device, dtype=dtype)))
         for i in range(groups if bias else 0):
             self.register_parameter(f"bias{i}", nn.Parameter(torch.empty(out, device=device, dtype=dtype)))
+
+    def reset_recipe_state(self, *, recipe: Any) -> None:
+        self.recipe = recipe
+
+    def get_quantizer(self, mode: str, index: int) -> str | None:
+        return f"{mode} {index}" if self.recipe is not None else None
 
 
 class ScaledSwiGLU(nn.Module):
@@ -59,15 +74,6 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
     ) -> None:
         super().__init__(glu_interleave_size)
         self.glu = Glu(alpha, limit, glu_linear_offset, glu_interleave_size or 0)
-
-
-class GroupedMLP_CuTeGEMMGLU:
-    """Supported is what is at import; the device and cuDNN's frontend are taken to be right."""
-
-    @classmethod
-    @functools.cache
-    def is_supported(cls) -> bool:
-        return int(os.environ.get(VARIABLE, "0")) > 0
 
 
 class Sequential(nn.Module):
@@ -166,6 +172,15 @@ class Machine:
             "transformer_engine.pytorch": ModuleType("pytorch"),
             "transformer_engine.pytorch.ops": SimpleNamespace(**{each.__name__: each for each in operations}),
             "transformer_engine.pytorch.ops.fused": self.fused,
+            "transformer_engine.pytorch.ops.fused.grouped_mlp": SimpleNamespace(
+                _cudnn_compute_wgrad=_cudnn_compute_wgrad
+            ),
+            "transformer_engine.pytorch.ops.op": SimpleNamespace(OperationContext=OperationContext),
+            "transformer_engine.pytorch.constants": SimpleNamespace(DType=SimpleNamespace(kFloat8E4M3="E4M3")),
+            "transformer_engine.pytorch.tensor.mxfp8_tensor": SimpleNamespace(MXFP8Tensor=MXFP8Tensor),
+            "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage": SimpleNamespace(
+                GroupedTensorStorage=GroupedTensorStorage
+            ),
             "transformer_engine.pytorch.quantization": SimpleNamespace(autocast=autocast),
             "transformer_engine.common.recipe": SimpleNamespace(
                 MXFP8BlockScaling=MXFP8BlockScaling, Format=SimpleNamespace(E4M3="E4M3")
@@ -184,6 +199,7 @@ class Machine:
         monkeypatch.setenv(VARIABLE, "1")
         GroupedMLP_CuTeGEMMGLU.is_supported.cache_clear()
         Sequential.addresses.clear()
+        GroupedMLP_CuTeGEMMGLU.ran.clear()
 
     def _version(self) -> str:
         if self.frontend is None:

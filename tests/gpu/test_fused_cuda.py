@@ -10,15 +10,19 @@ import copy
 import importlib
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 import fxshard
+from fxshard.bench.expert_costs import IMPLEMENTATIONS, Grid, measure_costs
 from fxshard.kernels import choose as choosing
+from fxshard.kernels import costs
 from fxshard.kernels.by_te_mxfp8 import FusedGroupedMlp
 from fxshard.kernels.case import Case
 from fxshard.kernels.choose import choose, refusal
+from fxshard.kernels.costs import COMPILER
 from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu, interleave_glu
 from tests.fused import models
 from tests.fused.reference import (
@@ -174,8 +178,8 @@ def test_a_sharded_model_runs_it(name: str) -> None:
     theirs = {key: parameter.grad for key, parameter in plain.named_parameters()}
     assert max(distances({"y": mine, **grads}, {"y": reference, **theirs}).values()) < 2e-2
     (found,) = fxshard.explain(plain, args, experts=name).fused
-    case = Case(torch.device("cuda"), BF16, HIDDEN, INNER)
-    assert found.implementation == (choose("auto", case) if name == "auto" else name)
+    case = Case(torch.device("cuda"), BF16, HIDDEN, INNER, experts=6)
+    assert found.implementation == (choose("auto", case).name if name == "auto" else name)
 
 
 # -- Transformer Engine's whole step -----------------------------------------------------------------------------------
@@ -269,3 +273,41 @@ def test_te_mxfp8_where_it_can_run() -> None:
     mine = in_halves(result_and_gradients(turned, fused(turned, BLOCKS, implementation="te-mxfp8")))
     away = distances(mine, exact(p))
     assert max(away.values()) < 0.15 and min(away.values()) > 5e-3, away
+
+
+def test_costs_are_measured() -> None:
+    """Of all that runs here, and of the compiler for a dense MLP; the choice follows."""
+    grid = Grid(("4x1024x512",), ("1x1024x1024",), (1024, 2048), (1024,))
+    table, _ = measure_costs(grid, IMPLEMENTATIONS, "cuda", rounds=2, repeat=2)
+    case = Case(torch.device("cuda"), BF16, 1024, 512, experts=4)
+    running = {name for name in IMPLEMENTATIONS if refusal(name, case) is None}
+    first, second, dense = table.measurements
+    assert set(first.step_ms) == set(second.step_ms) == running
+    assert set(dense.step_ms) == {COMPILER} | (running & {"triton"})
+    nearest = table.nearest(case, dense=False)
+    assert nearest is not None and nearest.tokens == (1024, 2048)
+    with mock.patch.dict(costs._ADDED, {table.device: table}):
+        choice = choose("auto", case)
+    assert choice.name == next(iter(nearest.rates)) and choice.why.startswith(
+        f"measured on {table.device} for 4 × 1024"
+    )
+
+
+@pytest.mark.parametrize("precision", [None, fxshard.MXFP8()], ids=["bf16", "gathered quantized"])
+def test_te_mxfp8_in_a_sharded_model_where_it_can_run(precision: fxshard.MXFP8 | None) -> None:
+    """The fused kernel, phase by phase. MXFP8 must be near, and must not be bf16."""
+    available("te-mxfp8", glu=BLOCKS)
+    torch.manual_seed(0)
+    plain = models.Joined(6, HIDDEN, INNER, "blocks of 32").to("cuda", BF16)
+    p = make()
+    model = fxshard.compile(copy.deepcopy(plain), zero=3, experts="te-mxfp8", precision=precision)
+    found = []
+    for each in (plain, model):
+        p.x.grad = p.weights.grad = None  # type: ignore[union-attr]
+        out = each(p.x, p.offsets, p.weights)
+        out.square().mean().backward()
+        grads = {key: parameter.grad for key, parameter in each.named_parameters()}
+        found.append({"y": out.detach(), "x": p.x.grad, "weights": p.weights.grad, **grads})  # type: ignore[union-attr]
+    assert "te_mlp_wgrad" in str(model.graphs["backward"].graph)
+    away = distances(found[1], found[0])
+    assert max(away.values()) < 0.15 and min(away.values()) >= 5e-3, away
