@@ -48,6 +48,11 @@ def clipped_heads() -> None:
     fxshard.shard(parallel(mesh), mesh=mesh["dp"], optimizer=fxshard.AdamW(qk_clip=1.0))
 
 
+def second_moments_of_rows() -> None:
+    mesh = one_by_two()
+    fxshard.shard(parallel(mesh), mesh=mesh["dp"], optimizer=fxshard.NorMuon())
+
+
 def unnamed_mesh() -> None:
     fxshard.shard(placed(init_device_mesh("cpu", (2,)), Shard(0)), mesh=one_by_two()["dp"])
 
@@ -98,6 +103,7 @@ REFUSED: dict[Callable[[], None], str] = {
     same_dimension: "dimensions of one mesh",
     whole_mesh: "dimensions of one mesh",
     clipped_heads: "heads that are cut over tensor-parallel ranks are not measured",
+    second_moments_of_rows: "use fxshard.Muon there",
     unnamed_mesh: "dimensions of one mesh",
     two_dimensions: "the tensor-parallel dimension alone",
     two_meshes: "different meshes",
