@@ -43,11 +43,6 @@ def whole_mesh() -> None:
     fxshard.shard(parallel(mesh), mesh=mesh)
 
 
-def clipped_heads() -> None:
-    mesh = one_by_two()
-    fxshard.shard(parallel(mesh), mesh=mesh["dp"], optimizer=fxshard.AdamW(qk_clip=1.0))
-
-
 def second_moments_of_rows() -> None:
     mesh = one_by_two()
     fxshard.shard(parallel(mesh), mesh=mesh["dp"], optimizer=fxshard.NorMuon())
@@ -102,7 +97,6 @@ REFUSED: dict[Callable[[], None], str] = {
     no_mesh: 'mesh=mesh["dp"]',
     same_dimension: "dimensions of one mesh",
     whole_mesh: "dimensions of one mesh",
-    clipped_heads: "heads that are cut over tensor-parallel ranks are not measured",
     second_moments_of_rows: "use fxshard.Muon there",
     unnamed_mesh: "dimensions of one mesh",
     two_dimensions: "the tensor-parallel dimension alone",

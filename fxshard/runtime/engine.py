@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -248,13 +248,24 @@ class Engine:
         """
         return self._over_ranks(condition.to(self.device, torch.int32), dist.ReduceOp.MIN, what).bool()
 
-    def largest_on_all_ranks(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """The largest of all ranks' values, one by one. For optimizers, in their step."""
-        return self._over_ranks(values, dist.ReduceOp.MAX, what)
+    def largest_on_all_ranks(self, values: torch.Tensor, what: str, own: Sequence[bool] = ()) -> torch.Tensor:
+        """The largest of all ranks' values, one by one. For optimizers, in their step.
 
-    def _over_ranks(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
+        ``own``, for each: whether other tensor-parallel ranks have something else in its place.
+        """
+        if not any(own):
+            return self._over_ranks(values, dist.ReduceOp.MAX, what)
+        found = self._over_ranks(values, dist.ReduceOp.MAX, what, tensor=False)
+        if all(own):
+            return found
+        apart = torch.tensor(own, device=values.device)
+        return torch.where(apart, found, self._over_ranks(found.clone(), dist.ReduceOp.MAX, what))
+
+    def _over_ranks(
+        self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str, *, tensor: bool = True
+    ) -> torch.Tensor:
         for channels in {id(bucket.channels): bucket.channels for bucket in self.buckets}.values():
-            channels.all_reduce(value, operation, f"{Phase.OPTIMIZER} all_reduce of {what}")
+            channels.all_reduce(value, operation, f"{Phase.OPTIMIZER} all_reduce of {what}", tensor=tensor)
         return value
 
     # -- parameters --------------------------------------------------------------------------------------------------
