@@ -67,7 +67,8 @@ def parallel(mesh: DeviceMesh, model: nn.Module | None = None) -> nn.Module:
 
 
 def parallel_wide(mesh: DeviceMesh, model: nn.Module | None = None) -> nn.Module:
-    """Of ``wide()``, whose rows over two data-parallel ranks have a matrix that lies on both, and two that do not."""
+    """Of ``wide()``. With ``units=["net"]``, or also ``net.2``, rows over two data-parallel ranks have a matrix that
+    lies on both, and two that do not."""
     styles = {
         "net.0": ColwiseParallel(),
         "net.2": RowwiseParallel(),

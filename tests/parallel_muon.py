@@ -11,7 +11,7 @@ from tests.parallel import cut_wide
 from tests.stack import wide, wide_batch
 
 WAYS: dict[str, dict[str, Any]] = {
-    "rows": {"zero": 3, "layout": "rows", "units": ["net"]},
+    "rows": {"zero": 3, "layout": "rows", "units": ["net", "net.2"]},
     "whole": {"zero": 1, "layout": "whole"},
     "everywhere": {"zero": 0},
 }

@@ -224,8 +224,8 @@ def plan_model(
     cuts = cut_matrices(model, matrices)
     if cuts is not None and state.row_moments:
         raise ConfigError(
-            f"NorMuon: {cuts.shapes[0][0]} is cut over tensor-parallel ranks, and second moments of rows are kept for "
-            "whole rows: use fxshard.Muon there, or leave such parameters to AdamW with use="
+            f"NorMuon: {cuts.wholes[0].name} is cut over tensor-parallel ranks, and second moments of rows are kept "
+            "for whole rows: use fxshard.Muon there, or leave such parameters to AdamW with use="
         )
     return plan_buckets(
         model,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.plan.model_groups import labelled
-from fxshard.plan.parts import Cuts
+from fxshard.plan.parts import Cuts, Whole
 from fxshard.plan.pieces import Piece
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized
@@ -60,7 +60,7 @@ def cut_matrices(model: nn.Module, matrices: Collection[str]) -> Cuts | None:
     if not cut:
         return None
     (group,) = labelled([private.group_ranks(placed[next(iter(cut))].device_mesh.get_group())]).values()
-    return Cuts(group, tuple((name, piece.shape) for name, piece in cut.items()))
+    return Cuts(group, tuple(Whole(name, piece.shape) for name, piece in cut.items()))
 
 
 def _joined(name: str, tensor: DeviceMesh, data: DeviceMesh) -> DeviceMesh:

@@ -17,21 +17,30 @@ from fxshard.plan.model_groups import ModelGroup
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A matrix, or a stack of them, as the ranks that have parts of it hold it together."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Cuts:
     """The matrices of a bucket that are cut, each rank of a tensor-parallel group having an equal part of each."""
 
     group: ModelGroup
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    """(name, shape of the whole matrix, or of a stack of whole ones), in the order of the bucket's matrices."""
+    wholes: tuple[Whole, ...]
+    """In the order of the bucket's matrices."""
 
     @cached_property
     def whole(self) -> dict[str, tuple[int, ...]]:
-        return dict(self.shapes)
+        """Shapes by name."""
+        return {each.name: each.shape for each in self.wholes}
 
     def of(self, matrices: Sequence[str]) -> Cuts | None:
         """Those of some matrices, in their order; None where none of them is cut."""
-        shapes = tuple((name, self.whole[name]) for name in matrices if name in self.whole)
-        return Cuts(self.group, shapes) if shapes else None
+        wholes = tuple(Whole(name, self.whole[name]) for name in matrices if name in self.whole)
+        return Cuts(self.group, wholes) if wholes else None
 
     def dim(self, name: str, part: Sequence[int]) -> int | None:
         """Along which dimension a matrix is cut into such parts; None: along none of its own two."""

@@ -136,7 +136,7 @@ def _cuts_amiss(bucket: BucketPlan, schedule: Schedule) -> Iterator[str]:
         yield f"has matrices that are cut over {group}, which is no group of several ranks"
     if any(other.cuts is not None and other.cuts.group != group for other in schedule.buckets):
         yield f"has matrices that are cut over {group}, and another bucket over another group"
-    cut = [name for name, _ in cuts.shapes]
+    cut = [whole.name for whole in cuts.wholes]
     if not cut or cut != [name for name in bucket.matrices if name in cuts.whole] or not names.issuperset(cut):
         yield f"has {cut} cut over tensor-parallel ranks, which are not matrices of it, each once and in order"
         return

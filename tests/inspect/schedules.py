@@ -10,7 +10,7 @@ from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.domain import data_parallel
 from fxshard.plan.memory import Buffer, plan_slots
 from fxshard.plan.model_groups import ModelGroup
-from fxshard.plan.parts import Cuts
+from fxshard.plan.parts import Cuts, Whole
 from fxshard.plan.units import find_units
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
@@ -53,7 +53,9 @@ def zero3(
         domain_of=lambda name: domain,
         matrices=matrices,
         layout="rows",
-        cuts=Cuts(ModelGroup("tp", tensor), tuple((n, (16 * tensor, 16)) for n in matrices)) if tensor > 1 else None,
+        cuts=Cuts(ModelGroup("tp", tensor), tuple(Whole(n, (16 * tensor, 16)) for n in matrices))
+        if tensor > 1
+        else None,
     )
     by_layer = buckets[::-1]  # buckets are numbered in the order of backward
     events: list[Event] = []

@@ -8,23 +8,23 @@ from hypothesis import strategies as st
 
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.model_groups import ModelGroup
-from fxshard.plan.parts import Cuts, Part, Parts
+from fxshard.plan.parts import Cuts, Part, Parts, Whole
 
 TP = ModelGroup("tp", 4)
 
 
 def test_along_which_dimension_a_matrix_is_cut() -> None:
     shapes = {"up": (32, 6), "down": (8, 24), "stack": (3, 8, 24), "experts": (12, 8, 6), "both": (32, 24)}
-    cuts = Cuts(TP, tuple(shapes.items()))
+    cuts = Cuts(TP, tuple(Whole(*each) for each in shapes.items()))
     assert [cuts.dim(name, (8, 6)) for name in ("up", "down", "both")] == [0, 1, None]
     assert cuts.dim("stack", (3, 8, 6)) == 2 and cuts.dim("experts", (3, 8, 6)) is None
     assert cuts.dim("up", (16, 6)) is None and cuts.dim("up", (8, 6, 1)) is None and cuts.dim("up", (32, 6)) is None
 
 
 def test_the_matrices_of_one_bucket() -> None:
-    cuts = Cuts(TP, (("a", (8, 2)), ("b", (4, 8)), ("c", (16, 4))))
+    cuts = Cuts(TP, (Whole("a", (8, 2)), Whole("b", (4, 8)), Whole("c", (16, 4))))
     some = cuts.of(("c", "norm", "a"))
-    assert some is not None and [name for name, _ in some.shapes] == ["c", "a"]
+    assert some is not None and [each.name for each in some.wholes] == ["c", "a"]
     assert cuts.of(("norm",)) is None
 
 

@@ -47,7 +47,7 @@ def a_matrix_that_is_no_part_of_the_whole() -> Broken:
     schedule = zero3(muon=True, tensor=2)
     cuts = schedule.buckets[1].cuts
     assert cuts is not None
-    return _with_bucket(schedule, 1, cuts=replace(cuts, shapes=((cuts.shapes[0][0], (48, 16)),))), None
+    return _with_bucket(schedule, 1, cuts=replace(cuts, wholes=(replace(cuts.wholes[0], shape=(48, 16)),))), None
 
 
 def matrices_cut_over_other_ranks() -> Broken:
@@ -55,8 +55,9 @@ def matrices_cut_over_other_ranks() -> Broken:
     schedule = zero3(muon=True, tensor=2)
     for i, bucket in enumerate(schedule.buckets):
         assert bucket.cuts is not None
-        ((name, _),) = bucket.cuts.shapes
-        cuts = replace(bucket.cuts, group=replace(bucket.cuts.group, ranks=4), shapes=((name, (64, 16)),))
+        (whole,) = bucket.cuts.wholes
+        group = replace(bucket.cuts.group, ranks=4)
+        cuts = replace(bucket.cuts, group=group, wholes=(replace(whole, shape=(64, 16)),))
         schedule = _with_bucket(schedule, i, cuts=cuts)
     return schedule, next(i for i, event in schedule.of(Kind.EXCHANGE) if event.stream == TENSOR)
 
