@@ -18,7 +18,7 @@ from fxshard.optim.row_moments import row_factors_
 from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
-from fxshard.plan.alone import parts_alone
+from fxshard.plan.alone import cut_alone, parts_alone
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.exchange import ROW_HALVES, Batch, Travel
 from fxshard.plan.parts import Parts
@@ -70,7 +70,7 @@ class ShardedMuon(ShardedOptimizer):
         self._row_factors: dict[tuple[str, Scale], torch.Tensor | float] = {}
         self._tensor = engine.buckets[0].tensor
         self._alone = {
-            step.buckets: parts_alone([engine.buckets[i].plan for i in step.buckets], self._place)
+            step.buckets: parts_alone(cut_alone(engine.buckets[i].plan for i in step.buckets), self._place)
             for step in self._program
             if isinstance(step, Local)
         }

@@ -5,6 +5,7 @@ of them it exchanges.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.choice import crosses
@@ -31,7 +32,11 @@ def local_work(
             spec = slot.spec
             if spec.name not in counted or crosses(bucket.layout, spec) or not spec.numel:
                 continue
-            for rank in range(ranks):
+            alone = (
+                len(spec.shape) == 2 and bucket.layout.ranks > 1
+            )  # a stack may be on several ranks, cut between them
+            first, step = (bucket.layout.owner(spec.name), bucket.layout.ranks) if alone else (0, 1)
+            for rank in range(first, ranks, step):
                 # Groups may be smaller than the largest: what one of them holds, the others hold as well.
                 rows = bucket.layout.fragment(rank % bucket.layout.ranks, spec.name).rows
                 if rows:
@@ -57,35 +62,48 @@ def _of_busiest_replica(
     return max(totals)
 
 
-def parts_alone(buckets: Iterable[BucketPlan], place: Callable[[BucketPlan], tuple[int, int]]) -> Parts | None:
-    """What a rank exchanges with tensor-parallel ranks of the parts of some buckets that it holds alone; None: nothing.
+@dataclass(frozen=True)
+class CutAlone:
+    """The matrices of a bucket that are cut over tensor-parallel ranks, and of which one shard has all of a part."""
+
+    bucket: BucketPlan
+    group: ModelGroup
+    matrices: tuple[tuple[TensorSpec, int], ...]
+    """Of each the part, and the dimension along which it is cut."""
+
+
+def cut_alone(buckets: Iterable[BucketPlan]) -> list[CutAlone]:
+    """Those of some buckets; buckets that have none are left out."""
+    found = []
+    for bucket in buckets:
+        if bucket.cuts is None:
+            continue
+        specs = [bucket.layout.slots[bucket.layout.index[whole.name]].spec for whole in bucket.cuts.wholes]
+        alone = [spec for spec in specs if spec.numel and not crosses(bucket.layout, spec)]
+        matrices = [(spec, dim) for spec in alone if (dim := bucket.cuts.dim(spec.name, spec.shape)) is not None]
+        if matrices:
+            found.append(CutAlone(bucket, bucket.cuts.group, tuple(matrices)))
+    return found
+
+
+def parts_alone(cut: Iterable[CutAlone], place: Callable[[BucketPlan], tuple[int, int]]) -> Parts | None:
+    """What a rank exchanges with tensor-parallel ranks of the parts that it holds alone; None: nothing.
 
     ``place``: the shard of a bucket that it holds, and which of its replicas that is.
     """
     members: list[Part] = []
     group: ModelGroup | None = None
-    for bucket in buckets:
-        if bucket.cuts is None:
-            continue
+    for each in cut:
+        bucket, layout = each.bucket, each.bucket.layout
         shard, replica = place(bucket)
-        layout = bucket.layout
         own = shares(layout, shard, bucket.domain.replicas, bucket.matrices)[replica] if bucket.shares_state else None
-        for name, spec in cut_alone(bucket):
-            fragment = layout.fragment(shard, name)
+        for spec, dim in each.matrices:
+            if len(spec.shape) == 2 and layout.owner(spec.name) != shard:
+                continue
+            fragment = layout.fragment(shard, spec.name)
             if own is not None:
                 fragment = within(layout, fragment, *own)
-            dim = bucket.cuts.dim(name, spec.shape)
-            if fragment.numel and dim is not None:
-                members.append(Part(name, (fragment.rows, *spec.shape[1:]), dim))
-                group = bucket.cuts.group
+            if fragment.numel:
+                members.append(Part(spec.name, (fragment.rows, *spec.shape[1:]), dim))
+                group = each.group
     return Parts(group, tuple(members)) if group is not None else None
-
-
-def cut_alone(bucket: BucketPlan) -> list[tuple[str, TensorSpec]]:
-    """The matrices of a bucket that are cut over tensor-parallel ranks, and of which one shard has all of a part."""
-    if bucket.cuts is None:
-        return []
-    specs = [(name, bucket.layout.slots[bucket.layout.index[name]].spec) for name in bucket.matrices]
-    return [
-        (n, spec) for n, spec in specs if n in bucket.cuts.whole and spec.numel and not crosses(bucket.layout, spec)
-    ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fxshard.plan.alone import cut_alone, local_work, parts_alone
+from fxshard.plan.alone import CutAlone, cut_alone, local_work, parts_alone
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.exchange import Batch
 from fxshard.plan.matrices import newton_schulz_flops
@@ -174,12 +174,13 @@ def _compute(names: tuple[str, ...], why: str, flops: int, traffic: int) -> Even
 
 def _cut_alone(buckets: Sequence[BucketPlan]) -> list[Event]:
     """What happens to those of which a data-parallel rank holds a part alone, before their buckets are updated."""
-    touched = [bucket for bucket in buckets if cut_alone(bucket)]
-    if not touched:
+    cut = cut_alone(buckets)
+    if not cut:
         return []
-    names = tuple(name for bucket in touched for name, _ in cut_alone(bucket))
+    touched = [each.bucket for each in cut]
+    names = tuple(spec.name for each in cut for spec, _ in each.matrices)
     found = [
-        _of_rank(touched, rank, replica)
+        _of_rank(cut, rank, replica)
         for rank in range(max(bucket.layout.ranks for bucket in touched))
         for replica in range(max(bucket.domain.replicas if bucket.shares_state else 1 for bucket in touched))
     ]
@@ -187,8 +188,8 @@ def _cut_alone(buckets: Sequence[BucketPlan]) -> list[Event]:
     return _through_tensor_ranks(names, [parts for parts in found if parts is not None], indices, written=indices)
 
 
-def _of_rank(buckets: Sequence[BucketPlan], rank: int, replica: int) -> Parts | None:
-    return parts_alone(buckets, lambda bucket: (rank % bucket.layout.ranks, replica % bucket.domain.replicas))
+def _of_rank(cut: Sequence[CutAlone], rank: int, replica: int) -> Parts | None:
+    return parts_alone(cut, lambda bucket: (rank % bucket.layout.ranks, replica % bucket.domain.replicas))
 
 
 def _through_tensor_ranks(
