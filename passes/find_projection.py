@@ -2,7 +2,8 @@
 
 Between the two, values may be moved and combined linearly, as rotary positions do, so that scaling rows of the weight
 scales them. Rows are read from strides: up to the first operator that computes, a tensor of heads is a view of what
-the product gave, be the weight that of queries alone or one for queries, keys and values.
+the product gave, be the weight that of queries alone or one for queries, keys and values. Where tensor-parallel ranks
+have heads of their own, the product is one of DTensors, and this rank's part of it is what is looked at.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import private
 from fxshard.passes.calls import argument, call, past_casts, place, shape, value, written
@@ -56,10 +58,25 @@ def find_projection(operand: fx.Node, width: int, given: Mapping[fx.Node, fx.Nod
 
 
 def _unscaled(node: fx.Node) -> Any:
-    """What a node computes before it was cast, and multiplied by a number."""
-    while (found := _one_operand(past_casts(node))) is not None:
+    """What a node computes before it was cast, multiplied by a number, and taken out of a DTensor."""
+    while (found := _one_operand(past_casts(node)) or _distributed(past_casts(node))) is not None:
         node = found
     return past_casts(node)
+
+
+def _distributed(node: Any) -> fx.Node | None:
+    """The DTensor that a node is this rank's part of, or is, unchanged."""
+    if not isinstance(node, fx.Node) or node.target not in ("to_local", "redistribute"):
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    before, after = value(source), value(node)
+    if isinstance(after, DTensor) and isinstance(before, DTensor) and after.placements != before.placements:
+        raise NotLinear(
+            f"tensor-parallel ranks exchange them at {place(node)}, after their linear layer; leave each rank its own "
+            "heads (ColwiseParallel())"
+        )
+    return source
 
 
 def _one_operand(node: Any) -> fx.Node | None:
@@ -69,7 +86,7 @@ def _one_operand(node: Any) -> fx.Node | None:
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """What a node is a view of, if it is one."""
-    if node.op not in ("call_function", "call_method") or call(node) == "linear":
+    if node.op not in ("call_function", "call_method") or call(node) == "linear" or _distributed(node) is not None:
         return None
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and value(source) is None and node.target is operator.getitem:
@@ -133,15 +150,16 @@ def _projection(
 ) -> Projection:
     def name(node: Any) -> str:
         node = past_casts(node)
-        while node in given:
-            node = past_casts(given[node])
+        while node in given or isinstance(value(node), DTensor):  # which wraps this rank's part of a parameter
+            node = past_casts(given[node] if node in given else node.args[0])
         ref = node.meta.get(PARAM) if isinstance(node, fx.Node) else None
         if ref is None or not context.bucket(ref).trainable:
             raise NotLinear(f"{node} in {product.name} is no parameter that is trained")
         return context.bucket(ref).params[ref.position]
 
     weight, bias = argument(product, 1, "weight"), argument(product, 2, "bias")
-    rows = range(shape(weight)[0])
+    held = value(weight)
+    rows = range((private.wrapped(held) if isinstance(held, DTensor) else held).shape[0])  # type: ignore[union-attr]
     return Projection(
         name(weight), name(bias) if isinstance(bias, fx.Node) else None, tuple(head_of.get(row, -1) for row in rows)
     )

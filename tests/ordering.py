@@ -15,7 +15,7 @@ from unittest import mock
 import fxshard
 from fxshard.runtime.streams import Collective, CpuStreams, Token
 from fxshard.schedule.dependencies import MARKS, needed_before
-from fxshard.schedule.events import OF_HOST, Event, Kind, Phase
+from fxshard.schedule.events import OF_HOST, OF_MODEL, TENSOR, Event, Kind, Phase
 
 Events = frozenset[tuple[int, int]]
 """Events by (step, position)."""
@@ -39,7 +39,9 @@ class KnowingStreams(CpuStreams):
     """Streams that know what is over when their next operation starts."""
 
     def __init__(self) -> None:
-        self.over: dict[str, Events] = dict.fromkeys(("compute", "gather", "reduce", "replicas", "host"), frozenset())
+        self.over: dict[str, Events] = dict.fromkeys(
+            ("compute", "gather", "reduce", "replicas", TENSOR, "host"), frozenset()
+        )
         self.current = "compute"
         self.event: tuple[int, int] | None = None
         """The event that is being carried out."""
@@ -95,6 +97,7 @@ class Observed:
         for name in ("offload", "release", "reload", "restore"):
             setattr(self._engine.offloads, name, self._copying(getattr(self._engine.offloads, name), Kind(name)))
         self._engine._scales.refresh = self._scaling(self._engine._scales.refresh)  # type: ignore[method-assign]
+        model.optimizer._run = self._landing(model.optimizer._run)
         self._engine.begin = self._around(self._engine.begin)  # type: ignore[method-assign]
         self._engine.end = self._ending(self._engine.end)  # type: ignore[method-assign]
 
@@ -127,9 +130,13 @@ class Observed:
         return found
 
     def _may_be_left_out(self, schedule: fxshard.Schedule, event: Event) -> bool:
-        """A gather of what no step changed since the last one, as a frozen bucket that stays in memory; scales too."""
+        """A gather of what no step changed since the last one, as a frozen bucket that stays in memory; scales too.
+
+        The model's own collectives run unseen: torch's operators start them. An exchange of tensor-parallel parts is
+        left out by a data-parallel rank that has none.
+        """
         unchanged = event.kind is Kind.UNSHARD and schedule.buckets[event.bucket_index].resident
-        return unchanged or event.kind is Kind.SCALES
+        return unchanged or event.kind in (Kind.SCALES, *OF_MODEL) or event.stream == TENSOR
 
     def _wrapped(self, act: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         def carried_out(index: int, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +144,7 @@ class Observed:
                 return act(index, *args, **kwargs)
             self._depth += 1
             try:
-                return self._carry_out(kind, index, lambda: act(index, *args, **kwargs))
+                return self._carry_out(kind, index, lambda: act(index, *args, **kwargs), kwargs.get("stream"))
             finally:
                 self._depth -= 1
                 self.streams.event = None
@@ -149,9 +156,9 @@ class Observed:
         copied = self._wrapped(lambda _, *args: act(*args), kind)
         return lambda *args: copied(-1, *args)
 
-    def _carry_out(self, kind: Kind, index: int, act: Callable[[], Any]) -> Any:
+    def _carry_out(self, kind: Kind, index: int, act: Callable[[], Any], stream: str | None = None) -> Any:
         phase = self._engine.frame.phase if kind not in (Kind.UPDATE, Kind.EXCHANGE) else Phase.OPTIMIZER
-        place = self._place(kind, index, phase)
+        place = self._place(kind, index, phase, stream or ("gather" if kind is Kind.EXCHANGE else None))
         if place is None:  # the optimizer step before gathered it, or a bucket without gradients is updated
             return act()
         self._compute_until(place)
@@ -171,12 +178,12 @@ class Observed:
         self.streams.started((self._step, place))
         return result
 
-    def _place(self, kind: Kind, index: int, phase: Phase | None) -> int | None:
-        """Where the next such event of a bucket stands in a phase."""
+    def _place(self, kind: Kind, index: int, phase: Phase | None, stream: str | None = None) -> int | None:
+        """Where the next such event of a bucket, or on a stream, stands in a phase."""
         for i in range(self._cursor, len(self._events)):
             event = self._events[i]
             of_bucket = kind is Kind.EXCHANGE or event.bucket_index == index
-            if event.kind is kind and event.phase == phase and of_bucket:
+            if event.kind is kind and event.phase == phase and of_bucket and stream in (None, event.stream):
                 return i
         return None
 
@@ -200,6 +207,17 @@ class Observed:
                 self.streams.started((self._step, place))
 
         return refreshes
+
+    def _landing(self, run: Callable[[Any], None]) -> Callable[[Any], None]:
+        """What comes back from tensor-parallel ranks is applied before the optimizer's next instruction waits for
+        anything."""
+
+        def runs(instruction: Any) -> None:
+            run(instruction)
+            if self._cursor and self._cursor < len(self._events) and self._events[self._cursor - 1].stream == TENSOR:
+                self._compute_until(self._cursor + 1)
+
+        return runs
 
     def _around(self, begin: Callable[..., None]) -> Callable[..., None]:
         def begins(*args: Any, **kwargs: Any) -> None:

@@ -8,6 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from tests.stack import wide
+
 VOCAB, DIM, HIDDEN, LENGTH = 24, 16, 40, 8
 
 
@@ -64,9 +66,24 @@ def parallel(mesh: DeviceMesh, model: nn.Module | None = None) -> nn.Module:
     return parallelize_module(Model() if model is None else model, mesh["tp"], styles)
 
 
+def parallel_wide(mesh: DeviceMesh, model: nn.Module | None = None) -> nn.Module:
+    """Of ``wide()``. With ``units=["net"]``, or also ``net.2``, rows over two data-parallel ranks have a matrix that
+    lies on both, and two that do not."""
+    styles = {
+        "net.0": ColwiseParallel(),
+        "net.2": RowwiseParallel(),
+        "net.4": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(wide() if model is None else model, mesh["tp"], styles)
+
+
 def cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """``parallel`` as ``fxshard.plan`` takes it."""
     return parallel(mesh, model)
+
+
+def cut_wide(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return parallel_wide(mesh, model)
 
 
 def on_meta() -> nn.Module:

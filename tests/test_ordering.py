@@ -1,6 +1,7 @@
 """What the runtime waits for is what the schedule's dependencies say: no less, and no more."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import fxshard
 from fxshard.schedule.events import OF_MODEL, Kind
 from tests.inspect.real import SCHEDULES
 from tests.ordering import observed
+from tests.parallel import parallel_wide, two_by_two
 from tests.pool import Pool
 from tests.precision.nets import net, this_ranks_tokens
 from tests.stack import Stack, batch, wide, wide_batch
@@ -124,6 +126,14 @@ def replicated() -> dict[str, list[str]]:
     return {"two by two": differences({"mesh": mesh, "optimizer": MUON, "zero": 1}, evaluated=False)}
 
 
+def tensor_parallel() -> dict[str, list[str]]:
+    """Matrices that lie on several data-parallel ranks, on several tensor-parallel ones, and on both."""
+    mesh = two_by_two()
+    options = {"mesh": mesh["dp"], "units": ["net"], **BY_ROWS}
+    watched = partial(wide_batch, rank=mesh.get_local_rank("dp"))
+    return {"muon": differences(options, lambda: parallel_wide(mesh), watched, evaluated=False)}
+
+
 def offloading() -> dict[str, list[str]]:
     """With the smallest budget for which nothing is computed again."""
     options: dict[str, Any] = {"activations": "offload", "memory_budget": 1}
@@ -142,6 +152,7 @@ def offloading() -> dict[str, list[str]]:
         (2, quantized),
         (2, offloading),
         (4, replicated),
+        (4, tensor_parallel),
         thorough(2, more_stacks),
         thorough(2, more_quantized),
     ],

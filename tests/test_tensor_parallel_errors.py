@@ -43,9 +43,9 @@ def whole_mesh() -> None:
     fxshard.shard(parallel(mesh), mesh=mesh)
 
 
-def clipped_heads() -> None:
+def second_moments_of_rows() -> None:
     mesh = one_by_two()
-    fxshard.shard(parallel(mesh), mesh=mesh["dp"], optimizer=fxshard.AdamW(qk_clip=1.0))
+    fxshard.shard(parallel(mesh), mesh=mesh["dp"], optimizer=fxshard.NorMuon())
 
 
 def unnamed_mesh() -> None:
@@ -97,7 +97,7 @@ REFUSED: dict[Callable[[], None], str] = {
     no_mesh: 'mesh=mesh["dp"]',
     same_dimension: "dimensions of one mesh",
     whole_mesh: "dimensions of one mesh",
-    clipped_heads: "heads that are cut over tensor-parallel ranks are not measured",
+    second_moments_of_rows: "use fxshard.Muon there",
     unnamed_mesh: "dimensions of one mesh",
     two_dimensions: "the tensor-parallel dimension alone",
     two_meshes: "different meshes",

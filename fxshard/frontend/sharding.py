@@ -23,7 +23,7 @@ from fxshard.frontend.cpu_products import warn_of_slow_products
 from fxshard.frontend.groups import Groups, check_patterns, domain_by_name, meshes_of
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.frontend.materialise import Init, check_initialisable, is_meta, materialise
-from fxshard.frontend.tensor_parallel import find_tensor_parallel, refuse_combinations
+from fxshard.frontend.tensor_parallel import cut_matrices, find_tensor_parallel, refuse_combinations
 from fxshard.kernels.costs import GPUS, short_name
 from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
@@ -222,6 +222,12 @@ def plan_model(
         )
     domain_of = domain_by_name(others, own)
     check_patterns(others, [name for name, _ in model.named_parameters()], domain_of)
+    cuts = cut_matrices(model, matrices)
+    if cuts is not None and state.row_moments:
+        raise ConfigError(
+            f"NorMuon: {cuts.wholes[0].name} is cut over tensor-parallel ranks, and second moments of rows are kept "
+            "for whole rows: use fxshard.Muon there, or leave such parameters to AdamW with use="
+        )
     return plan_buckets(
         model,
         find_units(model, options.units),
@@ -232,6 +238,7 @@ def plan_model(
         domain_of=domain_of,
         matrices=matrices,
         state=state,
+        cuts=cuts,
     )
 
 

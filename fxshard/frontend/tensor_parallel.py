@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
+from fxshard.plan.model_groups import labelled
+from fxshard.plan.parts import Cuts, Whole
 from fxshard.plan.pieces import Piece
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized
@@ -46,13 +50,22 @@ def find_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None) -> TensorPar
     return TensorParallel(ranks, pieces, frozenset(placed))
 
 
+def cut_matrices(model: nn.Module, matrices: Collection[str]) -> Cuts | None:
+    """Which of Muon's matrices are cut over a tensor-parallel dimension; its mesh alone is looked at, no other rank."""
+    placed = {name: p for name, p in model.named_parameters() if name in matrices and isinstance(p, DTensor)}
+    for name, parameter in placed.items():
+        _check_dimensions(name, parameter.device_mesh)
+    pieces = {name: _piece(name, parameter, 0, parameter.device_mesh.size()) for name, parameter in placed.items()}
+    cut = {name: piece for name, piece in pieces.items() if piece.cuts_matrices}
+    if not cut:
+        return None
+    (group,) = labelled([private.group_ranks(placed[next(iter(cut))].device_mesh.get_group())]).values()
+    return Cuts(group, tuple(Whole(name, piece.shape) for name, piece in cut.items()))
+
+
 def _joined(name: str, tensor: DeviceMesh, data: DeviceMesh) -> DeviceMesh:
     """All ranks of the model: the data-parallel dimensions, then the tensor-parallel one."""
-    if tensor.ndim != 1:
-        raise ConfigError(
-            f"{name!r} is a DTensor on a mesh of {tensor.ndim} dimensions {tensor.mesh_dim_names or ''}: give "
-            'parallelize_module the tensor-parallel dimension alone (mesh["tp"]), and fxshard.compile the others'
-        )
+    _check_dimensions(name, tensor)
     try:
         if tensor.mesh_dim_names is None or data.mesh_dim_names is None:
             raise RuntimeError("a mesh without names is no part of another")
@@ -63,6 +76,14 @@ def _joined(name: str, tensor: DeviceMesh, data: DeviceMesh) -> DeviceMesh:
             'must be dimensions of one mesh, init_device_mesh(device, (data, tensor), mesh_dim_names=("dp", "tp")), '
             'with parallelize_module(model, mesh["tp"], ...) and fxshard.compile(model, mesh=mesh["dp"])'
         ) from error
+
+
+def _check_dimensions(name: str, tensor: DeviceMesh) -> None:
+    if tensor.ndim != 1:
+        raise ConfigError(
+            f"{name!r} is a DTensor on a mesh of {tensor.ndim} dimensions {tensor.mesh_dim_names or ''}: give "
+            'parallelize_module the tensor-parallel dimension alone (mesh["tp"]), and fxshard.compile the others'
+        )
 
 
 def _ranks(mesh: DeviceMesh) -> list[int]:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fxshard._torch.errors import ConfigError
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon, Scale, Split
 from fxshard.optim.directions import alike, apply_by_group, in_turns, orthogonal_pieces, update_
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
-from fxshard.optim.parts import flat, is_cut, orthogonal_parts
+from fxshard.optim.parts import PartsExchange, flat
 from fxshard.optim.row_moments import row_factors_
 from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
+from fxshard.plan.alone import cut_alone, parts_alone
+from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.exchange import ROW_HALVES, Batch, Travel
+from fxshard.plan.parts import Parts
 from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
 from fxshard.runtime.engine import Engine, Sent
-from fxshard.runtime.tensor_parallel import TensorParallel
 
 ROUNDED = "rounded"
 """How often the momentum of a group was rounded at random: Muon counts no steps, and no two roundings may be alike."""
@@ -68,13 +69,12 @@ class ShardedMuon(ShardedOptimizer):
         self._values: dict[str, torch.Tensor] = {}
         self._row_factors: dict[tuple[str, Scale], torch.Tensor | float] = {}
         self._tensor = engine.buckets[0].tensor
-        if self._tensor is not None and choice.beta2 is not None:
-            cut = [name for name in splits if is_cut(self._tensor.pieces[name])]
-            if cut:
-                raise ConfigError(
-                    f"{type(choice).__name__}: {cut[0]} is cut over tensor-parallel ranks, and second moments of rows "
-                    "are kept for whole rows: use fxshard.Muon there, or leave such parameters to AdamW with use="
-                )
+        self._alone = {
+            step.buckets: parts_alone(cut_alone(engine.buckets[i].plan for i in step.buckets), self._place)
+            for step in self._program
+            if isinstance(step, Local)
+        }
+        """By the buckets that are updated together, the tensor-parallel parts that this rank holds alone."""
         self._shapes = {name: bucket.shape(name) for bucket in engine.buckets for name in bucket.plan.params}
         """Of whole parameters."""
 
@@ -89,8 +89,7 @@ class ShardedMuon(ShardedOptimizer):
     def _run(self, instruction: Instruction) -> None:
         match instruction:
             case Local(buckets):
-                super()._run(instruction)
-                self._update([rows for index in buckets for rows in self._local_rows(self._moments[index])])
+                self._update_alone(buckets, lambda: ShardedOptimizer._run(self, instruction))
             case Exchange(batch):
                 self._on_the_way[id(batch)] = self._send(batch)
             case Orthogonalize(batch):
@@ -102,10 +101,38 @@ class ShardedMuon(ShardedOptimizer):
 
     # -- on this rank ------------------------------------------------------------------------------------------------
 
+    def _update_alone(self, buckets: tuple[int, ...], others: Callable[[], None]) -> None:
+        """Matrices that no other data-parallel rank holds rows of. ``others`` updates what is AdamW's, while parts of
+        matrices are on the way to other tensor-parallel ranks."""
+        rows = {each.name: each for index in buckets for each in self._local_rows(self._moments[index])}
+        parts = self._alone[buckets]
+        cut = [rows.pop(part.name) for part in parts.members] if parts is not None else []
+        sent = self._send_parts(buckets[0], parts, cut) if parts is not None else None
+        others()
+        self._update([each for each in rows.values() if each.grad is not None])
+        if sent is not None:
+            self._apply_parts(cut, sent.directions(self._orthogonal))
+
+    def _send_parts(self, bucket: int, parts: Parts, chosen: Sequence[_Rows]) -> PartsExchange:
+        """Bring the momentum of this rank's parts up to date and send them to the ranks that orthogonalize them."""
+        updates = self._momentum([rows for rows in chosen if rows.grad is not None])
+        return PartsExchange(self._engine, bucket, parts, [_or_zeros(updates, rows) for rows in chosen])
+
+    def _apply_parts(self, chosen: Sequence[_Rows], directions: Sequence[torch.Tensor]) -> None:
+        pairs = [(rows, found) for rows, found in zip(chosen, directions, strict=True) if rows.grad is not None]
+        scaled = [self._scaled(rows.name, direction) for rows, direction in pairs]
+        values, groups = [rows.value for rows, _ in pairs], [self._group_of[rows.name] for rows, _ in pairs]
+        apply_by_group(values, [found for found, _ in scaled], [factor for _, factor in scaled], groups, self._refused)
+
+    def _place(self, plan: BucketPlan) -> tuple[int, int]:
+        """Which shard of a bucket this rank holds, and which of its replicas."""
+        bucket = self._engine.buckets[plan.index]
+        return bucket.rank, bucket.channels.replica
+
     def _local_rows(self, moments: Moments) -> Iterable[_Rows]:
         for name in moments.bucket.plan.matrices:
             rows = self._rows(moments, name)
-            if name not in self._travelling and rows.grad is not None and rows.value.numel():
+            if name not in self._travelling and rows.value.numel():
                 yield rows
 
     def _rows(self, moments: Moments, name: str) -> _Rows:
@@ -119,11 +146,6 @@ class ShardedMuon(ShardedOptimizer):
         return _Rows(name, self._values[name], grad, moments)
 
     def _update(self, chosen: Sequence[_Rows]) -> None:
-        tensor = self._tensor
-        if tensor is not None:
-            cut = [rows for rows in chosen if is_cut(tensor.pieces[rows.name])]
-            self._update_cut(tensor, cut)
-            chosen = [rows for rows in chosen if not is_cut(tensor.pieces[rows.name])]
         groups = [self._group_of[rows.name] for rows in chosen]
         for members in in_turns(groups, [rows.value for rows in chosen]):
             batch, own = [chosen[i] for i in members], [groups[i] for i in members]
@@ -144,18 +166,6 @@ class ShardedMuon(ShardedOptimizer):
         if self._transfers is not None:
             self._transfers.end_batch()
 
-    def _update_cut(self, tensor: TensorParallel, chosen: Sequence[_Rows]) -> None:
-        """Matrices of which other tensor-parallel ranks hold parts."""
-        if not chosen:
-            return
-        updates = self._momentum(chosen)
-        names = [rows.name for rows in chosen]
-        directions = self._directions(names, [updates[name] for name in names])
-        scaled = [self._scaled(name, direction) for name, direction in zip(names, directions, strict=True)]
-        groups = [self._group_of[name] for name in names]
-        values, factors = [rows.value for rows in chosen], [factor for _, factor in scaled]
-        apply_by_group(values, [direction for direction, _ in scaled], factors, groups, self._refused)
-
     def _momentum(self, chosen: Sequence[_Rows]) -> dict[str, torch.Tensor]:
         """What is to be orthogonalized, by name, with the momenta brought up to date."""
         updates: dict[str, torch.Tensor] = {}
@@ -168,20 +178,6 @@ class ShardedMuon(ShardedOptimizer):
             updates.update(zip([rows.name for rows in batch], made, strict=True))
             self._keep(batch, momenta)
         return updates
-
-    def _directions(self, names: Sequence[str], updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The directions of matrices that this rank holds, or of its tensor-parallel parts of them."""
-        tensor = self._tensor
-        cut = [i for i, name in enumerate(names) if tensor is not None and is_cut(tensor.pieces[name])]
-        whole = [i for i in range(len(names)) if i not in cut]
-        found = dict(zip(whole, self._orthogonal([names[i] for i in whole], [updates[i] for i in whole]), strict=True))
-        if tensor is not None and cut:
-            pieces, chosen = [tensor.pieces[names[i]] for i in cut], [updates[i] for i in cut]
-            parts = orthogonal_parts(
-                tensor, pieces, chosen, lambda owned, whole: self._orthogonal([names[cut[i]] for i in owned], whole)
-            )
-            found.update(zip(cut, parts, strict=True))
-        return [found[i] for i in range(len(names))]
 
     def _orthogonal(self, names: Sequence[str], whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The directions of whole matrices."""
@@ -203,8 +199,7 @@ class ShardedMuon(ShardedOptimizer):
         rows = {travel.name: self._rows(self._moments[travel.bucket], travel.name) for travel in held}
         ready = [rows[travel.name] for travel in held if rows[travel.name].grad is not None]
         updates = self._momentum(ready)
-        # A gradient that is missing here counts as zero: the exchange has the same shape whatever happens.
-        parts = [updates.get(travel.name, torch.zeros_like(rows[travel.name].value)) for travel in held]
+        parts = [_or_zeros(updates, rows[travel.name]) for travel in held]
         if self._choice.beta2 is not None:
             seconds = [rows[travel.name].moments.row_moments(travel.name) for travel in held]
             parts = [torch.cat((part, second), -1) for part, second in zip(parts, seconds, strict=True)]
@@ -218,7 +213,11 @@ class ShardedMuon(ShardedOptimizer):
         owned = [travel for travel in batch.travels if travel.owner == rank]
         whole = [torch.cat(parts[travel.name]).view(*travel.shape[:-1], -1) for travel in owned]
         names = [travel.name for travel in owned]
-        found = self._directions(names, whole) if self._choice.beta2 is None else self._with_factors(names, whole)
+        between = batch.parts(rank)
+        if between is not None:
+            found = PartsExchange(self._engine, batch.buckets[0], between, whole).directions(self._orthogonal)
+        else:
+            found = (self._orthogonal if self._choice.beta2 is None else self._with_factors)(names, whole)
         directions = {travel.name: direction.reshape(-1) for travel, direction in zip(owned, found, strict=True)}
         back = [
             directions[travel.name][travel.back(begin) : travel.back(begin + numel)]
@@ -305,6 +304,12 @@ def _row_factors(shape: Sequence[int], split: Split | None, scale: Scale) -> tor
     pieces = [(piece, rule.scale_factor((*piece.shape[:-1], shape[-1]), scale)) for piece in one_column]
     by_row = [torch.full_like(piece, factor, dtype=torch.float64) for piece, factor in pieces]
     return rule.join_matrices(by_row, split, (*shape[:-1], 1))
+
+
+def _or_zeros(updates: Mapping[str, torch.Tensor], rows: _Rows) -> torch.Tensor:
+    """What is sent of a matrix. A gradient that is missing here counts as zero: the exchange has the same shape
+    whatever happens."""
+    return updates[rows.name] if rows.name in updates else torch.zeros_like(rows.value)
 
 
 def _held(batch: Batch, rank: int) -> list[Travel]:

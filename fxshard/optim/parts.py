@@ -1,7 +1,6 @@
 """Muon on tensor-parallel matrices: each is orthogonalized, whole, on one of the ranks that hold parts of it.
 
-All ranks of the tensor-parallel dimension hold parts of the same matrices, so each has the same ones to deal out. One
-all-to-all there and one back move every part once, and nothing is computed twice.
+Which one that is, and what is sent, is planned (:mod:`fxshard.plan.parts`).
 """
 
 from __future__ import annotations
@@ -10,60 +9,48 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxshard.plan.matrices import least_loaded, matrix_cost
-from fxshard.plan.pieces import Piece
-from fxshard.runtime.tensor_parallel import TensorParallel
+from fxshard.plan.parts import Parts
+from fxshard.runtime.engine import Engine, Sent
+from fxshard.schedule.events import TENSOR
 
-Orthogonal = Callable[[list[int], list[torch.Tensor]], list[torch.Tensor]]
-"""Directions of whole matrices, by their positions."""
-
-
-def is_cut(piece: Piece) -> bool:
-    """Whether a rank has less than whole matrices; experts that are dealt out to ranks are whole."""
-    return piece.dim is not None and piece.dim >= len(piece.shape) - 2 and piece.parts > 1
+Orthogonal = Callable[[list[str], list[torch.Tensor]], list[torch.Tensor]]
+"""Directions of whole matrices, by their names."""
 
 
-def orthogonal_parts(
-    tensor: TensorParallel, pieces: Sequence[Piece], updates: Sequence[torch.Tensor], orthogonal: Orthogonal
-) -> list[torch.Tensor]:
-    """The directions of this rank's parts of some matrices, in bf16. Collective: all ranks give the same matrices."""
-    owners = _owners(pieces, tensor.ranks)
-    owned = [i for i, owner in enumerate(owners) if owner == tensor.rank]
-    own_numel = sum(updates[i].numel() for i in owned)
-    to_owners = [
-        sum(u.numel() for u, owner in zip(updates, owners, strict=True) if owner == r) for r in range(tensor.ranks)
-    ]
-    order = sorted(range(len(updates)), key=lambda i: owners[i])  # stable: within an owner, the order of the list
-    sends = flat([updates[i] for i in order], torch.float32, updates[0].device)
-    came = tensor.exchange(sends, to_owners, [own_numel] * tensor.ranks).view(tensor.ranks, own_numel)
-    of_ranks = came.split([updates[i].numel() for i in owned], dim=1)
-    wholes = [
-        torch.cat([part.view(updates[i].shape) for part in parts], pieces[i].dim or 0)
-        for i, parts in zip(owned, of_ranks, strict=True)
-    ]
-    directions = orthogonal(owned, wholes) if owned else []
-    back = [
-        part
-        for rank in range(tensor.ranks)
-        for i, direction in zip(owned, directions, strict=True)
-        for part in [_of_rank(pieces[i], rank).of(direction)]
-    ]
-    returned = tensor.exchange(flat(back, torch.bfloat16, sends.device), [own_numel] * tensor.ranks, to_owners)
-    parts = dict(zip(order, returned.split([updates[i].numel() for i in order]), strict=True))
-    return [parts[i].view(update.shape) for i, update in enumerate(updates)]
+class PartsExchange:
+    """Parts of matrices on the way to their owners, and back. Collective: all ranks of the group give the same ones."""
 
+    def __init__(self, engine: Engine, bucket: int, parts: Parts, updates: Sequence[torch.Tensor]) -> None:
+        """Start sending ``updates``, this rank's parts, among the tensor-parallel ranks that share ``bucket``."""
+        tensor = engine.buckets[bucket].tensor
+        assert tensor is not None
+        self._engine, self._bucket, self._parts, self._rank = engine, bucket, parts, tensor.rank
+        sends = flat([updates[i] for i in parts.order], torch.float32, engine.device)
+        self._sent = self._exchange(sends, parts.to_owners(), parts.from_each(self._rank))
 
-def _owners(pieces: Sequence[Piece], ranks: int) -> list[int]:
-    """Which rank orthogonalizes each matrix: the largest are dealt first, each to the rank with the least to do."""
-    owners, loads = [0] * len(pieces), [0.0] * ranks
-    for i in sorted(range(len(pieces)), key=lambda i: -matrix_cost(pieces[i].shape)):
-        owners[i] = least_loaded(loads)
-        loads[owners[i]] += matrix_cost(pieces[i].shape)
-    return owners
+    def directions(self, orthogonal: Orthogonal) -> list[torch.Tensor]:
+        """The directions of this rank's parts, in bf16, in the order of the parts."""
+        parts, ranks = self._parts, self._parts.group.ranks
+        owned = [parts.members[i] for i in parts.owned(self._rank)]
+        of_ranks = self._sent.wait().view(ranks, -1).split([part.numel for part in owned], dim=1)
+        whole = [
+            torch.cat([came.view(part.shape) for came in of_rank], part.dim)
+            for part, of_rank in zip(owned, of_ranks, strict=True)
+        ]
+        found = orthogonal([part.name for part in owned], whole) if owned else []
+        back = [
+            direction.narrow(part.dim, rank * part.shape[part.dim], part.shape[part.dim])
+            for rank in range(ranks)
+            for part, direction in zip(owned, found, strict=True)
+        ]
+        sends = flat(back, torch.bfloat16, self._engine.device)
+        returned = self._exchange(sends, parts.from_each(self._rank), parts.to_owners()).wait()
+        sizes = [parts.members[i].numel for i in parts.order]
+        by_position = dict(zip(parts.order, returned.split(sizes), strict=True))
+        return [by_position[i].view(part.shape) for i, part in enumerate(parts.members)]
 
-
-def _of_rank(piece: Piece, rank: int) -> Piece:
-    return Piece(piece.shape, piece.dim, piece.parts, rank)
+    def _exchange(self, sends: torch.Tensor, to: list[int], from_each: list[int]) -> Sent:
+        return self._engine.exchange(self._bucket, sends, to, from_each, stream=TENSOR)
 
 
 def flat(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -20,6 +20,7 @@ from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.gather_modes import Copies, Gather
 from fxshard.plan.layout import Layout, TensorSpec
 from fxshard.plan.matrices import matrix_cost
+from fxshard.plan.parts import Cuts
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized, choose_linears
@@ -59,6 +60,8 @@ class BucketPlan:
     """Where they are between steps: "none", on the device, or on the "host"."""
     row_moments: bool = False
     """Whether Muon keeps a second moment of every row of the matrices (NorMuon)."""
+    cuts: Cuts | None = None
+    """Which of the matrices are cut over a tensor-parallel group; ``layout`` is that of this rank's parts."""
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -213,6 +216,7 @@ def plan_buckets(
     domain_of: DomainOf | None = None,
     matrices: Collection[str] = (),
     state: StateChoice = StateChoice(),  # noqa: B008
+    cuts: Cuts | None = None,
 ) -> tuple[BucketPlan, ...]:
     """One bucket per unit and kind of parameter, in the order in which backward is expected to finish gradients.
 
@@ -220,6 +224,7 @@ def plan_buckets(
     default ``ranks`` shards). A scalar has no rows to shard and is replicated. ``matrices`` are the parameters that
     Muon updates: they decide about layouts, and under ZeRO-1 and 2 about how many units share a bucket. They share it
     with the parameters that AdamW updates, so Muon adds no collective. ``state``: how optimizer state is kept.
+    ``cuts``: the matrices of the model that tensor-parallel ranks have parts of.
     """
     own = Domain(ranks, divisor=ranks)
     parameters = {name: private.local_part(parameter) for name, parameter in model.named_parameters()}
@@ -230,6 +235,7 @@ def plan_buckets(
         layout,
         frozenset(matrices),
         state,
+        cuts,
     )
     quantized = choose_linears(model, precision).weights
     units = list(units)
@@ -268,6 +274,7 @@ class _Rules:
     layout: LayoutKind
     matrices: frozenset[str]
     state: StateChoice
+    cuts: Cuts | None
 
     @property
     def cut(self) -> int:
@@ -368,6 +375,7 @@ def _bucket(
         state=rules.state.format if trainable else "fp32",
         offload=rules.state.offload if trainable else "none",
         row_moments=rules.state.row_moments and bool(owned),
+        cuts=rules.cuts.of(owned) if rules.cuts is not None else None,
     )
 
 

@@ -6,14 +6,16 @@ Fixed when the model is sharded, from layouts alone: every rank makes the same p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fxshard.plan.alone import local_work
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.choice import crosses
 from fxshard.plan.matrices import least_loaded, matrix_cost
-from fxshard.plan.shares import shares, within
+from fxshard.plan.model_groups import ModelGroup
+from fxshard.plan.parts import Part, Parts
 from fxshard.plan.state import row_numel
 from fxshard.plan.tuning import BATCH_BYTES
 
@@ -35,6 +37,8 @@ class Travel:
     """(rank, elements) of the ranks that hold rows of it, in the order of the rows."""
     row_moments: bool = False
     """Whether the second moments of its rows travel beside them (NorMuon)."""
+    cut: int | None = None
+    """The dimension along which tensor-parallel ranks have parts of it; what travels is the part of one of them."""
 
     def there(self, numel: int) -> int:
         """Numbers in fp32 that go to the owner with that many elements: they, and a second moment for each row."""
@@ -47,18 +51,34 @@ class Travel:
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices that travel together: one all-to-all to their owners, one back."""
+    """Matrices that travel together: one all-to-all to their owners, one back.
+
+    With a ``tensor`` group all of them are cut over it: between the two, owners exchange parts with the ranks of that
+    group that own the other parts of the same matrices.
+    """
 
     ranks: int
     travels: tuple[Travel, ...]
+    tensor: ModelGroup | None = None
 
     @cached_property
     def buckets(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(travel.bucket for travel in self.travels))
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(travel.name for travel in self.travels)
+
+    @property
     def numel(self) -> int:
         return sum(numel for travel in self.travels for _, numel in travel.parts)
+
+    def parts(self, rank: int) -> Parts | None:
+        """What owner ``rank`` exchanges with the owners of the other parts of its matrices; None: it has nothing to."""
+        owned = [travel for travel in self.travels if travel.owner == rank and travel.cut is not None]
+        if self.tensor is None or not owned:
+            return None
+        return Parts(self.tensor, tuple(Part(each.name, each.shape, each.cut or 0) for each in owned))
 
     def sent(self, *, back: bool = False) -> int:
         """Numbers that travel to owners, or back from them."""
@@ -89,42 +109,11 @@ def plan_exchange(buckets: Sequence[BucketPlan], limit: int = BATCH_BYTES) -> tu
     for domain in dict.fromkeys(bucket.domain for bucket in sharded):
         together = [bucket for bucket in sharded if bucket.domain == domain]
         ranks = together[0].layout.ranks
-        batches += _batches(_with_owners(together, ranks), ranks, limit)
+        travels = _with_owners(together, ranks)
+        group = next((bucket.cuts.group for bucket in together if bucket.cuts is not None), None)
+        batches += _batches([travel for travel in travels if travel.cut is not None], ranks, limit, group)
+        batches += _batches([travel for travel in travels if travel.cut is None], ranks, limit)
     return tuple(batches)
-
-
-def local_work(
-    buckets: Iterable[BucketPlan], ranks: int, cost: Callable[[Sequence[int]], int] = matrix_cost
-) -> list[dict[int, float]]:
-    """{bucket: work} for each rank: matrices, and the matrices of stacks, that it holds alone."""
-    work: list[dict[int, float]] = [{} for _ in range(ranks)]
-    for bucket in buckets:
-        for slot in bucket.layout.slots:
-            spec = slot.spec
-            if spec.name not in bucket.matrices or crosses(bucket.layout, spec) or not spec.numel:
-                continue
-            for rank in range(ranks):
-                # Groups may be smaller than the largest: what one of them holds, the others hold as well.
-                rows = bucket.layout.fragment(rank % bucket.layout.ranks, spec.name).rows
-                if rows:
-                    done = work[rank].get(bucket.index, 0.0)
-                    work[rank][bucket.index] = done + cost(spec.shape) * rows / spec.rows
-        if bucket.shares_state:
-            for rank in range(ranks):
-                if bucket.index in work[rank]:
-                    work[rank][bucket.index] = _of_busiest_replica(bucket, rank % bucket.layout.ranks, cost)
-    return work
-
-
-def _of_busiest_replica(bucket: BucketPlan, shard: int, cost: Callable[[Sequence[int]], int]) -> float:
-    """Work on a shard whose replicas have a part of it each: that of the one with most."""
-    layout = bucket.layout
-    totals = []
-    for begin, end in shares(layout, shard, bucket.domain.replicas, bucket.matrices):
-        own = [within(layout, fragment, begin, end) for fragment in layout.fragments(shard)]
-        specs = {f.name: layout.slots[layout.index[f.name]].spec for f in own if f.name in bucket.matrices and f.rows}
-        totals.append(sum(cost(specs[f.name].shape) * f.rows / specs[f.name].rows for f in own if f.name in specs))
-    return max(totals)
 
 
 def _with_owners(buckets: Sequence[BucketPlan], ranks: int) -> list[Travel]:
@@ -147,21 +136,22 @@ def _with_owners(buckets: Sequence[BucketPlan], ranks: int) -> list[Travel]:
     for bucket, spec in crossing:
         parts = [(rank, bucket.layout.fragment(rank, spec.name).numel) for rank in range(ranks)]
         held = tuple((rank, numel) for rank, numel in parts if numel)
-        travels.append(Travel(bucket.index, spec.name, spec.shape, owners[spec.name], held, bucket.row_moments))
+        cut = bucket.cuts.dim(spec.name, spec.shape) if bucket.cuts and spec.name in bucket.cuts.whole else None
+        travels.append(Travel(bucket.index, spec.name, spec.shape, owners[spec.name], held, bucket.row_moments, cut))
     return travels
 
 
-def _batches(travels: Sequence[Travel], ranks: int, limit: int) -> list[Batch]:
+def _batches(travels: Sequence[Travel], ranks: int, limit: int, tensor: ModelGroup | None = None) -> list[Batch]:
     batches: list[Batch] = []
     current: list[Travel] = []
     received = [0] * ranks
     for travel in travels:
         size = math.prod(travel.shape) * SENT_ITEMSIZE
         if current and received[travel.owner] + size > limit:
-            batches.append(Batch(ranks, tuple(current)))
+            batches.append(Batch(ranks, tuple(current), tensor))
             current, received = [], [0] * ranks
         current.append(travel)
         received[travel.owner] += size
     if current:
-        batches.append(Batch(ranks, tuple(current)))
+        batches.append(Batch(ranks, tuple(current), tensor))
     return batches

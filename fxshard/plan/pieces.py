@@ -28,6 +28,11 @@ class Piece:
         """Whether this rank is the one of several with the same elements that counts them, in a norm."""
         return self.dim is not None or self.index == 0
 
+    @property
+    def cuts_matrices(self) -> bool:
+        """Whether a rank has less than whole matrices; experts that are dealt out to ranks are whole."""
+        return self.dim is not None and self.dim >= len(self.shape) - 2 and self.parts > 1
+
     def offsets(self, row: int) -> tuple[int, ...]:
         """Where in the whole parameter a row of the part begins."""
         return tuple(at + (self.start if dim == self.dim else 0) for dim, at in enumerate(row_offsets(self.shape, row)))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from fxshard.plan.buckets import BucketPlan
+from typing import TYPE_CHECKING
+
 from fxshard.plan.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from fxshard.plan.hardware import Hardware
+
+if TYPE_CHECKING:
+    from fxshard.plan.buckets import BucketPlan
 
 INSIDE, BETWEEN = "inside nodes", "between nodes"
 

@@ -59,9 +59,13 @@ class Channels:
             if group is not None:
                 dist.broadcast(value, group=group, group_src=0)
 
-    def all_reduce(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, event: str) -> None:
-        """Combine a small value over all ranks. ``event``: what to call this where it fails."""
-        for group in (self.gather, self.replicas, self.tensor.group if self.tensor is not None else None):
+    def all_reduce(
+        self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, event: str, *, tensor: bool = True
+    ) -> None:
+        """Combine a small value over all ranks; without ``tensor``, over the data-parallel ones. ``event``: what to
+        call this where it fails."""
+        parts = self.tensor.group if self.tensor is not None and tensor else None
+        for group in (self.gather, self.replicas, parts):
             if group is not None:
                 with failing(event, dist.get_rank()):
                     dist.all_reduce(value, op=operation, group=group)

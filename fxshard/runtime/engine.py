@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from fxshard.runtime.replay import Replays
 from fxshard.runtime.streams import AllOf, Token
 from fxshard.runtime.unseen import Unseen
 from fxshard.runtime.weight_scales import WeightScales
-from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.events import TENSOR, Event, Kind, Phase
 
 
 @dataclass
@@ -200,18 +200,24 @@ class Engine:
         self._unseen.gathered(bucket)
         self._gathered[index] = held
 
-    def exchange(self, index: int, sends: torch.Tensor, to: list[int], from_each: list[int]) -> Sent:
-        """Among the ranks that share a bucket, send ``to[r]`` elements to each rank ``r`` and get ``from_each[r]``."""
+    def exchange(
+        self, index: int, sends: torch.Tensor, to: list[int], from_each: list[int], stream: str = "gather"
+    ) -> Sent:
+        """Among the ranks that share a bucket, send ``to[r]`` elements to each rank ``r`` and get ``from_each[r]``.
+
+        On the stream ``tensor``: among the tensor-parallel ranks that have the other parts of its parameters.
+        """
         self.frame.phase = Phase.OPTIMIZER
         brings = torch.empty(sum(from_each), dtype=sends.dtype, device=sends.device)
-        group = self.buckets[index].channels.gather
+        channels = self.buckets[index].channels
+        group = channels.tensor.group if stream == TENSOR and channels.tensor is not None else channels.gather
 
         def swap(async_op: bool) -> dist.Work | None:
             assert group is not None
             return dist.all_to_all_single(brings, sends, from_each, to, group=group, async_op=async_op)
 
         with self.frame.naming(Kind.EXCHANGE, self.buckets[index]) as watched:
-            token = watched(self._streams.launch("gather", swap, after=[self._streams.mark()]))
+            token = watched(self._streams.launch(stream, swap, after=[self._streams.mark()]))
         return Sent(sends, brings, self.frame.launched(token))
 
     def share(self, index: int, parts: list[tuple[int, int]]) -> None:
@@ -242,13 +248,24 @@ class Engine:
         """
         return self._over_ranks(condition.to(self.device, torch.int32), dist.ReduceOp.MIN, what).bool()
 
-    def largest_on_all_ranks(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """The largest of all ranks' values, one by one. For optimizers, in their step."""
-        return self._over_ranks(values, dist.ReduceOp.MAX, what)
+    def largest_on_all_ranks(self, values: torch.Tensor, what: str, own: Sequence[bool] = ()) -> torch.Tensor:
+        """The largest of all ranks' values, one by one. For optimizers, in their step.
 
-    def _over_ranks(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
+        ``own``, for each: whether other tensor-parallel ranks have something else in its place.
+        """
+        if not any(own):
+            return self._over_ranks(values, dist.ReduceOp.MAX, what)
+        found = self._over_ranks(values, dist.ReduceOp.MAX, what, tensor=False)
+        if all(own):
+            return found
+        apart = torch.tensor(own, device=values.device)
+        return torch.where(apart, found, self._over_ranks(found.clone(), dist.ReduceOp.MAX, what))
+
+    def _over_ranks(
+        self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str, *, tensor: bool = True
+    ) -> torch.Tensor:
         for channels in {id(bucket.channels): bucket.channels for bucket in self.buckets}.values():
-            channels.all_reduce(value, operation, f"{Phase.OPTIMIZER} all_reduce of {what}")
+            channels.all_reduce(value, operation, f"{Phase.OPTIMIZER} all_reduce of {what}", tensor=tensor)
         return value
 
     # -- parameters --------------------------------------------------------------------------------------------------

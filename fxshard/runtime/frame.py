@@ -30,7 +30,7 @@ class Frame:
         self.capturing = False
         """Whether what is started now is captured: it runs later, so the watchdog cannot watch it."""
         self._watchdog: Watchdog | None = None
-        if any(bucket.channels.domain.ranks > 1 for bucket in buckets):
+        if any(bucket.channels.domain.ranks > 1 or bucket.tensor is not None for bucket in buckets):
             self._watchdog = Watchdog(dist.get_rank(), private.group_timeout())
 
     def launched(self, token: Token) -> Token:

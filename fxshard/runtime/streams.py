@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from fxshard.schedule.events import TENSOR
+
 
 class Token(Protocol):
     """Something that was started. Waiting twice is harmless."""
@@ -133,12 +135,12 @@ class CpuStreams(Streams):
 
 
 class CudaStreams(Streams):
-    """CUDA: a stream each for gathers, reductions, sums over replicas and copies to the host and back. A launch waits
-    only for what it names."""
+    """CUDA: a stream each for gathers, reductions, sums over replicas, exchanges of tensor-parallel parts and copies to
+    the host and back. A launch waits only for what it names."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce", "replicas", "host")}
+        self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce", "replicas", TENSOR, "host")}
 
     def mark(self) -> Token:
         return CudaToken(torch.cuda.current_stream(self._device).record_event(), self._device)

@@ -54,13 +54,6 @@ class TensorParallel:
         dim = self.pieces[name].dim
         return local if dim is None else torch.cat(self.gather(local).unbind(), dim)
 
-    def exchange(self, sends: torch.Tensor, to: list[int], from_each: list[int]) -> torch.Tensor:
-        """Send ``to[r]`` elements to each rank ``r`` of the dimension and get ``from_each[r]``. Collective."""
-        brings = sends.new_empty(sum(from_each))
-        with failing("all_to_all of tensor-parallel parts", dist.get_rank()):
-            dist.all_to_all_single(brings, sends, from_each, to, group=self.group)
-        return brings
-
     def broadcast(self, value: torch.Tensor) -> None:
         """The value of the first rank goes to all of the dimension."""
         if self.group is not None:

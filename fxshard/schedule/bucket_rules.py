@@ -15,6 +15,7 @@ from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.gather_modes import Gather
 from fxshard.plan.layout import Layout, aligned
 from fxshard.plan.memory import GRANULE
+from fxshard.plan.parts import Cuts
 from fxshard.plan.placement import ZERO, Placement
 from fxshard.plan.rows import row_layout
 from fxshard.plan.state import FORMATS, OFFLOADS, StateChoice
@@ -117,9 +118,34 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
     if bucket.float8 is not None and bucket.gather not in (Gather.OFF, Gather.DIRECT):
         yield f"is in float8, but is gathered {bucket.gather}"
     cut = BLOCK if bucket.float8 is None else bucket.float8.cut
+    if bucket.cuts is not None:
+        yield from _cuts_amiss(bucket, schedule)
     for spec in specs:
         if spec.cut_rows != (cut if bucket.quantized and len(spec.shape) == 2 else 1):
             yield f"cuts {spec.name} every {spec.cut_rows} rows"
+
+
+def _cuts_amiss(bucket: BucketPlan, schedule: Schedule) -> Iterator[str]:
+    """What is wrong with what a bucket says of matrices that are cut over tensor-parallel ranks."""
+    cuts, names = bucket.cuts, {*bucket.matrices}
+    if not isinstance(cuts, Cuts):
+        yield f"has {cuts!r} for matrices that are cut over tensor-parallel ranks"
+        return
+    group = cuts.group
+    if not 2 <= group.ranks <= MOST_RANKS or not 1 <= group.stride <= MOST_RANKS or not group.label:
+        yield f"has matrices that are cut over {group}, which is no group of several ranks"
+    if any(other.cuts is not None and other.cuts.group != group for other in schedule.buckets):
+        yield f"has matrices that are cut over {group}, and another bucket over another group"
+    cut = [whole.name for whole in cuts.wholes]
+    if not cut or cut != [name for name in bucket.matrices if name in cuts.whole] or not names.issuperset(cut):
+        yield f"has {cut} cut over tensor-parallel ranks, which are not matrices of it, each once and in order"
+        return
+    for slot in bucket.layout.slots:
+        name, shape = slot.spec.name, slot.spec.shape
+        if name in cuts.whole and cuts.dim(name, shape) is None:
+            yield f"has {name} of shape {shape}, which is no part of {group.ranks} of a matrix {cuts.whole[name]}"
+    if bucket.row_moments:
+        yield "has second moments of whole rows, but matrices that are cut over tensor-parallel ranks"
 
 
 def _floating(dtype: torch.dtype) -> bool:

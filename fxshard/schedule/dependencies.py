@@ -91,7 +91,11 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
         elif event.kind is Kind.UNSHARD:
             needs.add(scaled)
         scaled = i if event.kind is Kind.SCALES else scaled
-        if event.phase is Phase.OPTIMIZER and event.kind in (Kind.COMPUTE, Kind.EXCHANGE):
+        if (
+            event.phase is Phase.OPTIMIZER
+            and event.kind in (Kind.COMPUTE, Kind.EXCHANGE)
+            and event.stream != "replicas"
+        ):
             needs.add(travelling.get(event.params))
             travelling[event.params] = i
         if event.kind in (Kind.REDUCE, Kind.ALL_REDUCE):

@@ -18,7 +18,7 @@ from fxshard.schedule.events import OF_HOST, OF_MODEL, STREAM, Event, Kind, Phas
 from fxshard.schedule.graph_summary import GraphSummary
 from fxshard.schedule.scales import scales_event
 from fxshard.schedule.step import GIVEN_BACK_BY, Step
-from fxshard.schedule.updates import update, updates
+from fxshard.schedule.updates import update
 
 PASSING = (Phase.FORWARD, Phase.BACKWARD, Phase.EVAL)
 PHASES: dict[Kind, tuple[Phase, ...]] = {
@@ -185,15 +185,14 @@ def optimizer_follows_from_the_buckets(step: Step) -> None:
     """
     rule, schedule = optimizer_follows_from_the_buckets, step.schedule
     reduced = {event.bucket_index: event for _, event in schedule.of(Kind.REDUCE)}
-    gathered = {event.bucket_index: event for _, event in schedule.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)}
+    gathered = any(True for _ in schedule.of(Kind.UNSHARD, phase=Phase.OPTIMIZER))
     found = [(i, event) for i, event in enumerate(schedule.events) if event.phase is Phase.OPTIMIZER]
     if not found and not reduced:
         return
-    group = next((event.group for event in schedule.events if event.kind in (Kind.UNSHARD, Kind.REDUCE)), "none")
     plain = Counter(_key(update(event, schedule.buckets[index])) for index, event in reduced.items())
     if not gathered and plain == Counter(_key(event) for _, event in found):
         return
-    planned = Counter(map(_key, updates(reduced, schedule.buckets, gathered, group)))
+    planned = Counter(map(_key, step.planned_updates))
     for i, event in found:
         if not planned[_key(event)]:
             step.broken(rule, i, "is not what the buckets and the reductions ask for")

@@ -62,6 +62,10 @@ OF_MANY = (Kind.COMPUTE, Kind.EXCHANGE, Kind.SCALES, *OF_MODEL, *OF_HOST)
 """What is about no bucket in particular, but about those that it reads and writes."""
 
 
+TENSOR = "tensor"
+"""The stream on which tensor-parallel ranks exchange parts of Muon's matrices."""
+
+
 class Phase(StrEnum):
     """Which program of a step an event belongs to."""
 
@@ -79,10 +83,12 @@ class Event:
     has no bucket, but says which buckets' parameters it ``reads``, which gradient buckets it ``writes``, and what it
     costs. An ``UPDATE`` is the optimizer's work on one bucket. An ``EXCHANGE`` is an all-to-all of matrices of the
     buckets in ``reads``, to the ranks that orthogonalize them, or back to update the buckets in ``writes``; or, on the
-    stream of replicas, it brings the parts of a shard that other replicas updated. ``SCALES`` are those of all weights
-    of the buckets in ``reads``, in one collective. A ``COLLECTIVE`` of the model's own reads the parameters of the
-    buckets in ``reads`` until its ``AWAIT``, which has the same ``number``. An ``OFFLOAD`` copies one saved activation
-    to the ``slot`` of the host's memory from which the ``RELOAD`` of the same ``number`` copies it back.
+    stream of replicas, it brings the parts of a shard that other replicas updated; or, on the stream ``tensor``, parts
+    of matrices that are cut over tensor-parallel ranks go to the one that orthogonalizes them, and back. ``SCALES`` are
+    those of all weights of the buckets in ``reads``, in one collective. A ``COLLECTIVE`` of the model's own reads the
+    parameters of the buckets in ``reads`` until its ``AWAIT``, which has the same ``number``. An ``OFFLOAD`` copies one
+    saved activation to the ``slot`` of the host's memory from which the ``RELOAD`` of the same ``number`` copies it
+    back.
     """
 
     kind: Kind

@@ -1,20 +1,28 @@
-"""What must hold where matrices travel to the rank that orthogonalizes them."""
+"""What must hold where matrices travel to the rank that orthogonalizes them, over whichever groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.events import TENSOR, Kind, Phase
 from fxshard.schedule.step import Step
+
+TO_TENSOR_RANKS = (TENSOR, "compute", TENSOR, "compute")
+"""Parts go to a rank that orthogonalizes them, and what comes back is put where it belongs."""
+WAYS = (("gather", "compute", "gather"), TO_TENSOR_RANKS, ("gather", *TO_TENSOR_RANKS, "gather"), ("replicas",))
+"""The streams that matrices take, one after another. ``replicas``: parts of shards, which other replicas updated."""
+
+SENDS = (Kind.EXCHANGE, Kind.UNSHARD)
 
 
 def exchanges_go_there_and_back(step: Step) -> None:
     """Matrices travel after the reduction of their gradients, are computed, come back, and then update their buckets.
 
-    Each waits for the one before: there and back run during compute.
+    Each waits for the one before: there and back run during compute. Where they are cut over tensor-parallel ranks,
+    those exchange parts there and back around the computation, inside of the exchange between data-parallel ranks.
     """
     rule = exchanges_go_there_and_back
-    last: dict[tuple[str, ...], int] = {}
+    taken: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
     returned: dict[int, int] = {}
     reduced: dict[int, int] = {}
     # A bucket that no graph uses travels too, as zeros: nothing reduces or updates it.
@@ -23,24 +31,43 @@ def exchanges_go_there_and_back(step: Step) -> None:
         if event.kind is Kind.REDUCE:
             reduced[event.bucket_index] = i
         elif event.phase is Phase.OPTIMIZER and event.kind in (Kind.EXCHANGE, Kind.COMPUTE):
-            before = last.get(event.params)
-            if before is not None and before not in event.waits_for:
-                step.broken(rule, i, f"does not wait for event {before}, which is about the same matrices")
-            if event.kind is Kind.EXCHANGE and before is None:
+            way = taken.setdefault((event.stream == "replicas", event.params), [])
+            if way and way[-1] not in event.waits_for:
+                step.broken(rule, i, f"does not wait for event {way[-1]}, which is about the same matrices")
+            if event.kind is Kind.EXCHANGE and not way:
                 _after_reductions(step, rule, i, used, reduced)
-            elif before is None or step.event(before).kind is event.kind:
+            way.append(i)
+            streams = tuple(step.event(at).stream for at in way)
+            if streams not in {known[: len(streams)] for known in WAYS}:
                 step.broken(rule, i, "is about matrices that have not been sent, or not been computed")
-            last[event.params] = i
             returned.update({index: i for index in event.writes if index in used})
         elif event.kind is Kind.UPDATE:
             back = returned.pop(event.bucket_index, None)
             if back is not None and back not in event.waits_for:
                 step.broken(rule, i, f"does not wait for event {back}, which brings its matrices back")
-    for i in last.values():
-        if not step.event(i).writes:
-            step.broken(rule, i, "is about matrices that never come back")
+    for way in taken.values():
+        last = [i for i in way if step.event(i).kind is Kind.EXCHANGE][-1:]
+        if tuple(step.event(i).stream for i in way) not in WAYS or not step.event(last[0]).writes:
+            step.broken(rule, way[-1], "is about matrices that never come back")
     for i in returned.values():
         step.broken(rule, i, "brings back matrices of a bucket that nothing updates after it")
+
+
+def exchanges_have_one_order(step: Step) -> None:
+    """Ranks start what an optimizer's step sends in the order of its plan, across all groups.
+
+    The plan follows from the buckets, on which ranks agree, so that order is the same on each. A rank that exchanged
+    matrices with data-parallel ranks first, and parts of others with tensor-parallel ranks then, while another one did
+    it the other way round, would wait for it for ever.
+    """
+    found = [(i, event) for i, event in step.schedule.of(*SENDS, phase=Phase.OPTIMIZER)]
+    if not any(event.kind is Kind.EXCHANGE for _, event in found):
+        return
+    planned = [event for event in step.planned_updates if event.kind in SENDS]
+    for (i, event), wanted in zip(found, planned, strict=True):  # the same ones, by the rule before
+        if (event.kind, event.stream, event.params) != (wanted.kind, wanted.stream, wanted.params):
+            what = f"starts where {wanted.kind} of {', '.join(wanted.params)} in {wanted.group} has its turn"
+            step.broken(exchanges_have_one_order, i, f"{what}: ranks that start collectives in different orders hang")
 
 
 def _after_reductions(

@@ -17,7 +17,7 @@ from fxshard._torch.errors import FxshardError
 from fxshard._version import __version__
 from fxshard.schedule.schedule import Schedule
 
-FORMAT = 7
+FORMAT = 8
 """Raised whenever a field of a schedule, an event, a bucket or a layout is added, removed or changes its meaning."""
 
 

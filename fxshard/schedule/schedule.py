@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.model_groups import ModelGroup
-from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.events import TENSOR, Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
 from fxshard.schedule.offloads import Offloaded
 from fxshard.schedule.recomputed import Recomputed
@@ -75,11 +75,14 @@ class Schedule:
         return sum(event.bytes for _, event in self.of(*COMMUNICATES) if not self._alone(event))
 
     def group_of(self, event: Event) -> ModelGroup:
-        """The process group of a collective of the model's own."""
+        """The process group of a collective of the model's own, or of an exchange of tensor-parallel parts."""
+        if event.kind is Kind.EXCHANGE:
+            cuts = next(cuts for index in event.reads if (cuts := self.buckets[index].cuts) is not None)
+            return cuts.group
         return next(group for group in self.model_groups if group.name == event.group)
 
     def _alone(self, event: Event) -> bool:
-        if event.kind is Kind.COLLECTIVE:
+        if event.kind is Kind.COLLECTIVE or event.stream == TENSOR:
             return self.group_of(event).ranks == 1
         if self.ranks == 1 or event.bucket_index < 0:
             return self.ranks == 1

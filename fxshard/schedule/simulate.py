@@ -1,7 +1,7 @@
 """How long a step takes, and what it holds, before there is a machine to run it on.
 
-Streams, each in program order: ``compute``, ``gather`` (unshard), ``reduce``, with HSDP ``replicas`` (all_reduce), and
-one for each process group that the model communicates in itself.
+Streams, each in program order: ``compute``, ``gather`` (unshard), ``reduce``, with HSDP ``replicas`` (all_reduce), with
+Muon under tensor parallelism ``tensor``, and one for each process group that the model communicates in itself.
 The host runs ahead, so an event starts when its stream is free and everything in ``waits_for`` is over; where it stands
 in the program only orders it on its stream. With ``shared_link`` collectives that are bound by the same links (inside
 nodes, or between them) take turns, in the order in which they are ready; without, each has the full bandwidth. See
@@ -21,7 +21,7 @@ from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
 from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
 from fxshard.schedule.dependencies import needed_before
-from fxshard.schedule.events import OF_HOST, Event, Kind, Phase
+from fxshard.schedule.events import OF_HOST, TENSOR, Event, Kind, Phase
 from fxshard.schedule.profile import Profile, as_durations
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.step import GIVEN_BACK_BY, ScheduleError, Step
@@ -127,8 +127,9 @@ def simulate(
 def _stream(event: Event) -> str:
     if event.kind is Kind.COLLECTIVE or event.kind in OF_HOST:
         return event.stream
-    shares = event.kind is Kind.EXCHANGE and event.stream == REPLICAS  # parts of shards between replicas
-    return REPLICAS if shares else STREAMS.get(event.kind, COMPUTE)
+    if event.kind is Kind.EXCHANGE and event.stream in (REPLICAS, TENSOR):
+        return event.stream
+    return STREAMS.get(event.kind, COMPUTE)
 
 
 def event_seconds(schedule: Schedule, hardware: Hardware) -> list[float]:
@@ -148,8 +149,11 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
     if event.kind is Kind.EXCHANGE and event.stream == REPLICAS:
         bucket = schedule.buckets[event.reads[0]]
         return replicas_seconds(bucket, event.bytes * bucket.layout.ranks, hardware) / 2  # half of an all-reduce
+    if event.kind is Kind.EXCHANGE and event.stream == TENSOR:
+        return schedule.group_of(event).seconds("all_to_all", event.bytes, hardware)
     if event.kind is Kind.EXCHANGE:
-        return all_to_all_seconds(event.bytes, schedule.buckets[event.reads[0]].layout.ranks, hardware)
+        bucket = schedule.buckets[event.reads[0]]
+        return all_to_all_seconds(event.bytes, bucket.layout.ranks, hardware, stride=bucket.domain.stride)
     if event.kind is Kind.COLLECTIVE:
         return schedule.group_of(event).seconds(event.op, event.bytes, hardware)
     if event.kind in (Kind.OFFLOAD, Kind.RELOAD):
@@ -188,9 +192,10 @@ def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) ->
     stream = _stream(event)
     if stream == COMPUTE or event.kind in OF_HOST or not shared:
         return stream
-    if event.kind is Kind.COLLECTIVE:
+    if event.kind is Kind.COLLECTIVE or stream == TENSOR:
         return schedule.group_of(event).link(hardware)
-    return link(schedule.buckets[event.bucket_index], hardware, replicas=stream == REPLICAS)
+    bucket = schedule.buckets[event.reads[0] if event.kind is Kind.EXCHANGE else event.bucket_index]
+    return link(bucket, hardware, replicas=stream == REPLICAS)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

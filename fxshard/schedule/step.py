@@ -16,6 +16,7 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import OF_MANY, OF_MODEL, Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
+from fxshard.schedule.updates import updates
 
 READ, WRITE = "read", "write"
 """What a compute event does with a bucket, in addition to the kinds of runtime events."""
@@ -64,6 +65,15 @@ class Step:
                 if event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER and waited[index]:
                     found[index] = i
         return found
+
+    @cached_property
+    def planned_updates(self) -> list[Event]:
+        """What an optimizer of fxshard's does in this step, by its plan for the buckets."""
+        events = self.schedule.events
+        reduced = {event.bucket_index: event for event in events if event.kind is Kind.REDUCE}
+        carried = {e.bucket_index: e for e in events if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER}
+        group = next((event.group for event in events if event.kind in (Kind.UNSHARD, Kind.REDUCE)), "none")
+        return updates(reduced, self.schedule.buckets, carried, group)
 
     def bucket(self, index: int) -> BucketPlan:
         return self.schedule.buckets[index]

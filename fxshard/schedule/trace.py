@@ -12,7 +12,7 @@ from fxshard.schedule.schedule import Schedule, size
 if TYPE_CHECKING:
     from fxshard.schedule.simulate import Simulation, Span
 
-STREAMS = ("compute", "gather", "reduce", "replicas", "host")
+STREAMS = ("compute", "gather", "reduce", "replicas", "tensor", "host")
 """Tracks from top to bottom; a stream that is not listed comes below."""
 
 

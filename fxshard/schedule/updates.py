@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from fxshard.plan.alone import CutAlone, cut_alone, local_work, parts_alone
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.exchange import Batch, local_work
+from fxshard.plan.exchange import Batch
 from fxshard.plan.matrices import newton_schulz_flops
+from fxshard.plan.parts import Parts
 from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
-from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.events import TENSOR, Event, Kind, Phase
 
 TRAFFIC = 7
 """Passes over a shard. AdamW reads master, gradient and two moments, and writes three of them; Muon has one moment, but
@@ -33,7 +35,11 @@ def updates(
             case Exchange(batch):
                 events.append(_exchange(batch, _group(batch, buckets, group), back=False))
             case Orthogonalize(batch):
-                events.append(_orthogonalize(batch))
+                owned = [parts for rank in range(batch.ranks) if (parts := batch.parts(rank)) is not None]
+                if owned:
+                    events += _through_tensor_ranks(batch.names, owned, batch.buckets)
+                else:
+                    events.append(_orthogonalize(batch))
                 returning = _exchange(batch, _group(batch, buckets, group), back=True)
                 events.append(replace(returning, writes=batch.buckets))
             case Share(indices):
@@ -44,8 +50,10 @@ def updates(
                     if index in carried:
                         why = "the next forward starts with it"
                         events.append(replace(carried[index], phase=Phase.OPTIMIZER, why=why))
-            case Local() | Land():
-                pass  # part of the update of the buckets that follow
+            case Local(indices):  # else a part of the update of the buckets that follow
+                events += _cut_alone([buckets[index] for index in indices])
+            case Land():
+                pass  # part of the update, too
     return events
 
 
@@ -76,7 +84,7 @@ def _work_alone(buckets: Sequence[BucketPlan], batches: Sequence[Batch]) -> dict
     what is left for this is what the busiest rank does in all, less that.
     """
     ranks = max((bucket.layout.ranks for bucket in buckets), default=1)
-    alone = local_work(buckets, ranks, newton_schulz_flops)
+    alone = local_work(buckets, ranks, newton_schulz_flops, cut=False)
     in_all = [sum(work.values()) for work in alone]
     for batch in batches:
         for rank, flops in enumerate(_work_of_owners(batch)):
@@ -87,17 +95,13 @@ def _work_alone(buckets: Sequence[BucketPlan], batches: Sequence[Batch]) -> dict
     return {index: int(flops * max(left, 0) / whole) for index, flops in busiest.items()}
 
 
-def _names(batch: Batch) -> tuple[str, ...]:
-    return tuple(travel.name for travel in batch.travels)
-
-
 def _group(batch: Batch, buckets: Sequence[BucketPlan], default: str) -> str:
     """The process group of an exchange: buckets whose matrices travel together have the same."""
     return buckets[batch.buckets[0]].group(default)
 
 
 def _exchange(batch: Batch, group: str, *, back: bool) -> Event:
-    names = _names(batch)
+    names = batch.names
     dtype, where = (torch.bfloat16, "back from their owners") if back else (torch.float32, "to their owners")
     return Event(
         kind=Kind.EXCHANGE,
@@ -135,23 +139,84 @@ def _work_of_owners(batch: Batch) -> list[int]:
     """Operations of each rank on the matrices of the batch that it owns."""
     work = [0] * batch.ranks
     for travel in batch.travels:
-        work[travel.owner] += newton_schulz_flops(travel.shape)
+        work[travel.owner] += newton_schulz_flops(travel.shape) if travel.cut is None else 0
+    for rank in range(batch.ranks):
+        parts = batch.parts(rank)
+        work[rank] += parts.flops() if parts is not None else 0
     return work
 
 
 def _orthogonalize(batch: Batch) -> Event:
     """The owners' compute: as long as the owner with most to do takes."""
+    flops, traffic = max(_work_of_owners(batch)), 3 * batch.numel * torch.float32.itemsize // batch.ranks
+    return _compute(batch.names, f"owners orthogonalize {len(batch.travels)} matrices", flops, traffic)
+
+
+def _compute(names: tuple[str, ...], why: str, flops: int, traffic: int) -> Event:
     return Event(
         kind=Kind.COMPUTE,
         phase=Phase.OPTIMIZER,
         bucket="",
         bucket_index=-1,
-        params=_names(batch),
+        params=names,
         bytes=0,
         dtype=torch.bfloat16,
         group="",
         stream="compute",
-        why=f"owners orthogonalize {len(batch.travels)} matrices",
-        flops=max(_work_of_owners(batch)),
-        traffic=3 * batch.numel * torch.float32.itemsize // batch.ranks,
+        why=why,
+        flops=flops,
+        traffic=traffic,
     )
+
+
+# -- matrices that are cut over tensor-parallel ranks ------------------------------------------------------------------
+
+
+def _cut_alone(buckets: Sequence[BucketPlan]) -> list[Event]:
+    """What happens to those of which a data-parallel rank holds a part alone, before their buckets are updated."""
+    cut = cut_alone(buckets)
+    if not cut:
+        return []
+    touched = [each.bucket for each in cut]
+    names = tuple(spec.name for each in cut for spec, _ in each.matrices)
+    found = [
+        _of_rank(cut, rank, replica)
+        for rank in range(max(bucket.layout.ranks for bucket in touched))
+        for replica in range(max(bucket.domain.replicas if bucket.shares_state else 1 for bucket in touched))
+    ]
+    indices = tuple(bucket.index for bucket in touched)
+    return _through_tensor_ranks(names, [parts for parts in found if parts is not None], indices, written=indices)
+
+
+def _of_rank(cut: Sequence[CutAlone], rank: int, replica: int) -> Parts | None:
+    return parts_alone(cut, lambda bucket: (rank % bucket.layout.ranks, replica % bucket.domain.replicas))
+
+
+def _through_tensor_ranks(
+    names: tuple[str, ...], of_ranks: Sequence[Parts], buckets: tuple[int, ...], written: tuple[int, ...] = ()
+) -> list[Event]:
+    """Parts go to the ranks that orthogonalize them, and come back. ``of_ranks``: those of each data-parallel rank. The
+    step waits for the rank that gets most, so what that gets are the bytes."""
+    group, flops = of_ranks[0].group.name, max(parts.flops() for parts in of_ranks)
+    numel = max(parts.most for parts in of_ranks)
+    there = Event(
+        kind=Kind.EXCHANGE,
+        phase=Phase.OPTIMIZER,
+        bucket="",
+        bucket_index=-1,
+        params=names,
+        bytes=numel * torch.float32.itemsize,
+        dtype=torch.float32,
+        group=group,
+        stream=TENSOR,
+        why=f"{group}: parts of {len(names)} matrices, each to the rank that orthogonalizes it",
+        reads=buckets,
+    )
+    returned = numel * torch.bfloat16.itemsize
+    why = f"{group}: parts of {len(names)} matrices, back from the ranks that orthogonalized them"
+    return [
+        there,
+        _compute(names, f"ranks orthogonalize {len(names)} matrices in turns", flops, 3 * there.bytes),
+        replace(there, bytes=returned, dtype=torch.bfloat16, why=why, writes=written),
+        _compute(names, "parts that came back are put where they belong", 0, 2 * returned),
+    ]

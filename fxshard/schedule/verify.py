@@ -22,7 +22,7 @@ from fxshard.schedule.event_rules import (
     waits_for_follows_from_the_order,
 )
 from fxshard.schedule.events import OF_MANY, Kind, Phase
-from fxshard.schedule.exchange_rules import exchanges_go_there_and_back
+from fxshard.schedule.exchange_rules import exchanges_go_there_and_back, exchanges_have_one_order
 from fxshard.schedule.offload_rules import (
     copies_are_those_of_the_graphs,
     host_slots_are_free,
@@ -254,6 +254,7 @@ RULES: tuple[Callable[[Step], None], ...] = (
     waits_are_where_their_gathers_are,
     waits_and_gradients_are_used,
     optimizer_follows_from_the_buckets,
+    exchanges_have_one_order,
     computes_are_those_of_the_graphs,
     collectives_have_one_order,
     collectives_are_those_of_the_graphs,

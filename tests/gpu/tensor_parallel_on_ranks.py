@@ -41,12 +41,12 @@ def losses(make: Any, device: torch.device, steps: int = 6) -> list[float]:
     return found
 
 
-def muon_differences(device: torch.device) -> list[str]:
+def muon_differences(device: torch.device, **options: Any) -> list[str]:
     """Parameters that a Muon step changes in another way than it changes those of the plain model."""
     choice = fxshard.Muon(lr=2e-2)
     plain = WORKLOAD.build(device)[0]
     made, mesh = parallelize(WORKLOAD.build(device)[0])
-    model, reference = fxshard.shard(made, mesh=mesh["dp"], optimizer=choice), choice.build(plain)
+    model, reference = fxshard.shard(made, mesh=mesh["dp"], optimizer=choice, **options), choice.build(plain)
     grads = random_gradients(plain, 0)
     deliver(model, grads)
     for name, parameter in plain.named_parameters():
@@ -69,7 +69,8 @@ def main() -> None:
         assert all(abs(a - b) < 2e-2 for a, b in zip(mine, theirs, strict=True)), (name, mine, theirs)
         if dist.get_rank() == 0:
             print(f"{name}: {mine} against {theirs}", flush=True)
-    assert muon_differences(device) == []
+    for options in ({"layout": "rows"}, {"zero": 1, "layout": "whole"}):  # matrices that travel first, and that do not
+        assert muon_differences(device, **options) == [], options
     print(f"rank {dist.get_rank()}: all as it should be", flush=True)
     dist.destroy_process_group()
 

@@ -16,6 +16,8 @@ from fxshard._torch.errors import FxshardError
 from fxshard.kernels.float8 import Scaling
 from fxshard.plan.float8_recipe import Float8Recipe
 from fxshard.plan.memory import SlotRange
+from fxshard.plan.model_groups import ModelGroup
+from fxshard.plan.parts import Cuts, Whole
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import Event
 from fxshard.schedule.schedule import Schedule
@@ -166,6 +168,8 @@ def _others(value: Any, kind: str, pool: list[str]) -> list[Any]:
         found = ["other", "", *(text for text in pool if text != value)][:6]
     elif value is None and kind.endswith(".float8"):
         found = [Float8Recipe(Scaling.TENSOR), Float8Recipe(Scaling.BLOCK)]
+    elif value is None and kind.endswith(".cuts"):
+        found = [Cuts(ModelGroup("tp", 2), (Whole(name, (2, 2)),)) for name in ("other", pool[0])]
     elif value is None:
         found = [SlotRange(0, 512)] if kind.startswith("event") else [-1, 0, 1, HUGE]
     else:

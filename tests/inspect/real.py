@@ -11,6 +11,8 @@ import torch
 
 import fxshard
 from tests.expert_parallel import plan_of
+from tests.parallel_muon import planned
+from tests.pool import Pool
 from tests.precision.nets import net
 from tests.precision.test_experts import moe
 from tests.stack import Stack, batch, wide, wide_batch
@@ -66,6 +68,12 @@ def _expert_parallel() -> fxshard.Schedule:
     return plan_of(3)
 
 
+def _tensor_parallel() -> fxshard.Schedule:
+    """Muon's matrices are cut over tensor-parallel ranks; one lies on several data-parallel ranks, too."""
+    with Pool() as apart:
+        return fxshard.Schedule.from_json(apart(1, planned, "rows")[0])
+
+
 def _offloading() -> fxshard.Schedule:
     """All that can be on the host between forward and backward is there."""
     options: dict[str, Any] = {"world_size": 2, "lowering": "eager", "optimizer": ADAMW, "activations": "offload"}
@@ -93,6 +101,7 @@ _MAKE: dict[str, Callable[[], fxshard.Schedule]] = {
     "experts on ranks of their own": _experts,
     "mxfp8 experts": _quantized_experts,
     "expert parallel": _expert_parallel,
+    "muon, tensor parallel": _tensor_parallel,
     "activations on the host": _offloading,
 }
 SCHEDULES = {name: cache(make) for name, make in _MAKE.items()}

@@ -9,6 +9,8 @@ from torch import nn
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.domain import data_parallel
 from fxshard.plan.memory import Buffer, plan_slots
+from fxshard.plan.model_groups import ModelGroup
+from fxshard.plan.parts import Cuts, Whole
 from fxshard.plan.units import find_units
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
@@ -30,12 +32,14 @@ def zero3(
     zero: int = 3,
     replicas: int = 1,
     muon: bool = False,
+    tensor: int = 1,
 ) -> Schedule:
     """Build the schedule of a training step over ``layers`` linear layers.
 
     ``prefetch``: how many layers ahead a gather starts. ``keep_last``: the last layer stays gathered from forward to
     backward. ``carry``: for how many layers the optimizer phase gathers for the next step. ``replicas``: how many ranks
-    hold each shard. ``muon``: the weights are matrices of Muon's that lie on several ranks, so they travel.
+    hold each shard. ``muon``: the weights are matrices of Muon's that lie on several ranks, so they travel. ``tensor``:
+    over how many tensor-parallel ranks they are cut.
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
@@ -49,6 +53,9 @@ def zero3(
         domain_of=lambda name: domain,
         matrices=matrices,
         layout="rows",
+        cuts=Cuts(ModelGroup("tp", tensor), tuple(Whole(n, (16 * tensor, 16)) for n in matrices))
+        if tensor > 1
+        else None,
     )
     by_layer = buckets[::-1]  # buckets are numbered in the order of backward
     events: list[Event] = []
@@ -62,10 +69,11 @@ def zero3(
     events += _pass(backward, BACKWARD, prefetch, not_gathered=kept)
     reduced = {event.bucket_index: event for event in events if event.kind is Kind.REDUCE}
     if muon:
-        events += updates(reduced, buckets, {}, buckets[0].group("none"))
+        gathers = {index: _event(Kind.UNSHARD, buckets[index], OPTIMIZER) for index in carried}
+        events += updates(reduced, buckets, gathers, buckets[0].group("none"))
     else:
         events += [update(reduced[bucket.index], bucket) for bucket in buckets]
-    events += [_event(Kind.UNSHARD, bucket, OPTIMIZER) for bucket in by_layer if bucket.index in carried]
+        events += [_event(Kind.UNSHARD, bucket, OPTIMIZER) for bucket in by_layer if bucket.index in carried]
     return finished(events, buckets, ranks * replicas, zero)
 
 

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fxshard
-from fxshard.optim.parts import is_cut
 from fxshard.plan.pieces import Piece
 from tests.parallel import Model, parallel, two_by_two
 from tests.pool import Pool
@@ -105,6 +104,6 @@ def test_gradients_that_are_not_finite_on_one_rank_count_on_all(ranks: Pool) -> 
 
 
 def test_what_is_cut() -> None:
-    assert [is_cut(Piece((4, 6), dim, 2, 0)) for dim in (None, 0, 1)] == [False, True, True]
-    assert [is_cut(Piece((8, 4, 6), dim, 2, 0)) for dim in (None, 0, 1, 2)] == [False, False, True, True]
-    assert not is_cut(Piece((4, 6), 0, 1, 0))
+    assert [Piece((4, 6), dim, 2, 0).cuts_matrices for dim in (None, 0, 1)] == [False, True, True]
+    assert [Piece((8, 4, 6), dim, 2, 0).cuts_matrices for dim in (None, 0, 1, 2)] == [False, False, True, True]
+    assert not Piece((4, 6), 0, 1, 0).cuts_matrices

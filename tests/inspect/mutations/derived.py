@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from fxshard.plan.memory import SlotRange
-from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.events import TENSOR, Kind, Phase
 from fxshard.schedule.schedule import Schedule
 from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken
 from tests.inspect.schedules import change, place, relinked, zero3
@@ -41,6 +41,25 @@ def a_bucket_laid_out_over_other_ranks() -> Broken:
 
 def a_bucket_with_state_in_no_format() -> Broken:
     return _with_bucket(zero3(), 1, state="4bit"), None
+
+
+def a_matrix_that_is_no_part_of_the_whole() -> Broken:
+    schedule = zero3(muon=True, tensor=2)
+    cuts = schedule.buckets[1].cuts
+    assert cuts is not None
+    return _with_bucket(schedule, 1, cuts=replace(cuts, wholes=(replace(cuts.wholes[0], shape=(48, 16)),))), None
+
+
+def matrices_cut_over_other_ranks() -> Broken:
+    """All of them, as they could be; but that many ranks exchange other bytes."""
+    schedule = zero3(muon=True, tensor=2)
+    for i, bucket in enumerate(schedule.buckets):
+        assert bucket.cuts is not None
+        (whole,) = bucket.cuts.wholes
+        group = replace(bucket.cuts.group, ranks=4)
+        cuts = replace(bucket.cuts, group=group, wholes=(replace(whole, shape=(64, 16)),))
+        schedule = _with_bucket(schedule, i, cuts=cuts)
+    return schedule, next(i for i, event in schedule.of(Kind.EXCHANGE) if event.stream == TENSOR)
 
 
 def a_reduction_in_forward() -> Broken:
@@ -140,6 +159,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
         a_bucket_with_anothers_number,
         a_bucket_laid_out_over_other_ranks,
         a_bucket_with_state_in_no_format,
+        a_matrix_that_is_no_part_of_the_whole,
     ),
     "phases_are_in_order": (a_reduction_in_forward,),
     "events_match_their_buckets": (
@@ -152,7 +172,11 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
         a_resident_bucket_that_nothing_refreshes,
     ),
     "waits_and_gradients_are_used": (a_wait_that_nothing_reads,),
-    "optimizer_follows_from_the_buckets": (an_update_of_other_bytes, an_update_too_few),
+    "optimizer_follows_from_the_buckets": (
+        an_update_of_other_bytes,
+        an_update_too_few,
+        matrices_cut_over_other_ranks,
+    ),
     "computes_are_those_of_the_graphs": (compute_that_is_missing, compute_without_its_writes),
     "memory_is_what_it_says": (more_at_rest_than_there_is, an_arena_that_is_too_large),
     "waits_for_follows_from_the_order": (compute_that_waits_for_nothing,),

@@ -14,6 +14,11 @@ def exchanging() -> Schedule:
     return zero3(muon=True)
 
 
+def exchanging_parts() -> Schedule:
+    """Also over tensor-parallel ranks, between there and back; and the next step's gathers follow."""
+    return zero3(muon=True, tensor=2, carry=2)
+
+
 def _exchange_place(schedule: Schedule, which: int) -> int:
     kinds = (Kind.EXCHANGE, Kind.COMPUTE)
     return [i for i, event in enumerate(schedule.events) if event.phase is OPTIMIZER and event.kind in kinds][which]
@@ -79,6 +84,33 @@ def never_sent_back() -> Broken:
     return change(schedule, at, writes=()), at
 
 
+def parts_computed_before_they_arrived() -> Broken:
+    schedule = exchanging_parts()
+    return waiting_for_nothing(schedule, _exchange_place(schedule, 2))
+
+
+def parts_sent_before_they_came() -> Broken:
+    """To tensor-parallel ranks, before data-parallel ones have sent them."""
+    schedule = exchanging_parts()
+    there = _exchange_place(schedule, 0)
+    return relinked(schedule, moved(schedule, there + 1, there)), there + 1
+
+
+def sent_back_without_the_parts() -> Broken:
+    """To data-parallel ranks, before what tensor-parallel ones have sent is there."""
+    schedule = exchanging_parts()
+    at = _exchange_place(schedule, 5)
+    events = [event for i, event in enumerate(schedule.events) if i not in (at - 1, at - 2)]
+    return relinked(schedule, events), at - 2
+
+
+def gathered_in_another_order() -> Broken:
+    """Between the exchanges of matrices, which run in the same process group."""
+    schedule = exchanging_parts()
+    first, second = [place(schedule, Kind.UNSHARD, layer, OPTIMIZER) for layer in (0, 1)]
+    return relinked(schedule, moved(schedule, first, second)), second - 1
+
+
 MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
     "every_reduced_bucket_is_updated_once": (
         no_update,
@@ -96,5 +128,9 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
         sent_back_uncomputed,
         updated_before_it_came_back,
         never_sent_back,
+        parts_computed_before_they_arrived,
+        parts_sent_before_they_came,
+        sent_back_without_the_parts,
     ),
+    "exchanges_have_one_order": (gathered_in_another_order,),
 }
