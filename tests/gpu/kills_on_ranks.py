@@ -75,7 +75,9 @@ def main() -> None:
             for rank in range(2):
                 command = [sys.executable, "-m", "tests.gpu.kills_on_ranks", str(rank), *case, str(folder)]
                 with (folder / str(rank)).open("wb") as says:
-                    processes[case, rank] = subprocess.Popen(command, stdout=says, stderr=says, env={**os.environ, **WATCHDOG})
+                    processes[case, rank] = subprocess.Popen(
+                        command, stdout=says, stderr=says, env={**os.environ, **WATCHDOG}
+                    )
         try:
             for case, folder in folders.items():
                 check(case, folder, processes[case, 0])
