@@ -248,6 +248,7 @@ class ShardedModule(nn.Module):
             tuple(backend.captured),
             backend.largest(),
             self.schedules["train"].offloaded if "train" in self.schedules else (),
+            self._sharding.state.described(self._sharding.hardware),
         )
 
     @property

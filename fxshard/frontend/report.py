@@ -56,6 +56,9 @@ class Report:
     """The ten largest things in memory at the peak of a step, as planned; of the graph captured last."""
     offloaded: tuple[Offloaded, ...] = ()
     """Activations that are on the host from forward to backward; of the graph captured last."""
+    state: str = ""
+    """How optimizer state is kept, where ``"auto"`` left that to the planner: format, place, what that frees of the
+    device, and how much longer updates take. Empty before a training step was planned."""
 
     def __str__(self) -> str:
         made = self.compilations
@@ -70,6 +73,7 @@ class Report:
         lines += [f"at the peak: {thing}" for thing in self.largest]
         for out in self.offloaded:
             lines.append(f"on the host from forward to backward: {size(out.bytes)} {out.name} (of {out.count} values)")
+        lines += [self.state] if self.state else []
         lines += summary(self.splits)
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]
         lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]
