@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from fxshard.frontend.planning import sweep
 from fxshard.plan.hardware import PRESETS, Hardware
 from fxshard.plan.kept_state import KeptState, kept_state, ways_to_keep
 from fxshard.plan.state import FORMATS, StateChoice
+from fxshard.runtime.host_memory import untouched_memory
 from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool
 
@@ -352,6 +355,18 @@ def test_a_larger_batch_sends_more_to_the_host() -> None:
     assert found[0] == found[1] < found[2] == found[3]
     for name, value in plain.state_dict().items():
         assert torch.equal(model.full_state_dict()[name], value), name
+
+
+def test_state_that_waits_takes_no_memory() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before, size = resident(), 2**28
+    memory = untouched_memory(size)
+    assert memory.numel() == size and resident() - before < size // 4
+    memory[-3:] = 7
+    assert memory[[0, size // 2, -1]].tolist() == [0, 0, 7]
+    assert untouched_memory(0).numel() == 0
 
 
 def test_without_a_graph_a_step_is_made_on_the_host() -> None:

@@ -15,7 +15,7 @@ from fxshard.optim.packed import Stored
 from fxshard.plan.layout import aligned
 from fxshard.plan.state import PIECE_NUMEL, ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
-from fxshard.runtime.host_memory import host_memory
+from fxshard.runtime.host_memory import host_memory, untouched_memory
 
 MOST_NUMEL = 2**30
 """Elements that are updated together, where they do not come from the host: fewer than kernels can count."""
@@ -40,8 +40,8 @@ class Moments(StepCounts):
         length += sum(dtype.itemsize * aligned(numel) for numel in of_rows)
         if transfers is None:
             self.memory = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
-        elif not pinned:  # pages that no one writes to take no memory
-            self.memory = torch.zeros(length, dtype=torch.uint8)
+        elif not pinned:
+            self.memory = untouched_memory(length)
         else:
             instead = 'keep the state on the device in fewer bits (state="8bit")'
             self.memory = host_memory(length, bucket.device, 'offload="host"', instead)
