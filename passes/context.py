@@ -9,6 +9,7 @@ from fxshard.passes.options import Options
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.head_rows import AttentionHeads
+from fxshard.plan.state import StateChoice
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
 from fxshard.schedule.loss_report import LossReport
@@ -36,6 +37,8 @@ class PassContext:
     """What the passes before autograd made of attention masks."""
     loss: LossReport = field(default_factory=LossReport)
     """What the passes before autograd made of losses."""
+    state: StateChoice = field(default_factory=StateChoice)
+    """What may become of optimizer state; the buckets have what is taken where memory does not matter."""
     measures_logits: bool = False
     """Whether the optimizer clips the logits of attention, and has to know their largest."""
     heads: list[AttentionHeads] = field(default_factory=list)

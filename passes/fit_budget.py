@@ -1,16 +1,17 @@
-"""Step, under a memory budget: what backward computes again, what is on the host, and what the arena may take, so that
-all of it fits.
+"""Step, under a memory budget: what backward computes again, what is on the host, what the arena may take, and how
+optimizer state is kept, so that all of it fits.
 
 Requires graphs that can be split again with less saved (``Partitioned.tighter``). The splits are tried from the one
 that saves most, each as it is and with saved values on the host; for each, arenas of several sizes. Which there are
 does not depend on the budget, and of those that fit, the one with the shortest simulated step is taken: more memory
 never makes a slower step. What backward computes again, or copies, makes no arena faster: so an arena is tried no more
-once a split that saves all of it takes longer there than the best step that was found.
+once a split that saves all of it takes longer there than the best step that was found. Optimizer state that is left to
+the planner is kept, for each split and arena, in the way that makes updates least longer among those that fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -28,6 +29,8 @@ from fxshard.passes.fill_arena import leading_bytes
 from fxshard.passes.keep_resident import Order
 from fxshard.passes.offload_saved import SavedKind, offload_saved, saved_kinds
 from fxshard.plan.hardware import Hardware, hardware
+from fxshard.plan.kept_state import KeptState, ways_to_keep
+from fxshard.plan.state import AUTO, FORMATS
 from fxshard.schedule.events import Phase
 from fxshard.schedule.offloads import Offloaded
 from fxshard.schedule.recomputed import Recomputed
@@ -37,6 +40,8 @@ from fxshard.schedule.simulate import Simulation, simulate
 
 GROWTH = 2
 """From what is added to the smallest arena to what is added for the next try."""
+PARTS = 4
+"""Into which a sweep cuts the moments that may go to the host."""
 
 Graphs = dict[Phase, fx.GraphModule]
 
@@ -120,10 +125,23 @@ class Split:
         """The smallest arena, in bytes."""
         return least_arena(self.orders)
 
-    @property
-    def taken(self) -> int:
-        """What a rank holds besides the arena."""
-        return resident_bytes(self.context.buckets) + self.draft.activations
+    def ways(self) -> tuple[KeptState, ...]:
+        """How optimizer state may be kept, the fastest first."""
+        return ways_to_keep(self.context.buckets, self.context.state, self.machine)
+
+    @cached_property
+    def at_rest(self) -> int:
+        """What a rank holds all the time, without the optimizer's moments."""
+        buckets = self.context.buckets
+        return resident_bytes(buckets) - KeptState(buckets).device_bytes
+
+    def taken(self, kept: KeptState) -> int:
+        """What a rank holds besides the arena. Where an update brings moments from the host, activations are gone."""
+        return self.at_rest + kept.device_bytes + max(self.draft.activations, kept.staging_bytes)
+
+    def smallest(self, ways: Sequence[KeptState]) -> KeptState:
+        """The way to keep optimizer state with which a rank holds least."""
+        return min(ways, key=self.taken)
 
     @cached_property
     def arenas(self) -> tuple[int | None, ...]:
@@ -146,34 +164,35 @@ class Split:
             self.decided[key] = next((each for each in self.decided.values() if each == made), made)
         return self.decided[key]
 
-    def needs(self, decisions: Decisions) -> int:
+    def needs(self, decisions: Decisions, kept: KeptState) -> int:
         """What a rank may hold. Gathers that an optimizer step starts may have to be moved out of the arena."""
         memory = decisions.memory
-        return self.taken + memory.bytes + leading_bytes(decisions.timeline, memory.leading)
+        return self.taken(kept) + memory.bytes + leading_bytes(decisions.timeline, memory.leading)
 
-    def scheduled(self, decisions: Decisions) -> Schedule:
+    def scheduled(self, decisions: Decisions, kept: KeptState) -> Schedule:
         """What the graphs will do, once they are what was decided."""
-        made = self.draft.decided(decisions, self.context, self.carries)
+        made = self.draft.decided(decisions, replace(self.context, buckets=kept.buckets), self.carries)
         return replace(made, recomputed=self.recomputed, offloaded=self.offloaded)
 
-    def simulated(self, decisions: Decisions) -> Simulation:
+    def simulated(self, decisions: Decisions, kept: KeptState) -> Simulation:
         # By the cost model alone: recorded durations differ between ranks, and what is gathered must not.
-        key = id(decisions), self.machine, self.carries  # which are kept
+        key = id(decisions), self.machine, self.carries, kept.key  # which are kept
         if key not in self.simulations:
-            self.simulations[key] = simulate(self.scheduled(decisions), self.machine)
+            self.simulations[key] = simulate(self.scheduled(decisions, kept), self.machine)
         return self.simulations[key]
 
-    def seconds(self, arena: int | None) -> float:
+    def seconds(self, arena: int | None, kept: KeptState) -> float:
         """Of the simulated step, if the arena may take so much."""
-        return self.simulated(self.decide(arena)).step_seconds
+        return self.simulated(self.decide(arena), kept).step_seconds
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was chosen: a split, the order of its events within an arena, and the simulated step."""
+    """What was chosen: a split, the order of its events within an arena, how optimizer state is kept, and the step."""
 
     split: Split
     decisions: Decisions
+    kept: KeptState
     seconds: float
     """Of the simulated step."""
 
@@ -183,9 +202,10 @@ def fit_budget(splits: Iterable[Split], budget: int) -> Fit:
 
     ``splits``: from what saves most, and so computes least, to what saves least.
     """
-    search = _Search(budget)
+    search: _Search | None = None
     left_out: list[tuple[Split, int]] = []
     for split in splits:
+        search = search or _Search(budget, _allowed(split, budget))
         search.consider(split)
         search.bound = split
         for count in split.on_host if not search.is_over() else ():
@@ -195,38 +215,49 @@ def fit_budget(splits: Iterable[Split], budget: int) -> Fit:
                 break  # what has more on the host only copies more
         if search.is_over():
             break
+    assert search is not None
     if search.best is not None:
         return search.best
     for split, count in left_out:
         search.consider(split.offloading(count))
-    smallest = search.smallest
-    assert smallest is not None
-    seconds = smallest.seconds(smallest.least)
-    raise BudgetError(budget, smallest.taken + smallest.least, seconds, _with_other_state(smallest))
+    assert search.smallest is not None
+    least, smallest, kept = search.smallest
+    raise BudgetError(budget, least, smallest.seconds(smallest.least, kept), _with_other_state(smallest, least))
 
 
-def _with_other_state(split: Split) -> dict[str, int]:
+def _allowed(split: Split, budget: int) -> tuple[KeptState, ...]:
+    """The ways to keep optimizer state that are tried.
+
+    An evaluation updates nothing, so that moving moments seems to cost nothing: it moves no more than it has to.
+    """
+    ways = split.ways()
+    if Phase.BACKWARD in split.graphs:
+        return ways
+    enough = next((kept for kept in ways if split.taken(kept) + split.least <= budget), None)
+    return ways if enough is None else (enough,)
+
+
+def _with_other_state(split: Split, smallest: int) -> dict[str, int]:
     """What a split would need with optimizer state in 8 bits or on the host, where that is less, by what to write.
 
-    Layouts, and so arena and activations, are the same however state is kept.
+    Layouts, and so arena and activations, are the same however state is kept. What is left to the planner was tried.
     """
-    buckets = split.context.buckets
+    buckets, asked = split.context.buckets, split.context.state
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained or any(bucket.master_dtype != torch.float32 for bucket in trained):
         return {}
     muon, rows = (any(getattr(bucket, field) for bucket in trained) for field in ("matrices", "row_moments"))
     name = "NorMuon" if rows else "Muon" if muon else "AdamW"
-    choices = [("8bit", trained[0].offload)]
-    if split.machine.host_bandwidth > 0:
-        choices.append((trained[0].state, "host"))
+    choices = [replace(asked, format="8bit")] if asked.format != AUTO else []
+    if split.machine.host_bandwidth > 0 and asked.offload != AUTO:
+        choices.append(replace(asked, offload="host"))
     found: dict[str, int] = {}
-    for state, offload in choices:
-        others = [replace(bucket, state=state, offload=offload) if bucket.trainable else bucket for bucket in buckets]
-        freed = resident_bytes(buckets) - resident_bytes(others)
-        if freed > 0:
-            said = [f'{key}="{value}"' for key, value in (("state", state), ("offload", offload))]
+    for choice in choices:
+        least = split.taken(split.smallest(ways_to_keep(buckets, choice, split.machine))) + split.least
+        if least < smallest:
+            said = [f'{key}="{value}"' for key, value in (("state", choice.format), ("offload", choice.offload))]
             said = [each for each in said if each not in ('state="fp32"', 'offload="none"')]
-            found[f"fxshard.{name}({', '.join(said)})"] = split.taken + split.least - freed
+            found[f"fxshard.{name}({', '.join(said)})"] = least
     return found
 
 
@@ -235,48 +266,66 @@ class _Search:
     """The best so far, and what can still be better."""
 
     budget: int
+    ways: tuple[KeptState, ...]
+    """How optimizer state may be kept, the fastest first."""
     best: Fit | None = None
     bound: Split | None = None
     """The last split without anything on the host: in the same arena, what comes after it is not faster."""
-    smallest: Split | None = None
+    smallest: tuple[int, Split, KeptState] | None = None
+    """The least that something needs, and what that is."""
 
     def consider(self, split: Split) -> bool:
-        """Try the arenas in which a split may be better; whether all of them fit."""
-        if self.smallest is None or split.taken + split.least < self.smallest.taken + self.smallest.least:
-            self.smallest = split
-        if split.taken + split.least > self.budget:
+        """Try the arenas in which a split may be better; whether all of them fit with state in the fastest way."""
+        kept = split.smallest(self.ways)
+        least = split.taken(kept) + split.least
+        if self.smallest is None or least < self.smallest[0]:
+            self.smallest = least, split, kept
+        if least > self.budget:
             return False
         all_fit = True
         for i, arena in enumerate(split.arenas):
             if not self._may_be_faster(i):
                 continue
-            if split.needs(split.decide(arena)) > self.budget:
-                all_fit = False
-            elif self.best is None or split.seconds(arena) < self.best.seconds:
-                self.best = Fit(split, split.decide(arena), split.seconds(arena))
+            decisions = split.decide(arena)
+            fitting = next((way for way in self.ways if split.needs(decisions, way) <= self.budget), None)
+            all_fit &= fitting is self.ways[0]
+            if fitting is None or not self._may_update(fitting):
+                continue
+            if self.best is None or split.seconds(arena, fitting) < self.best.seconds:
+                self.best = Fit(split, decisions, fitting, split.seconds(arena, fitting))
         return all_fit
 
     def is_over(self) -> bool:
         """Whether nothing that computes as much as the last split, or more, can be faster."""
         if self.best is None or self.bound is None:
             return False
-        compute = self.bound.simulated(self.bound.decide(self.bound.least)).compute_seconds
-        if self.bound.symbolic or self.best.seconds <= compute:
+        if self.bound.symbolic or self.best.seconds <= self._computes(self.bound):
             return True
         return not any(map(self._may_be_faster, range(len(self.bound.arenas))))
 
     def frees_too_little(self, split: Split, count: int) -> bool:
         """Whether a split cannot be better with so many kinds on the host, because it would still not fit."""
+        kept, freed = split.smallest(self.ways), split.freed(count)
         if self.best is None:
-            return split.taken + split.least - split.freed(count) > self.budget
+            return split.taken(kept) + split.least - freed > self.budget
         faster = [arena for i, arena in enumerate(split.arenas) if self._may_be_faster(i)]
-        return all(split.needs(split.decide(arena)) - split.freed(count) > self.budget for arena in faster)
+        return all(split.needs(split.decide(arena), kept) - freed > self.budget for arena in faster)
 
     def _may_be_faster(self, i: int) -> bool:
         """Whether a split may be faster than the best in an arena of the size number ``i``."""
         if self.best is None or self.bound is None:
             return True
-        return self.bound.seconds(self.bound.arenas[i]) < self.best.seconds
+        return self.bound.seconds(self.bound.arenas[i], self.ways[0]) < self.best.seconds
+
+    def _may_update(self, kept: KeptState) -> bool:
+        """Whether a split may be faster than the best with updates that take so much longer."""
+        if self.best is None or self.bound is None:
+            return True
+        return self._computes(self.bound) + kept.seconds - self.ways[0].seconds < self.best.seconds
+
+    def _computes(self, split: Split) -> float:
+        """The least time in which compute and updates of a split run."""
+        return split.simulated(split.decide(split.least), self.ways[0]).compute_seconds
 
 
 @dataclass(frozen=True)
@@ -288,19 +337,41 @@ class Trade:
     arena: int
     recomputed: tuple[Recomputed, ...]
     offloaded: tuple[Offloaded, ...] = ()
+    state: str = ""
+    """How optimizer state is kept, in words."""
 
 
 def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
-    """Step time over budget: from the smallest that works, every budget from which on a step is faster."""
-    found: list[Trade] = []
+    """Step time over budget: from the smallest that works, every budget from which on a step is faster, or as fast with
+    optimizer state in more bits.
+
+    Of the ways to keep optimizer state, some that are evenly far apart; a budget in between may have a faster step.
+    """
+    found: list[tuple[Trade, int]] = []
     for split in splits:
+        ways = _some(split.ways())
         for each in (split, *map(split.offloading, split.on_host)):
             for arena in each.arenas:
-                decisions, seconds = each.decide(arena), each.seconds(arena)
-                needs, size = each.needs(decisions), decisions.memory.bytes
-                found.append(Trade(needs, seconds, size, each.recomputed, each.offloaded))
-    faster: list[Trade] = []
-    for trade in sorted(found, key=lambda each: (each.bytes, each.seconds)):
-        if not faster or trade.seconds < faster[-1].seconds:
-            faster.append(trade)
-    return tuple(faster)
+                decisions, seconds = each.decide(arena), each.seconds(arena, ways[0])
+                for kept in ways:
+                    needs, about = each.needs(decisions, kept), seconds + kept.seconds - ways[0].seconds
+                    if kept is ways[0] or not any(t.bytes <= needs and t.seconds <= about for t, _ in found):
+                        step, size = each.simulated(decisions, kept).step_seconds, decisions.memory.bytes
+                        trade = Trade(needs, step, size, each.recomputed, each.offloaded, str(kept))
+                        found.append((trade, FORMATS.index(kept.format)))
+    faster: list[tuple[Trade, int]] = []
+    for trade, format in sorted(found, key=lambda each: (each[0].bytes, each[0].seconds, each[1])):
+        if not faster or (trade.seconds, format) < (faster[-1][0].seconds, faster[-1][1]):
+            faster.append((trade, format))
+    return tuple(trade for trade, _ in faster)
+
+
+def _some(ways: Sequence[KeptState]) -> list[KeptState]:
+    """Those that take less of the device than all that are as fast, and of those with moments on the host a few."""
+    less: list[KeptState] = []
+    for kept in ways:
+        if not less or kept.device_bytes < less[-1].device_bytes:
+            less.append(kept)
+    moving = [kept for kept in less if kept.on_host]
+    apart = max(len(moving) // PARTS, 1)
+    return [kept for kept in less if not kept.on_host] + moving[::-1][::apart][::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -28,19 +29,21 @@ def schedule(partitioned: Partitioned, plan: ShardingPlan, observer: Observer | 
         carries = plan.own_optimizer and plan.one_graph
         chosen_for: dict[str, Any] = {"recomputed": partitioned.recomputed}
         decisions = None
+        buckets = plan.buckets
         if plan.options.budget is None:
             inserted = insert_events(partitioned.graphs, context)
         else:
             fit = fit_budget(_splits(partitioned, context, carries), plan.options.budget)
-            inserted, decisions = fit.split.graphs, fit.decisions
+            inserted, decisions, buckets = fit.split.graphs, fit.decisions, fit.kept.buckets
             chosen_for = {"recomputed": fit.split.recomputed, "offloaded": fit.split.offloaded}
             names = [", ".join(each.name for each in found) or "nothing" for found in chosen_for.values()]
             say = (
-                "fit_budget: an arena of %d bytes, computed again: %s, on the host: %s; the simulated step takes %.6f s"
+                "fit_budget: an arena of %d bytes, computed again: %s, on the host: %s, optimizer state in %s; "
+                "the simulated step takes %.6f s"
             )
-            context.say(say, decisions.memory.bytes, *names, fit.seconds)
+            context.say(say, decisions.memory.bytes, *names, fit.kept, fit.seconds)
         graphs, memory = order(inserted, context, decisions)
-        schedules = _record(graphs, memory, plan, chosen_for)
+        schedules = _record(graphs, memory, replace(plan, buckets=buckets), chosen_for)
         for kind, each in schedules.items():
             if observer is not None:
                 observer.schedule(each, kind)

@@ -9,6 +9,7 @@ from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.hardware import Hardware
+from fxshard.plan.state import StateChoice
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.params import ParamRef
@@ -36,6 +37,8 @@ class ShardingPlan:
     """Whether the optimizer clips the logits of attention."""
     planned_experts: str | None = None
     """The option ``experts`` that a run will have, if this is only planned."""
+    state: StateChoice = StateChoice()
+    """What may become of optimizer state under a memory budget."""
 
     def context(self, phase: Phase, observer: Observer | None = None) -> PassContext:
         """What passes are told."""
@@ -49,6 +52,7 @@ class ShardingPlan:
             profile=self.profile,
             measures_logits=self.measures_logits,
             planned_experts=self.planned_experts,
+            state=self.state,
             observer=observer,
         )
 

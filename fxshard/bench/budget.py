@@ -2,6 +2,7 @@
 
 fxshard bench budget --ranks 1 --model 1b --budgets 10
 fxshard bench budget --ranks 1 --model moe-1b --shares 1.0,0.5,0.25
+fxshard bench budget --ranks 1 --model 1b --state auto --offload auto --shares ""
 
 torch's own partitioner budget, under FSDP2 and torch.compile, is measured at shares of its activations.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from fxshard.bench.contenders import ADAMW, BF16, Make, fsdp2, ours
 from fxshard.bench.figures import Column, Row, Table, write
 from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import Workload, add_models
+from fxshard.plan.hardware import hardware as known
+from fxshard.plan.kept_state import kept_state
+from fxshard.plan.state import AUTO, FORMATS, OFFLOADS
 
 COLUMNS = (
     Column("budget", "budget GiB", ".3f"),
@@ -34,6 +39,7 @@ COLUMNS = (
     Column("simulated_ms", "simulated"),
     Column("recomputed", "again", ".0f"),
     Column("loss", "loss 4", ".5f"),
+    Column("state", "optimizer state"),
 )
 """*predicted*: what the schedule says that a step has allocated at its peak. *again*: kinds of values that backward
 computes again. *loss 4*: of the fourth step, which no budget changes but by rounding."""
@@ -69,6 +75,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--state", choices=(*FORMATS, AUTO), default="fp32", help="of AdamW's moments (default: fp32)")
+    parser.add_argument("--offload", choices=(*OFFLOADS, AUTO), default="none", help="of them (default: none)")
     arguments = parser.parse_args(argv)
     arguments.model = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
     arguments.shares = [float(share) for share in arguments.shares.split(",") if share]
@@ -80,12 +88,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def measured(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The rows of one model, one contender at a time: each has the device for itself."""
     precision = BF16 if device.type == "cuda" else None
-    least, most = extremes(workload, precision, device)
+    optimizer = replace(ADAMW, state=arguments.state, offload=arguments.offload)
+    least, most = extremes(workload, precision, device, optimizer)
     for i in range(arguments.budgets):
         budget = least + (most - least) * i // (arguments.budgets - 1)
 
         def make(model: nn.Module, precision: Any, budget: int = budget) -> Any:
-            return ours(model, precision, 3, memory_budget=budget)
+            return ours(model, precision, 3, optimizer, memory_budget=budget)
 
         yield _measure("fxshard", make, budget, workload, arguments, device)
     for share in arguments.shares:
@@ -94,11 +103,13 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
             yield _measure(f"torch {share}", peer, None, workload, arguments, device)
 
 
-def extremes(workload: Workload, precision: fxshard.Precision | None, device: torch.device) -> tuple[int, int]:
+def extremes(
+    workload: Workload, precision: fxshard.Precision | None, device: torch.device, optimizer: fxshard.AdamW = ADAMW
+) -> tuple[int, int]:
     """The smallest budget, and what a step takes without one."""
     with torch.device("cpu"):
         model, inputs = workload.build(torch.device("meta"))
-    options: dict[str, Any] = {"world_size": dist.get_world_size(), "precision": precision, "optimizer": ADAMW}
+    options: dict[str, Any] = {"world_size": dist.get_world_size(), "precision": precision, "optimizer": optimizer}
     options["hardware"] = "cpu" if device.type == "cpu" else "h200"
     try:
         fxshard.plan(model, inputs, memory_budget=1, **options)
@@ -121,7 +132,9 @@ def _measure(
     row: Row = {"name": name, "measured": result["peak_gib"], "step_ms": result["step_ms"]}
     row["loss"] = contender.losses[-1]
     if schedule is not None and budget is not None:
-        simulated = schedule.simulate("cpu" if device.type == "cpu" else "h200").step_seconds
+        machine = known("cpu" if device.type == "cpu" else "h200")
+        simulated = schedule.simulate(machine).step_seconds
+        row["state"] = str(kept_state(schedule.buckets, machine))
         row |= {"budget": budget / 2**30, "predicted": schedule.step_bytes / 2**30}
         row |= {"simulated_ms": simulated * 1e3, "recomputed": len(schedule.recomputed)}
     del contender, model, schedule

@@ -15,7 +15,7 @@ from fxshard.bench.models import LanguageModel
 from fxshard.frontend.absent_layers import AbsentLayers, LayersDifferError
 from fxshard.frontend.planning import partition_model
 from fxshard.frontend.sharding import plan_model
-from fxshard.optim.config import AdamW, Muon
+from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
 from fxshard.passes import pipeline
 from fxshard.passes.context import PassContext
@@ -91,14 +91,22 @@ class Captured:
         debug = fxshard.Debug(prefetch=1, keep_resident=False, defer_wgrad=False) if fsdp2 else fxshard.Debug()
         settings = {"zero": self.zero if zero is None else zero, "hardware": machine, "debug": debug, **options}
         given = replace(self.context.options, **settings)
-        context = replace(self.context, options=given, group=f"cuda×{ranks}", ranks=ranks, hardware=machine)
+        context = replace(
+            self.context,
+            options=given,
+            group=f"cuda×{ranks}",
+            ranks=ranks,
+            hardware=machine,
+            state=state_choice(optimizer),
+        )
         domain = data_parallel(ranks // replicas, replicas, "mean", "cuda", stride)
         splits = self._splits(context, optimizer, domain)
         if given.budget is not None:
             fit = fit_budget(splits, given.budget)
-            return fit.split.scheduled(fit.decisions)
+            return fit.split.scheduled(fit.decisions, fit.kept)
         first = next(splits)
-        return first.scheduled(_fsdp2(first.draft.timeline, first.context) if fsdp2 else decide(first.orders))
+        decisions = _fsdp2(first.draft.timeline, first.context) if fsdp2 else decide(first.orders)
+        return first.scheduled(decisions, first.ways()[0])
 
     def _splits(self, context: PassContext, optimizer: AdamW | Muon | None, domain: Domain) -> Iterator[Split]:
         """The part of scheduling that looks at every node, once."""

@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fxshard.passes.fit_budget import Trade
+    from fxshard.plan.hardware import Hardware
     from fxshard.schedule.schedule import Schedule
 
 
+SEEN = 0.995
+
+
 def curve(trades: Sequence[Trade], arguments: argparse.Namespace) -> str:
-    """Step time over budget, a line for each budget from which on a step is faster."""
+    """Step time over budget, a line for each budget from which on a step is faster by half a percent."""
     from fxshard.schedule.html import duration
     from fxshard.schedule.schedule import size
 
     slowest = max(trade.seconds for trade in trades)
     lines = [f"simulated step on {arguments.world_size} × {arguments.hardware}, by memory_budget", ""]
-    lines.append(f"{'budget':>12}{'step':>12}{'arena':>12}   {'':<30} computed again in backward, or on the host")
-    for trade in trades:
+    title = "optimizer state; computed again in backward, or on the host"
+    lines.append(f"{'budget':>12}{'step':>12}{'arena':>12}   {'':<30} {title}")
+    for trade in _apart(trades):
         bar = "█" * round(30 * trade.seconds / slowest)
         again = ", ".join(each.name for each in trade.recomputed)
         if trade.offloaded:
             again += "; " * bool(again) + "on the host: " + ", ".join(each.name for each in trade.offloaded)
-        again = again or "nothing"
+        again = f"{trade.state}; {again or 'nothing'}"
         lines.append(f"{size(trade.bytes):>12}{duration(trade.seconds):>12}{size(trade.arena):>12}   {bar:<30} {again}")
     return "\n".join(lines)
 
 
-def decided(schedule: Schedule) -> str:
-    """What a budget made of saved values, and why."""
+def _apart(trades: Sequence[Trade]) -> Iterator[Trade]:
+    """Those that are faster than the one before by what can be seen, the last, and those that change the format."""
+    shown: Trade | None = None
+    for trade in trades:
+        formats = {each.state.partition(" ")[0] for each in (trade, shown) if each is not None}
+        if shown is None or trade is trades[-1] or trade.seconds < SEEN * shown.seconds or len(formats) > 1:
+            shown = trade
+            yield trade
+
+
+def decided(schedule: Schedule, hardware: Hardware) -> str:
+    """What a budget made of saved values and of optimizer state, and why."""
     from fxshard.schedule.html import duration
     from fxshard.schedule.schedule import size
+    from fxshard.schedule.state_report import state_line
 
     kept = sum(event.why.startswith("kept since forward") for event in schedule.events)
     lines = [f"within the budget, {kept} buckets stay gathered from forward to backward, and backward computes again:"]
@@ -44,4 +60,5 @@ def decided(schedule: Schedule) -> str:
     lines += ["on the host from forward to backward:"] if schedule.offloaded else []
     for out in schedule.offloaded:
         lines.append(f"  {out.name}: {out.count} values, {size(out.bytes)}, copied in {duration(out.seconds)} each way")
+    lines.append(state_line(schedule.buckets, hardware))
     return "\n".join(lines)

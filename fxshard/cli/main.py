@@ -163,10 +163,16 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(default, as in fxshard.compile: none of them, and an optimizer of torch.optim is taken for AdamW)",
     )
     look.add_argument(
-        "--state", choices=("fp32", "bf16", "8bit"), default="fp32", help="how its moments are kept (default: fp32)"
+        "--state",
+        choices=("fp32", "bf16", "8bit", "auto"),
+        default="fp32",
+        help="how its moments are kept (default: fp32; auto: as a budget needs it)",
     )
     look.add_argument(
-        "--offload", choices=("none", "host"), default="none", help="where: on the device (none) or the host"
+        "--offload",
+        choices=("none", "host", "auto"),
+        default="none",
+        help="where: on the device (none), the host, or there for as many buckets as a budget needs (auto)",
     )
     look.add_argument("--layers", type=_positive, metavar="N", help="another number of layers than the model's own")
     look.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
@@ -311,7 +317,7 @@ def _show(
         print(to_json(schedule))
     else:
         print(about)
-        _print(schedule, simulation, arguments.hardware)
+        _print(schedule, simulation, machine)
     outputs: list[tuple[str | Path | None, Callable[[], str]]] = [
         (arguments.json if arguments.json != "-" else None, lambda: to_json(schedule)),
         (arguments.html, lambda: to_html(schedule, simulation, machine, about)),
@@ -327,7 +333,7 @@ def _show(
         print(f"wrote {path}", file=sys.stderr)
 
 
-def _print(schedule: Schedule, simulation: Simulation, hardware: str) -> None:
+def _print(schedule: Schedule, simulation: Simulation, hardware: Hardware) -> None:
     from fxshard.schedule.html import duration
     from fxshard.schedule.schedule import size
     from fxshard.schedule.table import render
@@ -337,13 +343,13 @@ def _print(schedule: Schedule, simulation: Simulation, hardware: str) -> None:
     step, exposed = simulation.step_seconds, simulation.exposed_seconds
     share = f" ({exposed / step:.1%})" if step else ""
     print(
-        f"simulated on {hardware}: step {duration(step)} · compute {duration(simulation.compute_seconds)} · "
+        f"simulated on {hardware.name}: step {duration(step)} · compute {duration(simulation.compute_seconds)} · "
         f"communication {duration(simulation.communication_seconds)}, exposed {duration(exposed)}{share}\n"
         f"no order of events is faster than {duration(simulation.bound_seconds)} · "
         f"peak with activations {size(simulation.peak_bytes)}"
     )
     if schedule.budget is not None:
-        print(decided(schedule))
+        print(decided(schedule, hardware))
 
 
 def _or_usage_error(call: Callable[[], Any]) -> Any:
@@ -366,6 +372,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         import torch
 
         from fxshard.bench.models import Llama, LlamaConfig
+        from fxshard.plan.hardware import hardware
         from fxshard.schedule.simulate import simulate
 
         with torch.device("meta"):
@@ -373,9 +380,10 @@ def _demo(arguments: argparse.Namespace) -> int:
             tokens = torch.empty(4, 1024, dtype=torch.long)
         report("planning for 8 ranks")
         schedule = _plan(model, (tokens, tokens), arguments, report)
-        simulation = simulate(schedule, arguments.hardware)
+        machine = hardware(arguments.hardware)
+        simulation = simulate(schedule, machine)
     print("A Llama of six layers, planned for eight H200s from shapes alone: no GPU, no process group, no weights.\n")
-    _print(schedule, simulation, arguments.hardware)
+    _print(schedule, simulation, machine)
     print("\nNext: fxshard inspect llama-70b --world-size 1024 --html schedule.html")
     return 0
 

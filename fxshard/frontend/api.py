@@ -185,10 +185,12 @@ def shard(
     )
     drop_input_gradient_hooks(model)
     sharded = ShardedModule(model, sharding, backend_of(sharding))
+    decided = sharding.state.made
     if isinstance(optimizer, AdamW):
-        sharded._optimizer = ShardedAdamW(sharding.engine, optimizer, order)
+        sharding.state.optimizer = ShardedAdamW(sharding.engine, optimizer, order, decided)
     elif isinstance(optimizer, Muon):
         from fxshard.optim.muon import ShardedMuon  # with kernels, which take a while to import
 
-        sharded._optimizer = ShardedMuon(sharding.engine, optimizer, splits, order, fused)
+        sharding.state.optimizer = ShardedMuon(sharding.engine, optimizer, splits, order, fused, decided)
+    sharded._optimizer = sharding.state.optimizer
     return sharded

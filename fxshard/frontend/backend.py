@@ -153,6 +153,7 @@ class Backend:
         plan = sharding.plan(one_graph=self.one_graph)
         with partitioned_step(graph, refs, inputs, plan, watching) as step:
             scheduled = schedule(step.partitioned, plan, watching)
+            sharding.state.take(scheduled.schedule)
             self._publish(scheduled)
             lowered = lower(scheduled, plan, sharding.compiler, sharding.engine.device, watching)
 
@@ -161,7 +162,9 @@ class Backend:
             def agree() -> None:
                 # Before the first run, not while compiling: collectives under a compiler's modes can deadlock.
                 some = ", ".join(left_out[:3]) + ", …" * (len(left_out) > 3)
-                sharding.agreement.check(COMMUNICATION, scheduled.schedule.communication(), leaves_out=some)
+                lines = [*scheduled.schedule.communication(), *sharding.state.lines()]
+                sharding.agreement.check(COMMUNICATION, lines, leaves_out=some)
+                sharding.state.apply()
 
             return step.callable(scheduled, bind(lowered, sharding.engine, agree))
 

@@ -250,6 +250,7 @@ class ShardedModule(nn.Module):
             backend.largest(),
             self.schedules["train"].offloaded if "train" in self.schedules else (),
             backend.experts[-1] if backend.experts else ExpertsReport(),
+            self._sharding.state.described(self._sharding.hardware),
         )
 
     @property

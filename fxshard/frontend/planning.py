@@ -185,8 +185,9 @@ def _partitioned(
             model = parallelized(model, ranks.parallelize, planned.mesh)
         domain = domains[0]
         chosen = matrices(optimizer, model) if isinstance(optimizer, Muon) else ()
+        state = state_choice(optimizer)
         sharding = ShardingPlan(
-            plan_model(model, domains, options, chosen, state=state_choice(optimizer)),
+            plan_model(model, domains, options, chosen, state=state),
             options,
             group=domain.group(domain.ranks) if domain.device else "none",
             ranks=domain.ranks,
@@ -196,6 +197,7 @@ def _partitioned(
             measures_logits=optimizer is not None and optimizer.qk_clip is not None,
             one_graph=True,
             planned_experts=experts,
+            state=state,
         )
         return partition_model(model, inputs, sharding, watching, report), sharding
 

@@ -60,6 +60,9 @@ class Report:
     experts: ExpertsReport = field(default_factory=ExpertsReport)
     """Which experts and dense MLPs were fused, by which implementation and why that one, and which were not; of the
     graph captured last. ``print(model.report.experts)`` has the latter, too."""
+    state: str = ""
+    """How optimizer state is kept, where ``"auto"`` left that to the planner: format, place, what that frees of the
+    device, and how much longer updates take. Empty before a training step was planned."""
 
     def __str__(self) -> str:
         made = self.compilations
@@ -75,6 +78,7 @@ class Report:
         lines += [f"at the peak: {thing}" for thing in self.largest]
         for out in self.offloaded:
             lines.append(f"on the host from forward to backward: {size(out.bytes)} {out.name} (of {out.count} values)")
+        lines += [self.state] if self.state else []
         lines += summary(self.splits)
         lines += [f"graph break: {broken}" for broken in self.graph_breaks]
         lines += [f"read between graphs: {name} at {where}" for name, where in self.eager_reads.items()]

@@ -23,6 +23,7 @@ from fxshard.frontend.cpu_products import warn_of_slow_products
 from fxshard.frontend.groups import Groups, check_patterns, domain_by_name, meshes_of
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.frontend.materialise import Init, check_initialisable, is_meta, materialise
+from fxshard.frontend.state_decision import StateDecision
 from fxshard.frontend.tensor_parallel import cut_matrices, find_tensor_parallel, refuse_combinations
 from fxshard.kernels.costs import GPUS, short_name
 from fxshard.passes.options import Options
@@ -73,6 +74,8 @@ class Sharding:
     measures_logits: bool = False
     """Whether that optimizer clips the logits of attention."""
     hardware: Hardware | None = None
+    state: StateDecision = field(default_factory=StateDecision)
+    """How optimizer state is kept."""
     profile: Profile | None = None
     """Recorded durations that replace estimates."""
     backend: object | None = None
@@ -89,7 +92,7 @@ class Sharding:
     def plan(self, *, one_graph: bool) -> ShardingPlan:
         """What scheduling a graph of this model depends on."""
         return ShardingPlan(
-            self.plans,
+            self.state.buckets,
             self.options,
             self.group_name,
             self.ranks,
@@ -98,6 +101,7 @@ class Sharding:
             self.own_optimizer,
             one_graph,
             self.measures_logits,
+            state=self.state.choice,
         )
 
     def hollow_places(self) -> dict[tuple[int, int], nn.Parameter]:
@@ -197,6 +201,7 @@ def take_apart(
         own_optimizer=own_optimizer,
         measures_logits=measures_logits,
         hardware=estimated_for,
+        state=StateDecision.of(state, plans, options.budget),
     )
     for (bucket, position), parameter in sharding.hollow_places().items():
         register(parameter, sharding, ParamRef(bucket, position))
@@ -237,7 +242,7 @@ def plan_model(
         layout=options.layout,
         domain_of=domain_of,
         matrices=matrices,
-        state=state,
+        state=state.first,
         cuts=cuts,
     )
 

@@ -17,7 +17,8 @@ class ShardedAdamW(ShardedOptimizer):
     ``order``: the names of the model's parameters as ``parameters()`` gives them.
     """
 
-    def __init__(self, engine: Engine, choice: AdamW, order: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, choice: AdamW, order: Sequence[str], decided: bool = True) -> None:
         defaults = {"lr": choice.lr, "betas": choice.betas, "eps": choice.eps, "weight_decay": choice.weight_decay}
         verdicts = Verdicts(choice.nan, "AdamW") if choice.nan is not None else None
-        super().__init__(engine, param_groups(choice, in_order(engine, order)), defaults, verdicts, choice.qk_clip)
+        groups = param_groups(choice, in_order(engine, order))
+        super().__init__(engine, groups, defaults, verdicts, choice.qk_clip, decided)

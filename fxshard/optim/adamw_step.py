@@ -17,13 +17,19 @@ Exact = tuple[torch.Tensor, ...]
 """(parameter, gradient, both moments, step) of what torch's kernel updates."""
 
 
-def adamw_step(
+def adamw_step(chosen: Sequence[Moments], group_of: Mapping[str, Group], refused: torch.Tensor | None) -> None:
+    """Update every parameter of AdamW's that has a gradient. Its steps have been counted."""
+    for transfers in dict.fromkeys(moments.transfers for moments in chosen):
+        _update([moments for moments in chosen if moments.transfers is transfers], group_of, transfers, refused)
+
+
+def _update(
     chosen: Sequence[Moments],
     group_of: Mapping[str, Group],
     transfers: Transfers | None,
     refused: torch.Tensor | None,
 ) -> None:
-    """Update every parameter of AdamW's that has a gradient. Its steps have been counted."""
+    """The same where all moments are on the device, or all on the host."""
     pieces = [(moments, *piece) for moments in chosen for piece in moments.pieces()]
     kept = [moments.moments(i, begin, end) for moments, i, begin, end in pieces]
     exact: dict[int, list[Exact]] = {}

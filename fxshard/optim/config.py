@@ -12,7 +12,7 @@ from torch import nn
 
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import coefficients as coefficient_sets
-from fxshard.plan.state import FORMATS, OFFLOADS, StateChoice
+from fxshard.plan.state import AUTO, FORMATS, OFFLOADS, StateChoice
 
 if TYPE_CHECKING:
     from fxshard.optim.plain_muon import PlainMuon
@@ -30,7 +30,9 @@ class AdamW:
     first that matches counts, and each is a group of ``param_groups``. ``over_replicas``: with HSDP, replicas share the
     state of a shard instead of all keeping it. ``state``: how the moments are kept: "fp32" as the masters are, "bf16"
     and "8bit" rounded at random, in a half and in a quarter of the memory. ``offload="host"`` keeps them in the host's
-    memory and brings them to the GPU for the update. ``qk_clip``: as in :class:`fxshard.Muon`.
+    memory and brings them to the GPU for the update. ``offload="auto"`` lets a ``memory_budget`` decide which buckets'
+    moments are on the host, ``state="auto"`` in which of the formats they are; without a budget, fp32 on the device.
+    ``qk_clip``: as in :class:`fxshard.Muon`.
 
     >>> fxshard.AdamW(lr=3e-4, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
     >>> fxshard.AdamW(lr=3e-4, groups={"embed*": {"lr": 1e-3, "weight_decay": 0.0}})
@@ -50,7 +52,7 @@ class AdamW:
 
     def __post_init__(self) -> None:
         _check_groups(self, ("lr", "betas", "eps", "weight_decay"))
-        _check_known(self, state=FORMATS, offload=OFFLOADS)
+        _check_known(self, state=(*FORMATS, AUTO), offload=(*OFFLOADS, AUTO))
         _check_known(self, nan=(None, *NAN))
         _check_ranges(
             self,
@@ -188,7 +190,7 @@ class Muon:
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
-        _check_known(self, state=FORMATS, offload=OFFLOADS)
+        _check_known(self, state=(*FORMATS, AUTO), offload=(*OFFLOADS, AUTO))
         of_rows = ("beta2",) if self.beta2 is not None else ()
         _check_groups(self, ("lr", "momentum", "nesterov", "weight_decay", "scale", *of_rows))
         coefficient_sets.check(self.coefficients, self.steps)
@@ -240,7 +242,7 @@ class Muon:
                 f"Muon(qk_clip={self.qk_clip}).build(): logits are measured in compiled graphs; "
                 "fxshard.compile(model, optimizer=...) measures them, on one rank too"
             )
-        if not state_choice(self).plain:
+        if not state_choice(self).first.plain:
             raise ConfigError(
                 f"Muon(state={self.state!r}, offload={self.offload!r}).build(): over plain tensors state is kept as "
                 "the parameters are; fxshard.shard(model, optimizer=...) keeps it in fewer bits or on the host, on one "

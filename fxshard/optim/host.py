@@ -16,9 +16,8 @@ import torch
 
 from fxshard.optim.packed import Stored
 from fxshard.plan.layout import aligned
+from fxshard.plan.state import PLACES
 
-PLACES = 3
-"""One piece comes in, one is updated, one goes out."""
 IN_FLIGHT = 2
 """Batches of whole matrices that may be on their way back before the host waits for the oldest."""
 Piece = Sequence[Stored]

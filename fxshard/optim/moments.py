@@ -13,14 +13,12 @@ from fxshard.optim.formats import Noise
 from fxshard.optim.host import Transfers
 from fxshard.optim.packed import Stored
 from fxshard.plan.layout import aligned
-from fxshard.plan.state import ROW_MOMENTS, moment_bytes, second_numel
+from fxshard.plan.state import PIECE_NUMEL, ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
-from fxshard.runtime.host_memory import host_memory
+from fxshard.runtime.host_memory import host_memory, untouched_memory
 
-PIECE_NUMEL = 2**24
-"""Elements that are updated together, where they come from the host; a row at least."""
 MOST_NUMEL = 2**30
-"""Where they do not: fewer than kernels can count."""
+"""Elements that are updated together, where they do not come from the host: fewer than kernels can count."""
 
 
 class Moments(StepCounts):
@@ -30,20 +28,20 @@ class Moments(StepCounts):
     one of each row, in the dtype of the masters.
     """
 
-    def __init__(self, bucket: Bucket, transfers: Transfers | None) -> None:
+    def __init__(self, bucket: Bucket, format: str, transfers: Transfers | None, *, pinned: bool = True) -> None:
         super().__init__(bucket)
         plan, dtype = bucket.plan, bucket.plan.master_dtype
-        self.transfers = transfers
+        self.format, self.transfers = format, transfers
         shapes = [slot.spec.shape for slot in plan.layout.slots]
-        sizes = [
-            moment_bytes(f.numel, shape, plan.state, dtype) for f, shape in zip(self.fragments, shapes, strict=True)
-        ]
+        sizes = [moment_bytes(f.numel, shape, format, dtype) for f, shape in zip(self.fragments, shapes, strict=True)]
         moments = [1 if fragment.name in self.muon else 2 for fragment in self.fragments]
         of_rows = [second_numel(plan, f) if f.name in self.muon else 0 for f in self.fragments]
         length = sum(size * number for size, number in zip(sizes, moments, strict=True))
         length += sum(dtype.itemsize * aligned(numel) for numel in of_rows)
         if transfers is None:
             self.memory = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
+        elif not pinned:
+            self.memory = untouched_memory(length)
         else:
             instead = 'keep the state on the device in fewer bits (state="8bit")'
             self.memory = host_memory(length, bucket.device, 'offload="host"', instead)
@@ -52,7 +50,7 @@ class Moments(StepCounts):
         at = 0
         for fragment, shape, size, number, rows in zip(self.fragments, shapes, sizes, moments, of_rows, strict=True):
             cut = [
-                Stored.cut(self.memory[at + i * size :], fragment.numel, shape, plan.state, signed=i == 0, exact=dtype)
+                Stored.cut(self.memory[at + i * size :], fragment.numel, shape, format, signed=i == 0, exact=dtype)
                 for i in range(number)
             ]
             self.first.append(cut[0])
@@ -65,6 +63,20 @@ class Moments(StepCounts):
         if transfers is not None:
             for both in self._pieces.values():
                 transfers.reserve(both)
+
+    @property
+    def place(self) -> str:
+        """As ``offload`` calls it."""
+        return "none" if self.transfers is None else "host"
+
+    def take_over(self, other: Moments) -> None:
+        """The state of the same bucket, kept otherwise: values are those that a checkpoint would hold."""
+        for i in range(len(self.fragments)):
+            theirs = other.fields(i)
+            for field, stored in self.fields(i).items():
+                stored.write_(theirs[field].read().to(stored.values.device))
+        self.counts = list(other.counts)
+        self.steps.copy_(other.steps)
 
     # -- updating ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +165,7 @@ class Moments(StepCounts):
     def state_of(self, i: int) -> Mapping[str, torch.Tensor]:
         """What ``optimizer.state`` holds for a parameter: views of the memory, or, where that is in fewer bits or the
         host's, fp32, made when it is asked for."""
-        if self.bucket.plan.packs_state:
+        if self.format != "fp32" or self.transfers is not None:
             return Unpacked(self, i)
         fragment = self.fragments[i]
         views = {

@@ -53,12 +53,13 @@ class ShardedMuon(ShardedOptimizer):
         splits: Mapping[str, Split | None],
         order: Sequence[str],
         fused: Mapping[str, Found],
+        decided: bool = True,
     ) -> None:
         self._choice, self._splits = choice, splits
         self.splits = {name: found for name, found in fused.items() if name in splits}
         """Weights that look fused, and how they are cut, or why they are not."""
         groups = param_groups(choice, in_order(engine, order), splits)
-        super().__init__(engine, groups, {"lr": choice.lr}, Verdicts(choice.nan, "Muon"), choice.qk_clip)
+        super().__init__(engine, groups, {"lr": choice.lr}, Verdicts(choice.nan, "Muon"), choice.qk_clip, decided)
         self._travelling = {
             travel.name: travel
             for instruction in self._program
@@ -80,7 +81,7 @@ class ShardedMuon(ShardedOptimizer):
 
     def _may_step(self) -> bool:
         may = super()._may_step()
-        if may and self._choice.state != "fp32":
+        if may and any(moments.format != "fp32" for moments in self._moments.values()):
             for group in self.param_groups:
                 if group["kind"] == "muon":
                     group[ROUNDED] = group.get(ROUNDED, 0) + 1

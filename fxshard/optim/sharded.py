@@ -15,6 +15,7 @@ from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
 from fxshard.optim.qk_clip import QKClip
 from fxshard.optim.verdict import Verdicts
+from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
 from fxshard.runtime.engine import Engine
 
@@ -37,7 +38,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         verdicts: Verdicts | None,
         qk_clip: float | None,
+        decided: bool,
     ) -> None:
+        """``decided``: whether buckets know how state is kept; else it waits on the host, in fp32, for ``keep``."""
         super().__init__(groups, defaults)
         self._engine = engine
         self._name_of = {
@@ -49,11 +52,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """By name of the parameter, as ``param_groups`` were when the step began."""
         self._verdicts = verdicts
         self._qk_clip = QKClip(engine, qk_clip) if qk_clip is not None else None
-        trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
-        offloaded = any(bucket.plan.offload == "host" for bucket in trained)
-        self._transfers = Transfers(engine.device) if offloaded else None
-        self._moments = {bucket.plan.index: Moments(bucket, self._transfers) for bucket in trained}
+        self._transfers: Transfers | None = None
+        self._moments: dict[int, Moments] = {}
+        self._waiting = not decided
+        """Whether it is not decided yet how state is kept."""
+        self._written = False
+        """Whether state was ever stepped or loaded; until then it is zero everywhere."""
         self._program = plan_step([bucket.plan for bucket in engine.buckets])
+        self._make_moments([bucket.plan for bucket in engine.buckets if bucket.plan.trainable])
+
+    def keep(self, buckets: Sequence[BucketPlan]) -> None:
+        """Keep state in the formats and places of these plans from now on; what is there is converted."""
+        kept = {index: (moments.format, moments.place) for index, moments in self._moments.items()}
+        others = [plan for plan in buckets if plan.trainable and kept[plan.index] != (plan.state, plan.offload)]
+        if self._waiting or others:
+            self.settle()
+            if self._waiting:  # in memory that is not pinned, and with places for larger pieces
+                self._waiting, self._transfers = False, None
+                others = [plan for plan in buckets if plan.trainable]
+            self._make_moments(others)
+
+    @torch.inference_mode(False)  # where an evaluation is what moves them
+    @torch.no_grad()
+    def _make_moments(self, plans: Sequence[BucketPlan]) -> None:
+        """One bucket after another, so that little memory is taken twice."""
+        if self._transfers is None and (self._waiting or any(plan.offload == "host" for plan in plans)):
+            self._transfers = Transfers(self._engine.device)
+        for plan in plans:
+            bucket, before = self._engine.buckets[plan.index], self._moments.pop(plan.index, None)
+            if self._waiting:
+                made = Moments(bucket, plan.state, self._transfers, pinned=False)
+            else:
+                made = Moments(bucket, plan.state, self._transfers if plan.offload == "host" else None)
+            if before is not None and self._written:
+                made.take_over(before)
+            self._moments[plan.index] = made
+        self._moments = dict(sorted(self._moments.items()))
         self._bind_state()
 
     @torch.no_grad()
@@ -66,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for moments in self._moments.values():
             moments.bucket.adopt_gradients()
         if self._may_step():
+            self._written = True
             if self._qk_clip is not None:
                 self._qk_clip.begin(self._refused)
             for instruction in self._program:
@@ -108,6 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dict = in_our_order(self.param_groups, state_dict)
         check_states(self.param_groups, state_dict, lambda parameter: self.state[parameter])
         self.settle(may_raise=False)  # what the last step would have spoilt is about to be replaced
+        self._written = True
         loaded = self._states_of(state_dict)
         # torch would bring all state to the device at once, where there may be no room for it.
         super().load_state_dict({**state_dict, "state": {}})
@@ -145,6 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_was_written(self) -> None:
         """The state tensors were written in place, as loading a checkpoint does."""
         self.settle(may_raise=False)
+        self._written = True
         for moments in self._moments.values():
             moments.recount()
 
@@ -213,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         allowed = self._verdicts.allowed if self._verdicts is not None else None
         for moments in given:
             moments.count_step(allowed)
-        adamw_step(given, self._group_of, self._transfers, self._refused)
+        adamw_step(given, self._group_of, self._refused)
 
     def _bind_state(self) -> None:
         for moments in self._moments.values():
@@ -224,7 +261,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of this rank's moments: on the device, and on the host."""
         sizes = {"device": 0, "host": 0}
         for moments in self._moments.values():
-            sizes["device" if moments.transfers is None else "host"] += moments.memory.nbytes
+            sizes["device" if moments.place == "none" else "host"] += moments.memory.nbytes
         return sizes
 
 

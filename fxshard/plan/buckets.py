@@ -24,7 +24,7 @@ from fxshard.plan.parts import Cuts
 from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized, choose_linears
-from fxshard.plan.state import StateChoice, bytes_of_moments
+from fxshard.plan.state import StateChoice, bytes_of_moments, staging_bytes
 from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
 from fxshard.plan.whole import check_padding
@@ -166,6 +166,11 @@ class BucketPlan:
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments on the rank that has most of them, wherever they are kept."""
         return bytes_of_moments(self) if self.trainable else 0
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """What an update holds on the device of moments that rest on the host."""
+        return staging_bytes(self)
 
     def at_rest(self, state_tensors: int = 2) -> BytesPerRank:
         """Bytes one rank holds for this bucket between two steps, gradients not yet dropped: the table of its stage.

@@ -10,7 +10,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,12 +24,24 @@ if TYPE_CHECKING:
 
 FORMATS = ("fp32", "bf16", "8bit")
 OFFLOADS = ("none", "host")
+AUTO = "auto"
+"""In place of a format or a place: the planner chooses, so that a memory budget is kept."""
 BLOCK = 256
 """Elements that share a scale; the last block of a line may be shorter."""
 ROW_MOMENTS = "second_momentum_buffer"
 """The state of NorMuon's that has one number for each row, as its authors call it."""
 SHORTEST = 64
 """Elements of the shortest line that is worth scales of its own."""
+PIECE_NUMEL = 2**24
+"""Elements that are updated together, where their moments come from the host; a row at least."""
+PLACES = 3
+"""Pieces that are on the device at a time: one comes in, one is updated, one goes out."""
+TRAFFIC = 7
+"""Passes over a shard in an update. AdamW reads master, gradient and two moments, and writes three of them; Muon has
+one moment, but writes and reads what it orthogonalizes. Moments in fewer bits are fewer bytes and more arithmetic: an
+update is taken to be as long with them, so that they are chosen for the memory that they free and for nothing else."""
+ROW_TRAFFIC = 2
+"""More of them with second moments of rows: directions are read for their squares, and multiplied in fp32."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,22 @@ class StateChoice:
     over_replicas: bool = False
     row_moments: bool = False
     """Whether Muon keeps a second moment of every row of a matrix (NorMuon)."""
+    most_bytes: int | None = None
+    """What moments may take on the device, where graphs were planned that leave them no more."""
+
+    @property
+    def open(self) -> bool:
+        """Whether something is left to the planner."""
+        return AUTO in (self.format, self.offload)
+
+    @property
+    def first(self) -> StateChoice:
+        """What is taken where memory does not matter: fp32 before fewer bits, the device before the host."""
+        return replace(
+            self,
+            format=FORMATS[0] if self.format == AUTO else self.format,
+            offload=OFFLOADS[0] if self.offload == AUTO else self.offload,
+        )
 
     @property
     def plain(self) -> bool:
@@ -107,6 +135,32 @@ def second_numel(bucket: BucketPlan, fragment: Fragment) -> int:
         return fragment.numel
     shape = bucket.layout.slots[bucket.layout.index[fragment.name]].spec.shape
     return row_numel(fragment.numel, shape) if bucket.row_moments else 0
+
+
+def update_traffic(bucket: BucketPlan) -> int:
+    """Bytes of the device's memory that an update of a bucket reads and writes."""
+    passes = TRAFFIC + (ROW_TRAFFIC if bucket.row_moments else 0)
+    return passes * bucket.layout.shard_numel * bucket.master_dtype.itemsize
+
+
+def staging_bytes(bucket: BucketPlan) -> int:
+    """What an update of a bucket holds on the device at most of moments that rest on the host.
+
+    AdamW's come in pieces. Muon's come before they are orthogonalized, and are there as fp32 meanwhile.
+    """
+    if bucket.offload != "host" or not bucket.trainable:
+        return 0
+    layout, dtype = bucket.layout, bucket.master_dtype
+    largest = momentum = 0
+    for slot in layout.slots:
+        numel, shape = min(slot.spec.numel, layout.shard_numel), slot.spec.shape
+        if slot.spec.name in bucket.matrices:
+            momentum += numel
+            continue
+        row = max(slot.spec.row_numel, 1)
+        piece = min(numel, max(PIECE_NUMEL // row, 1) * row)
+        largest = max(largest, 2 * moment_bytes(piece, shape, bucket.state, dtype))
+    return PLACES * largest + min(momentum, layout.shard_numel) * dtype.itemsize
 
 
 def bytes_of_moments(bucket: BucketPlan) -> int:

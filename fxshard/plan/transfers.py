@@ -1,4 +1,5 @@
-"""What the collectives of a bucket cost, and which links they take: those inside a node, or those between nodes."""
+"""What the collectives of a bucket cost, and which links they take: those inside a node, or those between nodes; and
+what an update costs whose moments come from the host."""
 
 from __future__ import annotations
 
@@ -37,3 +38,17 @@ def link(bucket: BucketPlan, hardware: Hardware, *, replicas: bool = False) -> s
     ranks = bucket.domain.replicas if replicas else bucket.reducing_ranks
     stride = bucket.domain.stride * (bucket.domain.shards if replicas else 1)
     return INSIDE if ranks * stride <= hardware.ranks_per_node else BETWEEN
+
+
+def update_seconds(bucket: BucketPlan, own: float, hardware: Hardware) -> float:
+    """An update that takes ``own`` seconds by itself, with the copies of moments that rest on the host.
+
+    Both directions of the link are in use at once, beside the update. Muon's momentum is waited for, and only its way
+    back is hidden. Within one memory nothing is.
+    """
+    if bucket.offload != "host":
+        return own
+    copied = hardware.host_seconds(bucket.moment_bytes)
+    if not hardware.host_bandwidth:
+        return own + 2 * copied
+    return own + copied if bucket.matrices else max(own, copied)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from typing import Any
 
@@ -25,6 +26,12 @@ def host_memory(size: int, device: torch.device, asked_by: str, instead: str) ->
             )
         weakref.finalize(memory, _unpin, runtime, memory.data_ptr(), device).atexit = False
     return memory
+
+
+def untouched_memory(size: int) -> torch.Tensor:
+    """Zeros in the host's memory that take none of it until they are written to; ``torch.zeros`` writes them."""
+    pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size]
 
 
 def _unpin(runtime: Any, address: int, device: torch.device) -> None:

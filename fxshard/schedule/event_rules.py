@@ -109,7 +109,7 @@ def _runtime(event: Event, bucket: BucketPlan) -> dict[str, Any]:
         wanted |= {"group": "", "traffic": PASSES * size}
     if kind is Kind.UPDATE:
         planned = update(event, bucket, event.flops)
-        wanted |= {name: getattr(planned, name) for name in ("bytes", "dtype", "traffic", "flops")}
+        wanted |= {name: getattr(planned, name) for name in ("bytes", "dtype", "traffic", "flops", "peak")}
     if kind in (Kind.UNSHARD, Kind.WAIT) and bucket.gather is Gather.DIRECT:
         wanted |= {"bytes": event.copies.number * bucket.copy_bytes(bucket.layout.numel), "dtype": E4M3}
     if kind not in (Kind.UNSHARD, Kind.WAIT) or not bucket.rests_quantized:

@@ -134,9 +134,9 @@ class Schedule:
 
     @property
     def workspace_bytes(self) -> int:
-        """What temporaries inside a stretch of compute, or results of the model's own collectives, add to
-        ``activation_bytes`` at most."""
-        most = max((event.peak for _, event in self.of(Kind.COMPUTE, Kind.COLLECTIVE)), default=0)
+        """What temporaries inside a stretch of compute, results of the model's own collectives, or moments that an
+        update brings from the host, add to ``activation_bytes`` at most."""
+        most = max((event.peak for _, event in self.of(Kind.COMPUTE, Kind.COLLECTIVE, Kind.UPDATE)), default=0)
         return most - self.activation_bytes
 
     @property

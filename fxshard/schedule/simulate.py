@@ -19,7 +19,7 @@ import torch
 from fxshard.plan.collectives import all_reduce_seconds, all_to_all_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
-from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds
+from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds, update_seconds
 from fxshard.schedule.dependencies import needed_before
 from fxshard.schedule.events import OF_HOST, TENSOR, Event, Kind, Phase
 from fxshard.schedule.profile import Profile, as_durations
@@ -143,7 +143,8 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
         dtype = _dtype(event, schedule, usual)
         return hardware.compute_seconds(event.flops, event.traffic, dtype, event.float8_flops)
     if event.kind is Kind.UPDATE:
-        return hardware.compute_seconds(event.flops, event.traffic, torch.bfloat16)  # Newton–Schulz multiplies in it
+        own = hardware.compute_seconds(event.flops, event.traffic, torch.bfloat16)  # Newton–Schulz multiplies in it
+        return update_seconds(schedule.buckets[event.bucket_index], own, hardware)
     if event.kind is Kind.ACCUMULATE:
         return hardware.compute_seconds(event.flops, event.traffic, event.dtype)
     if event.kind is Kind.EXCHANGE and event.stream == REPLICAS:

@@ -12,14 +12,9 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.exchange import Batch
 from fxshard.plan.matrices import newton_schulz_flops
 from fxshard.plan.parts import Parts
+from fxshard.plan.state import update_traffic
 from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
 from fxshard.schedule.events import TENSOR, Event, Kind, Phase
-
-TRAFFIC = 7
-"""Passes over a shard. AdamW reads master, gradient and two moments, and writes three of them; Muon has one moment, but
-writes and reads what it orthogonalizes. Moments in fewer bits are fewer bytes, twice."""
-ROW_TRAFFIC = 2
-"""More of them with second moments of rows: directions are read for their squares, and multiplied in fp32."""
 
 
 def updates(
@@ -60,7 +55,6 @@ def updates(
 def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
     """The optimizer's work on one bucket."""
     shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
-    fewer = 2 * (2 * shard - bucket.moment_bytes) if bucket.packs_state and not bucket.matrices else 0
     muon = "NorMuon" if bucket.row_moments else "Muon"
     how = f"{muon}, {'whole' if bucket.layout.whole else 'row'} layout: {bucket.why}" if bucket.matrices else "AdamW"
     return replace(
@@ -72,7 +66,8 @@ def update(reduction: Event, bucket: BucketPlan, flops: int = 0) -> Event:
         stream="compute",
         why=how,
         flops=flops,
-        traffic=(TRAFFIC + (ROW_TRAFFIC if bucket.row_moments else 0)) * shard - fewer,
+        traffic=update_traffic(bucket),
+        peak=bucket.staging_bytes,
         slot=None,
     )
 

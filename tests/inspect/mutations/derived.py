@@ -74,6 +74,13 @@ def a_gather_of_other_bytes() -> Broken:
     return change(schedule, at, bytes=schedule.events[at].bytes - 64), at
 
 
+def an_update_that_brings_moments_from_nowhere() -> Broken:
+    """They rest on the device, and nothing has to hold them for it."""
+    schedule = zero3()
+    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
+    return change(schedule, at, peak=512), at
+
+
 def a_reduction_in_another_dtype() -> Broken:
     schedule = zero3()
     at = place(schedule, Kind.REDUCE, 1, BACKWARD)
@@ -165,6 +172,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
     "events_match_their_buckets": (
         a_gather_of_other_bytes,
         a_reduction_in_another_dtype,
+        an_update_that_brings_moments_from_nowhere,
         a_name_and_a_number_that_disagree,
     ),
     "waits_are_where_their_gathers_are": (
