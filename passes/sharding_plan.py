@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
@@ -37,7 +37,7 @@ class ShardingPlan:
     """Whether the optimizer clips the logits of attention."""
     planned_experts: str | None = None
     """The option ``experts`` that a run will have, if this is only planned."""
-    state: StateChoice = StateChoice()
+    state: StateChoice = field(default_factory=StateChoice)
     """What may become of optimizer state under a memory budget."""
 
     def context(self, phase: Phase, observer: Observer | None = None) -> PassContext:
