@@ -48,6 +48,10 @@ class Net(nn.Module):
         return logits if y is None else F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def net(checkpointed: bool = False, width: int = 1) -> nn.Module:
+def net(checkpointed: bool = False, width: int = 1, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return Net(checkpointed=checkpointed, width=width)
+    return Net(layers, checkpointed, width)
+
+
+def single(width: int = 1) -> nn.Module:
+    return net(width=width, layers=1)
