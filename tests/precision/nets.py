@@ -24,7 +24,7 @@ def this_ranks_tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Block(nn.Module):
     def __init__(self, width: int = 1) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width * DIM, eps=1e-5)
+        self.norm = nn.LayerNorm(width * DIM, bias=False)
         self.up = nn.Linear(width * DIM, width * HIDDEN)
         self.down = nn.Linear(width * HIDDEN, width * DIM, bias=False)
 
