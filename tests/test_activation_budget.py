@@ -33,7 +33,7 @@ SLOW = replace(PRESETS["h200"], name="slow", intra_bandwidth=2e9, inter_bandwidt
 
 def small() -> Llama:
     torch.manual_seed(0)
-    return Llama(vocab=VOCAB, dim=64, layers=1, heads=4, hidden=176)
+    return Llama(vocab=VOCAB, dim=64, layers=2, heads=4, hidden=176)
 
 
 def data(step: int = 0, ranks: int = 2, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +136,7 @@ def test_nothing_that_a_budget_leaves_untried_is_faster() -> None:
     """A sweep tries every split in every arena, a budget only what may be faster than the best so far."""
     inputs = batch(0, 2, 0, LARGE)
     torch.manual_seed(0)
-    model = Llama(vocab=LARGE, dim=32, layers=2, heads=4, hidden=88)
+    model = Llama(vocab=LARGE, dim=32, layers=3, heads=4, hidden=88)
     trades = sweep(model, inputs, world_size=2, hardware=SLOW, lowering="eager", optimizer=fxshard.AdamW())
     assert any(trade.offloaded for trade in trades) and any(trade.recomputed for trade in trades)
     for trade in trades[::3]:

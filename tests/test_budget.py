@@ -38,7 +38,8 @@ def captured(name: str, zero: int = 3) -> Captured:
         with torch.device("meta"):
             model = Llama(vocab=4096, dim=1024, layers=2, heads=8, hidden=2816)
         return capture(model, batch(0, 1, 0, 4096, size=2, length=512), zero=zero, lowering="eager")
-    model = Llama(vocab=VOCAB, dim=32, layers=2, heads=4, hidden=88, tied=name == "tied")
+    tied = name == "tied"
+    model = Llama(vocab=VOCAB, dim=32, layers=2 if tied else 3, heads=4, hidden=88, tied=tied)
     return capture(model, batch(0, 2, 0, VOCAB), zero=zero, lowering="eager")
 
 
