@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 
-CONFIG = LlamaConfig(vocab=256, dim=128, layers=4, heads=4, hidden=384)
+CONFIG = LlamaConfig(vocab=256, dim=128, layers=2, heads=4, hidden=384)
 BATCH, LENGTH, LR = 4, 64, 1e-3
 
 

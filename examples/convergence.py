@@ -29,7 +29,7 @@ from fxshard._torch.progress import progress
 from fxshard.bench.curves import table, to_svg
 from fxshard.bench.models import Llama, LlamaConfig
 
-SMALL = LlamaConfig(vocab=256, dim=128, layers=2, heads=4, hidden=384)
+SMALL = LlamaConfig(vocab=256, dim=128, layers=1, heads=4, hidden=384)
 LARGE = LlamaConfig(vocab=256, dim=768, layers=16, heads=12, hidden=2048)
 TIMES = 20
 """How often the loss on text kept back is measured in a run."""

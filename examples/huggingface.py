@@ -22,6 +22,7 @@ import fxshard
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--save", metavar="FOLDER", help="where to write the trained model")
     parser.add_argument("--lowering", default="inductor", choices=["inductor", "eager"])
     options = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> None:
         vocab_size=256,
         hidden_size=128,
         intermediate_size=352,
-        num_hidden_layers=2,
+        num_hidden_layers=options.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
     )

@@ -23,7 +23,7 @@ from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.frontend.precision_report import report
 from fxshard.passes.context import PassContext
 
-SMALL = LlamaConfig(vocab=256, dim=64, layers=2, heads=4, hidden=192)
+SMALL = LlamaConfig(vocab=256, dim=64, layers=1, heads=4, hidden=192)
 LARGE = LlamaConfig(vocab=256, dim=512, layers=6, heads=8, hidden=1408)
 PRECISIONS = {"bf16": fxshard.Precision(param=torch.bfloat16, reduce=torch.float32), "MXFP8": fxshard.MXFP8()}
 COLOURS = {"bf16": "#7a7a7a", "MXFP8": "#d1495b"}

@@ -17,11 +17,13 @@ from torch import fx
 from fxshard._torch import private
 from fxshard.passes.fold_layers import Folded
 from fxshard.passes.repeats import Member, described, references, skeleton
-from fxshard.schedule.aliases import readers
+from fxshard.schedule.aliases import is_view, readers
 from fxshard.schedule.params import PARAM
 
 BACKWARD = "fxshard_backward"
 """Marks the nodes of backward while they stand in one graph with those of forward."""
+LAST = "fxshard_last"
+"""Marks what stands at the end of forward, in the order of backward."""
 SHARED = "fxshard_shared"
 """Marks what layers of backward share."""
 
@@ -72,7 +74,7 @@ class _Line:
         self.forward: list[int] = []
         """Where the layers of forward begin, from the first to the last in the middle."""
         self.backward: list[int] = []
-        """Where those of backward begin, by the layer's number: later layers come first."""
+        """Where those of backward begin, by the layer's number: later layers come first. None where they have none."""
         self.fw_period = self.bw_period = 0
 
     def repeats(self) -> bool:
@@ -87,7 +89,7 @@ class _Line:
         if self.has_backward and not self._find_backward():
             return False
         return self._equal(f[1], f[2], self.fw_period) and (
-            not self.has_backward or self._equal(self.backward[2], self.backward[3], self.bw_period)
+            not self.backward or self._equal(self.backward[2], self.backward[3], self.bw_period)
         )
 
     def _equal(self, low: int, high: int, length: int) -> bool:
@@ -97,11 +99,20 @@ class _Line:
     def _find_backward(self) -> bool:
         # Nothing may flow through the first layer, as where the model's input is data: it is not asked about.
         found = self._first_uses(range(1, MIDDLE + 1), backward=True)
+        if not found:
+            return self._ends_behind_layers()
         if len(found) < MIDDLE:
             return False
         g = self.backward = [-1, *found]
         self.bw_period = g[1] - g[2]
         return self.bw_period > 0 and g[2] - g[3] == self.bw_period and g[3] >= self.boundary
+
+    def _ends_behind_layers(self) -> bool:
+        """Whether no gradient goes through layers, as where all of them are frozen, and what is before them."""
+        results: Any = self.nodes[-1].args[0]
+        gradients = zip(self.member, results[-len(self.member) :], strict=True)
+        trained = [node for node, gradient in gradients if gradient is not None]
+        return all(self.at[user] >= self.forward[MIDDLE] for node in trained for user in node.users)
 
     def _first_uses(self, layers: Iterable[int], *, backward: bool = False) -> list[int]:
         """Where each layer's parameters, or views of them, are first used in one direction; fewer if some never are."""
@@ -241,7 +252,7 @@ class _Unfolding:
         if other is not None:
             return self.fixed.get(ref) if ref is other else self._moved(ref, shift)
         if self._in_layers(self.line.at[ref]):
-            return self._moved(ref, shift)
+            return self._moved(ref, shift) if self._is_next(self.line.at[ref], shift) else None
         member = self.line.member.get(ref)
         return self.fixed.get(ref) if member is None or self._is_itself(member[0], shift) else None
 
@@ -250,6 +261,17 @@ class _Unfolding:
         except from the very first or last layer.
         """
         return layer in (0, MIDDLE + 1) or (layer == 1) == (shift == 0)
+
+    def _is_next(self, position: int, shift: int) -> bool:
+        """Whether a position lies in the stretch next to the layers at one end, which is written there as it is.
+
+        The end of the model may also read the second layer, and backward's end the third from last: one was left out
+        between them and the layers that they would be taken for.
+        """
+        f, g = self.line.forward, self.line.backward
+        if position < self.line.boundary:
+            return (position >= f[2]) == (shift != 0)
+        return (position < g[2]) == (shift != 0)
 
     def _in_layers(self, position: int) -> bool:
         f, g = self.line.forward, self.line.backward
@@ -281,6 +303,8 @@ class _Unfolding:
             period, offset = divmod(position - f[1], line.fw_period)
             inside = f[1] - line.fw_period <= position < f[3] + line.fw_period
             index = period + shift
+        elif not g:
+            return None
         else:
             period, offset = divmod(position - g[3], line.bw_period)
             inside = g[3] - line.bw_period <= position < g[1] + line.bw_period
@@ -342,7 +366,8 @@ class _Unfolding:
 
     def _at_end(self, gradient: Any) -> bool:
         """Whether a gradient is computed before backward reaches the layers."""
-        return isinstance(gradient, fx.Node) and self.line.at[gradient] < self.line.backward[3]
+        g = self.line.backward
+        return isinstance(gradient, fx.Node) and (not g or self.line.at[gradient] < g[3])
 
     def _result(self, result: Any, shift: int) -> Any:
         if not isinstance(result, fx.Node):
@@ -370,8 +395,10 @@ def _join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tu
         return None
     for node in [*forward.graph.find_nodes(op="placeholder"), *taken[len(saved) :]]:
         env[node] = graph.node_copy(node)
-    for node in _computing(forward.graph):
+    early = _early(_computing(forward.graph))
+    for node in sorted(early, key=early.__getitem__):
         env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta[LAST] = early[node][1] > 0
     env.update({inside: env[outside] for inside, outside in saved.items()})
     # What layers share stands in the last of them, where backward needs it first.
     shared = _shared(forward.graph, backward.graph, saved)
@@ -388,6 +415,19 @@ def _join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tu
     if None not in described_as:  # not where layers are checkpointed
         end.meta["desc"] = [*described_as[0][:outputs], *described_as[1]]
     return private.graph_module(forward, graph), env[own[0]]
+
+
+def _early(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
+    """Where nodes stand: in their order, but views that backward alone reads behind what they are views of.
+
+    The partitioner puts those that it takes from backward to the end of forward, the last layer's first.
+    """
+    place: dict[fx.Node, tuple[int, int]] = {}
+    for i, node in enumerate(nodes):
+        source = place.get(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 and is_view(node) else None
+        alone = all(user.op == "output" for user in node.users)
+        place[node] = (source[0], source[1] + 1) if source is not None and alone else (i, 0)
+    return place
 
 
 def _shared(forward: fx.Graph, backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -426,7 +466,8 @@ def _cut(whole: fx.GraphModule, outputs: int) -> Parts:
     described_as = whole.graph.output_node().meta.get("desc")
     kept = [*described_as[:outputs], *private.saved_outputs(saved)] if described_as else None
     gradients = described_as[outputs:] if described_as else None
-    before = [node for node in computed if node not in backward]
+    before = [node for node in computed if node not in backward and not node.meta.get(LAST)]
+    before += [node for node in reversed(computed) if node not in backward and node.meta.get(LAST)]
     after = [node for node in computed if node in backward]
     return (
         _part(whole, primals, before, [*results[:outputs], *saved], kept),
@@ -473,6 +514,6 @@ def _part(
 
 def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
     copy = graph.node_copy(node, env.__getitem__)
-    copy.meta.pop(BACKWARD, None)
-    copy.meta.pop(SHARED, None)
+    for mark in (BACKWARD, LAST, SHARED):
+        copy.meta.pop(mark, None)
     return copy

@@ -32,11 +32,12 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
-    *("test_examples", "test_activation_budget", "test_doc_code", "precision/test_float8_ranks", "test_qk_clip"),
-    *("test_offload", "precision/test_gathers", "test_budget", "integrations/test_peft", "test_ordering"),
-    *("test_huggingface", "test_tensor_parallel_capture", "inspect/test_search", "integrations/test_trainer"),
-    *("test_pipeline_parallel", "test_stages", "test_tensor_parallel", "test_loss", "test_replay", "test_muon"),
-    *("inspect/test_mutants", "fused/test_dense", "test_packed", "test_lengths", "test_likeness"),
+    *("test_examples", "integrations/test_peft", "test_doc_code", "test_qk_clip", "passes/test_fold_layers"),
+    *("test_activation_budget", "test_bench_coverage", "precision/test_float8_ranks", "test_huggingface"),
+    *("integrations/test_trainer", "test_replay", "test_tensor_parallel_capture", "test_loss", "test_budget"),
+    *("test_offload", "test_pipeline_parallel", "inspect/test_mutants", "test_tensor_parallel", "test_ordering"),
+    *("test_stages", "fused/test_dense", "test_muon", "test_optimizer_state", "passes/test_window_attention"),
+    *("test_context_parallel", "test_shared_state", "precision/test_gathers", "test_hsdp", "test_likeness"),
 )
 """Files that take more than ten seconds on two cores, those that take longest first."""
 

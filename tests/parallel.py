@@ -16,7 +16,7 @@ VOCAB, DIM, HIDDEN, LENGTH = 24, 16, 40, 8
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(DIM)
+        self.norm = nn.LayerNorm(DIM, bias=False)
         self.up = nn.Linear(DIM, HIDDEN)
         self.down = nn.Linear(HIDDEN, DIM)
 
@@ -30,7 +30,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList([Block()])
-        self.norm = nn.RMSNorm(DIM)
+        self.norm = nn.LayerNorm(DIM, bias=False)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         self.scale = nn.Parameter(torch.ones(VOCAB))
 

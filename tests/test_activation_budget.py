@@ -148,6 +148,7 @@ def test_nothing_that_a_budget_leaves_untried_is_faster() -> None:
 def test_layers_are_decided_alike_and_the_table_says_what_is_computed_again() -> None:
     schedule = tightest()
     names = [each.name for each in schedule.recomputed]
+    assert not schedule.offloaded, "a CPU has no other memory, unless it is asked for"
     assert any(name.startswith("layers.*.") for name in names)
     assert {each.count for each in schedule.recomputed if each.name.startswith("layers.*")} == {3}
     assert f"computed again in backward: {names[0]}" in str(schedule)
@@ -196,7 +197,7 @@ def test_what_the_model_checkpoints_is_left_to_it() -> None:
     model = Marked(checkpointed=True)
     schedule = planned(model, memory_budget=too_small(model).smallest)
     assert not any(each.name.startswith("layers") for each in schedule.recomputed)
-    assert planned(Marked(), memory_budget=too_small(Marked()).smallest).recomputed
+    assert tightest().recomputed, "where it says nothing"
 
 
 # -- what a run does ---------------------------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ def test_the_report_names_the_largest_things(ran: list[list[Trained]]) -> None:
 @pytest.mark.shows("M4")
 def test_random_numbers_are_drawn_once(ranks: Pool) -> None:
     """Dropout is never computed again: the seeded run is the same with and without a budget."""
-    for kept, *others in ranks(2, trained, "dropout", budgets(Marked(0.3), 2), timeout=240):
+    for kept, *others in ranks(1, trained, "dropout", budgets(Marked(0.3), 1)):
         assert others[0].schedule.recomputed
         for run in others:
             assert run.losses == kept.losses

@@ -12,6 +12,7 @@ from fxshard.bench.models import LlamaConfig
 from fxshard.bench.tensor_parallel import PARTS, parallelize
 from fxshard.bench.workloads import Size, Workload, loss_of
 from tests.pool import Pool
+from tests.thorough import thorough
 
 SIZE = Size(LlamaConfig(vocab=64, dim=32, layers=1, heads=4, hidden=48), 2, 8)
 
@@ -37,12 +38,13 @@ def losses() -> tuple[list[list[float]], list[torch.Tensor]]:
 
 
 @pytest.mark.shows("T1")
-def test_both_have_the_same_losses(ranks: Pool) -> None:
-    found = ranks(4, losses)
+@pytest.mark.parametrize("world", [PARTS, thorough(2 * PARTS)])
+def test_both_have_the_same_losses(ranks: Pool, world: int) -> None:
+    found = ranks(world, losses)
     for (theirs, mine), _ in found:
         assert mine == pytest.approx(theirs, rel=1e-6)
     batches = [tokens for _, (tokens, _) in found]
-    assert torch.equal(batches[0], batches[1]) and not torch.equal(batches[0], batches[2])
+    assert torch.equal(batches[0], batches[1]) and not any(torch.equal(batches[0], other) for other in batches[PARTS:])
 
 
 def test_other_models_are_refused() -> None:

@@ -36,7 +36,7 @@ NOT_RUN = {
     "docs/howto/hsdp.md": "64 GPUs",
     "docs/howto/tensor-parallel.md": "64 GPUs; examples/tensor_parallel.py is run on four processes",
     "docs/howto/pipeline-parallel.md": "64 GPUs; examples/pipeline_parallel.py is run on four processes",
-    "docs/howto/context-parallel.md": "32 GPUs; examples/context_parallel.py is run on four processes",
+    "docs/howto/context-parallel.md": "32 GPUs; examples/context_parallel.py is run on two processes",
     "docs/howto/multi-node.md": "GPUs",
     "docs/howto/float8.md": "a model whose linears are large enough to gain",
     "docs/howto/torchtitan.md": "torchtitan, which needs Triton",
@@ -142,7 +142,8 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         names["data"] = [{"input_ids": row, "labels": row} for row in names["x"]]
         names["batches"] = [{"input_ids": names["x"], "labels": names["x"]}] * 2
     for number, code in enumerate(blocks(page)):
-        exec(compile(code, f"{page}, block {number}", "exec"), names)
+        small = code.replace("layers=4", "layers=1")
+        exec(compile(small, f"{page}, block {number}", "exec"), names)
 
 
 @pytest.mark.parametrize("page", WITH_CODE)

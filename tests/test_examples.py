@@ -82,10 +82,10 @@ def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
     assert "over 4 micro-batches" in accumulate and " reduce " not in accumulate and " reduce " in last
 
 
-def test_context_parallel_on_four_processes(ranks: Pool) -> None:
-    shown, *silent = ranks(4, as_under_torchrun, "examples/context_parallel.py", "eager")
-    assert "on 32 of 64 tokens" in shown and "ZeRO-3 on 4 ranks" in shown and "cp×2" in shown
-    assert silent == ["", "", ""]
+def test_context_parallel_on_two_processes(ranks: Pool) -> None:
+    shown, silent = ranks(2, as_under_torchrun, "examples/context_parallel.py", "eager")
+    assert "on 32 of 64 tokens" in shown and "ZeRO-3 on 2 ranks, the model itself in world×2" in shown
+    assert silent == ""
 
 
 def as_under_torchrun(script: str, *options: str) -> str:
@@ -123,7 +123,8 @@ def _free_port() -> int:
 
 def test_huggingface_on_one_process(run: Here, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the hf extra")
-    shown = run("examples/huggingface.py", "--lowering", "eager", "--steps", "4", "--save", str(tmp_path / "out"))
+    small = ("--lowering", "eager", "--steps", "4", "--layers", "1")
+    shown = run("examples/huggingface.py", *small, "--save", str(tmp_path / "out"))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
     assert len(losses) == 2 and losses[1] < losses[0]
     assert "of 16 tokens are those of the sequence" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -28,41 +29,41 @@ def make(layers: int = 2) -> nn.Module:
     return llama(num_hidden_layers=layers, **TOKENS, **attention)
 
 
-def trained(zero: int, *, between: bool) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Losses and weights of four steps with dropout; half-way, evaluation and generation or nothing."""
+def with_and_without(zero: int) -> tuple[bool, bool, bool]:
+    """Two steps with dropout, and the next two from there on: at once, and after an evaluation and a generation."""
     model = fxshard.compile(make(1), zero=zero, optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
     torch.manual_seed(1 + dist.get_rank())
-    losses, seen = [], []
-    for step in range(4):
-        if between and step == 2:
-            model.eval()
-            with torch.no_grad():
-                seen.append(float(model(input_ids=TEXT, labels=TEXT).loss))
-            with torch.inference_mode():
-                seen.append(model.generate(PROMPT, max_new_tokens=5 + 3 * dist.get_rank(), do_sample=False))
-            seen.append(model.full_state_dict())
-            model.train()
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(3, 64, (2, 12), generator=generator)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, model.full_state_dict(), seen
 
+    def train(steps: range) -> list[Any]:
+        losses = []
+        for step in steps:
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            tokens = torch.randint(3, 64, (2, 12), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *model.full_state_dict().values()]
 
-def with_and_without(zero: int) -> tuple[bool, bool, bool]:
-    losses, weights, _ = trained(zero, between=False)
-    again, same, (evaluated, generated, state) = trained(zero, between=True)
+    train(range(2))
+    state, moments = model.full_state_dict(), copy.deepcopy(model.optimizer.state_dict())
+    drawn, length = torch.get_rng_state(), 5 + 3 * dist.get_rank()
+    straight = train(range(2, 4))
+    model.load_state_dict(state)
+    model.optimizer.load_state_dict(moments)
     plain = make(1).eval()
     plain.load_state_dict(state)
+    torch.set_rng_state(drawn)  # before the evaluation, which draws nothing
+    model.eval()
     with torch.no_grad():
-        expected = float(plain(input_ids=TEXT, labels=TEXT).loss)
-    text = plain.generate(PROMPT, max_new_tokens=5 + 3 * dist.get_rank(), do_sample=False)
+        evaluated, expected = (each(input_ids=TEXT, labels=TEXT).loss for each in (model, plain))
+    with torch.inference_mode():
+        generated, text = (each.generate(PROMPT, max_new_tokens=length, do_sample=False) for each in (model, plain))
+    model.train()
     return (
-        losses == again and all(torch.equal(weights[name], value) for name, value in same.items()),
-        evaluated == pytest.approx(expected, rel=1e-6),
+        all(map(torch.equal, train(range(2, 4)), straight)),
+        float(evaluated) == pytest.approx(float(expected), rel=1e-6),
         torch.equal(generated, text),
     )
 

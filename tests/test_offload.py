@@ -82,11 +82,6 @@ def test_a_fast_link_is_used_in_place_of_computing_again() -> None:
         assert min(each.seconds for each in trades if each.bytes <= trade.bytes) <= trade.seconds
 
 
-def test_a_cpu_has_no_other_memory_unless_asked() -> None:
-    budget = too_small(Marked()).smallest
-    assert not planned(Marked(), memory_budget=budget).offloaded
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -17,7 +17,7 @@ from tests.inspect.real import SCHEDULES
 from tests.ordering import observed
 from tests.parallel import parallel_wide, two_by_two
 from tests.pool import Pool
-from tests.precision.nets import net, this_ranks_tokens
+from tests.precision.nets import single, this_ranks_tokens
 from tests.stack import Stack, batch, wide, wide_batch
 from tests.thorough import thorough
 from tests.training import my_data_for, with_debug
@@ -114,7 +114,7 @@ def more_stacks() -> dict[str, list[str]]:
 
 
 def quantized(names: tuple[str, ...] = ("direct, zero 3", "float8 by tensor, zero 3")) -> dict[str, list[str]]:
-    return {name: differences(QUANTIZED[name], net, this_ranks_tokens) for name in names}
+    return {name: differences(QUANTIZED[name], single, this_ranks_tokens) for name in names}
 
 
 def more_quantized() -> dict[str, list[str]]:

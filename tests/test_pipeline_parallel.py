@@ -99,6 +99,9 @@ def test_two_stages_of_two_replicas(stage: str, zero: int, ranks: Pool) -> None:
     found = ranks(4, ours, "1F1B", stage, zero)
     compare(found, 2)
     if (stage, zero) == ("once", 3):
+        for run in found:
+            each = run["calls"]["all_gather"] / run["buckets"]
+            assert STEPS * MICRO <= each <= 2 * STEPS * MICRO, "for each micro-batch, in forward or also in backward"
         for mine, other in zip(found, ranks(4, theirs, "1F1B"), strict=True):
             assert mine["losses"] == other["losses"]
             for grads, wanted in zip(mine["grads"], other["grads"], strict=True):
@@ -110,14 +113,11 @@ def test_two_stages_of_two_replicas(stage: str, zero: int, ranks: Pool) -> None:
 
 
 def test_parameters_are_gathered_once_per_step_where_they_stay(ranks: Pool) -> None:
-    """And for each micro-batch, in forward or also in backward, with ZeRO-3."""
-    for zero in (2, 3):
-        for run in ranks(4, ours, "1F1B", "once", zero):
-            each = run["calls"]["all_gather"] / run["buckets"]
-            assert each == STEPS if zero == 2 else STEPS * MICRO <= each <= 2 * STEPS * MICRO
+    for run in ranks(4, ours, "1F1B", "once", 2):
+        assert run["calls"]["all_gather"] == STEPS * run["buckets"]
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "zero bubble"])
+@pytest.mark.parametrize("kind", [thorough("interleaved"), "zero bubble"])
 def test_several_stages_on_a_rank(kind: str, ranks: Pool) -> None:
     """Also where a schedule wants gradients of inputs first: those of weights come with them."""
     compare(ranks(2, ours, kind, "once", 3, 2), 1, stages=4)
@@ -128,10 +128,10 @@ def clipped_and_resumed(folder: str) -> dict[str, Any]:
     mesh = mesh_of()
     number = mesh.get_local_rank("pp")
 
-    def trained(steps: range, load: bool) -> Any:
-        model = fxshard.compile(parts()[number], mesh=mesh["dp"], optimizer=ADAMW, lowering="eager")
-        if load:
-            fxshard.load(model, Path(folder, f"stage-{number}"))
+    def made() -> fxshard.ShardedModule:
+        return fxshard.compile(parts()[number], mesh=mesh["dp"], optimizer=ADAMW, lowering="eager")
+
+    def train(model: fxshard.ShardedModule, steps: range) -> float:
         stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
         schedule = ScheduleGPipe(stage, MICRO, loss_fn=loss_of)
         for step in steps:
@@ -142,15 +142,18 @@ def clipped_and_resumed(folder: str) -> dict[str, Any]:
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, square.sqrt())
             model.optimizer.step()
             model.optimizer.zero_grad()
-        return model, float(square.sqrt())
+        return float(square.sqrt())
 
-    model, norm = trained(range(1), load=False)
-    fxshard.save(model, Path(folder, f"stage-{number}"))
-    again, _ = trained(range(1, 3), load=True)
-    straight, _ = trained(range(3), load=False)
+    straight, again = made(), made()
+    norm = train(straight, range(1))
+    params = straight.full_state_dict()
+    fxshard.save(straight, Path(folder, f"stage-{number}"))
+    fxshard.load(again, Path(folder, f"stage-{number}"))
+    for model in (straight, again):
+        train(model, range(1, 3))
     resumed, wanted = again.full_state_dict(), straight.full_state_dict()
     same = [torch.equal(resumed[name], value) for name, value in wanted.items()]
-    return {"norm": norm, "params": model.full_state_dict(), "same": same}
+    return {"norm": norm, "params": params, "same": same}
 
 
 def test_clipping_over_stages_and_a_checkpoint_of_each(ranks: Pool, tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def same(example: Example, lowering: str = "eager") -> int:
     ("make", "layers", "lowering", "removed"),
     [
         thorough(llama, 8, "eager", 3),
-        thorough(experts, 8, "eager", 3),
+        thorough(experts, 8, "eager", 2),
         thorough(llama, 7, "inductor", 2),
-        thorough(experts, 8, "inductor", 3),
+        thorough(experts, 8, "inductor", 2),
     ],
 )
 def test_the_plan_is_that_of_the_whole_trace(

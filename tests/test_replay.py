@@ -20,7 +20,7 @@ from fxshard.frontend.lowering.host_values import changes_on_host
 from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
-from tests.precision.nets import VOCAB, net
+from tests.precision.nets import VOCAB, single
 from tests.replaying import (
     SCENARIOS,
     Act,
@@ -72,7 +72,7 @@ def test_steps_are_captured_once_and_replayed() -> None:
 
 @pytest.mark.shows("F7")
 def test_float8_weights_are_scaled_and_quantized_in_every_replay() -> None:
-    models = pair(net, precision=fxshard.Float8(smallest=0))
+    models = pair(single, precision=fxshard.Float8(smallest=0))
     for number in range(5):
         losses = []
         for model in models:

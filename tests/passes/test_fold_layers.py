@@ -131,6 +131,18 @@ UNLIKE = {
     "all layers read by the last": lambda: Stack(
         lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) + (sum(seen) if i == LAYERS - 1 else 0)
     ),
+    "the second read by the last": lambda: Stack(
+        lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) + (seen[1].sin() if i == LAYERS - 1 else 0)
+    ),
+    "the second read by the last, without a gradient": lambda: Stack(
+        lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) + (seen[1].detach() if i == LAYERS - 1 else 0)
+    ),
+    "the first and the third from last in one product": lambda: Stack(
+        lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) + (seen[0] * seen[5] if i == LAYERS - 1 else 0)
+    ),
+    "gradients that no parameter is read for": lambda: Stack(
+        lambda model, i, layer, x, seen: x * 2 + layer.bias  # type: ignore[operator]
+    ),
     "reaching back by two": lambda: Stack(reaching_back),
     "mirrored skips": lambda: Stack(mirrored),
     "a loop without parameters": lambda: Stack(looped),
@@ -175,18 +187,18 @@ def some(names: dict[str, Any], *always: str) -> list[Any]:
     return [name if name in always else thorough(name) for name in names]
 
 
-@pytest.mark.parametrize("name", some(ALIKE, "plain", "checkpointed"))
+@pytest.mark.parametrize("name", some(ALIKE, "plain", "checkpointed", "all frozen but the head"))
 def test_layers_that_compute_the_same_are_folded(name: str) -> None:
     assert folded(ALIKE[name](), (torch.randn(4, WIDTH),)) > 0
 
 
-ALWAYS = ("dropout", "two tied")
+ALWAYS = ("dropout", "two tied", "the second read by the last", "the second read by the last, without a gradient")
 
 
 @pytest.mark.parametrize("name", some(UNLIKE, *ALWAYS))
 def test_near_misses_give_the_same(name: str) -> None:
     """Whether some of their layers are folded is not asked: what they compute is."""
-    folded(UNLIKE[name](), (torch.randn(4, WIDTH),), evaluated=False)
+    folded(UNLIKE[name](), (torch.randn(4, WIDTH),))
 
 
 class Halves(nn.Module):
@@ -246,7 +258,7 @@ class Returning(nn.Module):
         return x.square().mean(), seen[self.which]
 
 
-@pytest.mark.parametrize("which", range(LAYERS + 1))
+@pytest.mark.parametrize("which", [0, 4, LAYERS, *map(thorough, (1, 2, 3, 5, 6, 7))])
 def test_a_value_of_any_layer_may_be_returned(which: int) -> None:
     model, x = Returning(which), torch.randn(4, WIDTH)
     sharded = fxshard.compile(copy.deepcopy(model), lowering="eager")

@@ -59,7 +59,7 @@ def test_all_layers_have_the_same_backward() -> None:
     kinds, saved = [], []
     for passes in (fxshard.PASSES, fxshard.PASSES.without("save_residuals")):
         torch.manual_seed(0)
-        config = LlamaConfig(vocab=32, dim=16, layers=3, heads=2, hidden=32)
+        config = LlamaConfig(vocab=32, dim=16, layers=2, heads=2, hidden=32)
         model = fxshard.compile(Llama(config), passes=passes)
         tokens = torch.randint(0, 32, (2, 8))
         with mock.patch.object(private, "inductor_compile", _interpreted):  # segments as Inductor gets them

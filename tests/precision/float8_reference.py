@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.precision.nets import Net, net
+from tests.precision.nets import Net, single
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -83,7 +83,7 @@ class ByHand(nn.Module):
 
 def by_hand(scaling: str, wgrad: str = "fp8", width: int = 1) -> Net:
     """The model of ``nets`` in bf16 whose blocks multiply in float8 by hand."""
-    model = net(width=width).to(torch.bfloat16)
+    model = single(width).to(torch.bfloat16)
     assert isinstance(model, Net)
     for layer in model.layers:
         layer.up, layer.down = ByHand(layer.up, scaling, wgrad), ByHand(layer.down, scaling, wgrad)

@@ -24,7 +24,7 @@ def this_ranks_tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Block(nn.Module):
     def __init__(self, width: int = 1) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width * DIM, eps=1e-5)
+        self.norm = nn.LayerNorm(width * DIM, bias=False)
         self.up = nn.Linear(width * DIM, width * HIDDEN)
         self.down = nn.Linear(width * HIDDEN, width * DIM, bias=False)
 
@@ -48,6 +48,10 @@ class Net(nn.Module):
         return logits if y is None else F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def net(checkpointed: bool = False, width: int = 1) -> nn.Module:
+def net(checkpointed: bool = False, width: int = 1, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return Net(checkpointed=checkpointed, width=width)
+    return Net(layers, checkpointed, width)
+
+
+def single(width: int = 1) -> nn.Module:
+    return net(width=width, layers=1)

@@ -20,7 +20,7 @@ from fxshard.kernels.float8 import Scaling
 from fxshard.kernels.float8_ops import float8_cast_both, float8_mm, float8_quantize
 from fxshard.plan.quantized import choose_linears
 from tests.precision import float8_reference as reference
-from tests.precision.nets import VOCAB, net
+from tests.precision.nets import VOCAB, net, single
 from tests.thorough import thorough
 from tests.toy import batch
 
@@ -144,7 +144,7 @@ def test_one_block_of_inputs_and_several_of_outputs() -> None:
 def test_training_equals_plain_autograd(scaling: str, wgrad: str, zero: int) -> None:
     width = 2 if scaling == "block" else 1
     precision = small(scaling, weight_gradient=wgrad)
-    model = fxshard.compile(net(width=width), zero=zero, precision=precision, lowering="eager")
+    model = fxshard.compile(single(width), zero=zero, precision=precision, lowering="eager")
     plain = reference.by_hand(scaling, wgrad, width)
     x, y = batch(0, 1, 0, VOCAB, size=3, length=14)
     mine, theirs = model(x, y), plain(x, y)

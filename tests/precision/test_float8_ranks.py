@@ -19,7 +19,7 @@ from fxshard.kernels.float8_ops import float8_quantize
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.precision import float8_reference as reference
-from tests.precision.nets import VOCAB, net, this_ranks_tokens
+from tests.precision.nets import VOCAB, single, this_ranks_tokens
 from tests.thorough import thorough
 from tests.toy import batch
 from tests.training import EPS, Run, full_gradients, mean_over_ranks, with_debug
@@ -31,8 +31,8 @@ ADAMW = fxshard.AdamW(lr=1e-2, eps=EPS)
 def made(scaling: str, zero: int, gather: str = "fp8", **options: Any) -> fxshard.ShardedModule:
     width = 2 if scaling == "block" else 1
     precision = fxshard.Float8(scaling=scaling, gather=gather, smallest=0)
-    options.setdefault("optimizer", ADAMW)
-    return fxshard.compile(net(width=width), zero=zero, precision=precision, lowering="eager", **with_debug(options))
+    options = {"optimizer": ADAMW, "units": ["layers.*"], **options}
+    return fxshard.compile(single(width), zero=zero, precision=precision, lowering="eager", **with_debug(options))
 
 
 def trained(model: fxshard.ShardedModule, steps: int = 3, evaluated: bool = True) -> Run:
@@ -149,7 +149,7 @@ def test_one_collective_for_scales_and_the_bytes_that_were_planned(ranks: Pool, 
         assert planned == wire
         (event,) = events
         assert reduced == [event.bytes]
-        assert len(event.params) == 4 and event.phase is Phase.FORWARD
+        assert len(event.params) == 2 and event.phase is Phase.FORWARD
 
 
 def bytes_gathered(zero: int) -> list[int]:
@@ -161,7 +161,7 @@ def bytes_gathered(zero: int) -> list[int]:
     ):
         x = torch.zeros(2, 8, dtype=torch.int64)
         planned = fxshard.plan(
-            net(width=2),
+            single(2),
             (x, x),
             world_size=2,
             zero=zero,
@@ -184,7 +184,7 @@ class Unsharded:
     """The model with fp32 masters in one process: each rank's tokens one after the other, gradients averaged."""
 
     def __init__(self, scaling: str, optimizer: Any) -> None:
-        self.model = net()
+        self.model = single()
         for layer in self.model.layers:  # type: ignore[union-attr]
             for name in ("up", "down"):
                 setattr(layer, name, reference.ByHand(getattr(layer, name), scaling, "fp8"))
@@ -280,7 +280,7 @@ def what_is_not_finite() -> str:
     model = made("tensor", 3)
     trained(model, steps=1, evaluated=False)
     state = model.full_state_dict()
-    state["layers.1.up.weight"][5, 5] = torch.inf
+    state["layers.0.up.weight"][5, 5] = torch.inf
     model.load_state_dict(state)
     try:
         model(*this_ranks_tokens(0))
@@ -291,11 +291,11 @@ def what_is_not_finite() -> str:
 
 def test_weights_that_are_not_finite_are_named_on_every_rank(ranks: Pool) -> None:
     for message in ranks(2, what_is_not_finite):
-        assert "weights of layers.1" in message and "are not finite" in message
+        assert "weights of layers.0" in message and "are not finite" in message
 
 
 def in_precision(precision: fxshard.Precision) -> fxshard.ShardedModule:
-    return fxshard.compile(net(), zero=3, precision=precision, lowering="eager", optimizer=ADAMW)
+    return fxshard.compile(single(), zero=3, precision=precision, lowering="eager", optimizer=ADAMW)
 
 
 def one_step(model: fxshard.ShardedModule, step: int) -> float:

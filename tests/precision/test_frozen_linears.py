@@ -20,7 +20,7 @@ from tests.measuring import NewBytes
 from tests.pool import Pool
 from tests.thorough import thorough
 
-DIM, HIDDEN, RANK, STEPS = 64, 128, 4, 3
+DIM, HIDDEN, RANK, LAYERS, STEPS = 64, 128, 4, 2, 3
 BF16 = torch.bfloat16
 BYTES = {"int8": 1 + 4 / BLOCK, "nf4": 1 / 2 + 4 / BLOCK}
 """Of a weight's element, with its part of a scale."""
@@ -70,7 +70,9 @@ class Adapted(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(Adapted(DIM, HIDDEN), nn.GELU(), Adapted(HIDDEN, DIM)) for _ in "123")
+        self.layers = nn.ModuleList(
+            nn.Sequential(Adapted(DIM, HIDDEN), nn.GELU(), Adapted(HIDDEN, DIM)) for _ in range(LAYERS)
+        )
         self.head = nn.Linear(DIM, 8).requires_grad_(False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -191,14 +193,14 @@ def saved_plainly() -> int:
 
 @pytest.mark.parametrize("format", [thorough("int8"), "nf4"])
 def test_weights_travel_and_rest_as_codes_and_scales(ranks: Pool, format: str) -> None:
-    numel = 3 * 2 * DIM * HIDDEN
+    numel = LAYERS * 2 * DIM * HIDDEN
     plain = saved_plainly()
     for found in ranks(2, traffic, format):
         assert found["planned"] == found["wire"]
         assert found["base"] == {"forward": numel * BYTES[format], "backward": numel * BYTES[format]}
         assert found["measured"] == found["at rest"]
-        others = 2 * (3 * (2 * (DIM + HIDDEN) * RANK + DIM + HIDDEN) + 8 * DIM + 8)  # adapters, biases, head
-        masters = 3 * 2 * (DIM + HIDDEN) * RANK * 2
+        others = 2 * (LAYERS * (2 * (DIM + HIDDEN) * RANK + DIM + HIDDEN) + 8 * DIM + 8)  # adapters, biases, head
+        masters = LAYERS * 2 * (DIM + HIDDEN) * RANK * 2
         assert found["held"] <= (numel * BYTES[format] + others + masters) / 2 + 4096 < numel * 2 / 2
         table = nf4_pairs().nbytes if format == "nf4" else 0  # a buffer
         assert found["saved"] == plain + table, "backward makes weights again, and does not save them"
@@ -222,6 +224,6 @@ def test_linears_that_cannot_be_quantized() -> None:
     assert not any(isinstance(module, FrozenLinear) for module in model.modules()), "nothing was changed"
     fxshard.quantize_frozen(model, "nf4")
     changed = {name for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    assert changed == {f"layers.{i}.{j}.base" for i in range(3) for j in (0, 2)}
+    assert changed == {f"layers.{i}.{j}.base" for i in range(LAYERS) for j in (0, 2)}
     with pytest.raises(AttributeError, match=r"in nf4: read it with .dequantized"):
         _ = model.layers[0][0].base.weight

@@ -15,7 +15,7 @@ from fxshard.plan.gather_modes import Gather
 from fxshard.runtime.bucket import Bucket
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
-from tests.precision.nets import net, this_ranks_tokens
+from tests.precision.nets import net, single, this_ranks_tokens
 from tests.thorough import thorough
 from tests.training import EPS, Run, full_gradients, mean_over_ranks, with_debug
 
@@ -24,9 +24,9 @@ AHEAD = 4
 """So many gathers at the start of forward include quantized ones: the optimizer step before starts them."""
 
 
-def compiled(zero: int, gather: str, make: Any = net, **options: Any) -> fxshard.ShardedModule:
+def compiled(zero: int, gather: str, make: Any = single, **options: Any) -> fxshard.ShardedModule:
     optimizer = options.pop("optimizer", fxshard.AdamW(lr=1e-2, eps=EPS))
-    options.setdefault("precision", fxshard.MXFP8(gather=gather))
+    options = {"precision": fxshard.MXFP8(gather=gather), "units": ["layers.*"], **options}
     return fxshard.compile(make(), zero=zero, optimizer=optimizer, lowering="eager", **with_debug(options))
 
 
@@ -131,7 +131,7 @@ def recomputed() -> tuple[Run, Run, set[str]]:
     """Runs whose blocks are recomputed in backward, and what backward gathers for that."""
 
     def checkpointed() -> torch.nn.Module:
-        return net(checkpointed=True)
+        return net(checkpointed=True, layers=1)
 
     off, model = run(3, "off", steps=3, make=checkpointed), compiled(3, "auto", make=checkpointed)
     on = trained(model, steps=3)
@@ -204,7 +204,7 @@ class Stage:
 
 
 def stage(zero: int) -> Stage:
-    plain = net().state_dict()
+    plain = single().state_dict()
     model = compiled(zero, "auto", **({"prefetch": AHEAD} if zero == 3 else {}))
     buckets = model._sharding.buckets
     exact = all(torch.equal(value, plain[name]) for name, value in model.full_state_dict().items())
