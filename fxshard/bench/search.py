@@ -115,10 +115,11 @@ def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
         gc.collect()
         gc.freeze()  # this process is for the search alone
         found = []
-        for choice in search.choices(ranks):
+        for number, choice in enumerate(search.choices(ranks)):
             found.append(_simulated(captured, choice, search.machine))
             captured.inserted.clear()  # no other choice has the same events
-            gc.collect()
+            if number % 2:
+                gc.collect()  # graphs are cycles; each collection takes a second
         return found
 
 

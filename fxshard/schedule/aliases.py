@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable
 
@@ -22,20 +21,25 @@ _HIDDEN_VIEWS = {
 }
 
 
+_KNOWN: dict[int, tuple[torch._ops.OpOverload, bool]] = {}
+"""What operators return, by their identity: it is asked of every node again and again, and their own hash is slow."""
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares memory with its first argument."""
+    known = _KNOWN.get(id(node.target))
+    if known is not None:
+        return known[1]
     if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
     if node.op == "call_function" and node.target is restore:
         return True
     target = private.operator_of(node)
-    return target is not None and _returns_view(target)
-
-
-@functools.cache  # asked for every node, again and again
-def _returns_view(target: torch._ops.OpOverload) -> bool:
-    return target in _HIDDEN_VIEWS or private.returns_view(target)
+    if target is None:
+        return False
+    _KNOWN[id(target)] = target, target in _HIDDEN_VIEWS or private.returns_view(target)
+    return _KNOWN[id(target)][1]
 
 
 def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -187,6 +187,10 @@ def free_symbols(value: Any) -> set[Any]:
     """The symbols in the sizes of a value. torch 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import free_symbols as found
 
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        if all(type(size) is int for size in sizes):
+            return set()  # torch looks at more, which takes longer
     return set(found(value)) if isinstance(value, torch.Tensor | torch.SymInt) else set()
 
 
