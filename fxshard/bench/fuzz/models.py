@@ -69,12 +69,13 @@ class Halves(nn.Module):
 
 
 class Deep(nn.Module):
-    """As many equal layers as it takes to fold them; what is checkpointed may begin in one and end in the next."""
+    """As many equal layers as it takes to fold them; what is checkpointed may begin in one and end in the next, and the
+    end may read what an early, middle or late layer made."""
 
-    def __init__(self, layers: int, regions: str) -> None:
+    def __init__(self, layers: int, regions: str, skips: int | None = None, *, detached: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Halves() for _ in range(layers))
-        self.regions = regions
+        self.regions, self.skips, self.detached = regions, skips, detached
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layers = cast(Iterable[Halves], self.layers)
@@ -82,15 +83,27 @@ class Deep(nn.Module):
         begin = int(self.regions == "across")
         for half in halves[:begin]:
             x = half(x)
+        made = [x]
         for pair in zip(halves[begin::2], halves[begin + 1 :: 2], strict=False):
             x = _both(x, *pair) if self.regions == "none" else checkpoint(_both, x, *pair, use_reentrant=False)
+            made.append(x)
         for half in halves[len(halves) - begin :]:
             x = half(x)
+        if self.skips is not None:
+            x = x + (made[self.skips].detach() if self.detached else made[self.skips])
         return x
 
 
 def _both(x: torch.Tensor, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Any:
     return second(first(x))
+
+
+def _deep(choice: random.Random) -> Deep | None:
+    """One model in ten has one."""
+    if choice.random() >= 0.1:
+        return None
+    layers, regions = choice.randint(7, 9), choice.choice(["none", "layers", "across"])
+    return Deep(layers, regions, choice.choice([None, *range(layers)]), detached=choice.random() < 0.5)
 
 
 BLOCKS = {
@@ -116,8 +129,7 @@ class RandomModel(nn.Module):
         self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, choice.randint(1, 3)) for name in ("a", "b")})
         self.never = nn.Linear(3, 3) if choice.random() < 0.3 else None
         self.temperature = 1.0
-        deep = random.Random(f"deep {seed}")
-        self.deep = Deep(deep.randint(7, 9), deep.choice(["none", "layers", "across"])) if deep.random() < 0.1 else None
+        self.deep = _deep(random.Random(f"deep {seed}"))
         if choice.random() < 0.3:
             self.blocks[0].requires_grad_(False)
         if choice.random() < 0.3 and self.kinds.count("linear") > 1:
