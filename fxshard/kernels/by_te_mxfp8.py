@@ -36,7 +36,7 @@ class FusedGroupedMlp(TorchExperts):
         """``recipe``: ``mxfp8_recipe()``, another one of Transformer Engine's that has no state, or None: bf16."""
         self.recipe = recipe
         self.fuses = self.takes_quantized = recipe is not None and recipe.mxfp8()
-        self._built: dict[_Form, _GroupedMlp] = {}
+        self._built: dict[Form, _GroupedMlp] = {}
 
     def forward(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         rows = self._rows(x, call.offsets)
@@ -79,7 +79,7 @@ class FusedGroupedMlp(TorchExperts):
         return out
 
     def _mlp(self, x: Tensor, call: Call) -> _GroupedMlp:
-        form = _Form.of(x, call)
+        form = Form.of(x, call)
         if form not in self._built:
             with torch.inference_mode(False):  # a parameter that is made there could never be trained
                 self._built[form] = _GroupedMlp(form)
@@ -93,7 +93,7 @@ def mxfp8_recipe() -> Any:
 
 
 @dataclass(frozen=True)
-class _Form:
+class Form:
     """What operations are built for. Experts of one form take turns with them."""
 
     experts: int
@@ -107,18 +107,18 @@ class _Form:
     device: torch.device
 
     @staticmethod
-    def of(x: Tensor, call: Call) -> _Form:
+    def of(x: Tensor, call: Call) -> Form:
         gate, down, second = call.experts.gate, call.experts.down, call.experts.down_bias is not None
         biased = call.experts.gate_bias is not None, second
         scales_bias = second and call.weighted_bias and call.weights is not None
         sizes = gate.shape[0], gate.shape[1], down.shape[1], down.shape[2]
-        return _Form(*sizes, call.glu, biased, scales_bias, x.dtype, x.device)
+        return Form(*sizes, call.glu, biased, scales_bias, x.dtype, x.device)
 
 
 class _GroupedMlp:
     """Transformer Engine's three operations. They hold parameters of no size, but for the time of a call."""
 
-    def __init__(self, form: _Form) -> None:
+    def __init__(self, form: Form) -> None:
         ops = engine().module("ops")
         self.form = form
         options = {"device": "meta", "dtype": form.dtype}

@@ -20,28 +20,12 @@ from torch.nn.functional import pad
 
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.by_te import engine
-from fxshard.kernels.by_te_mxfp8 import grouped_activation, mxfp8_recipe
-from fxshard.kernels.glu import Glu
+from fxshard.kernels.by_te_mxfp8 import Form, grouped_activation, mxfp8_recipe
 from fxshard.kernels.mxfp8 import BLOCK, ROWWISE, Quantized
 from fxshard.kernels.te_gates import fused_operation
 
 BEFORE_TOKENS = 7
 """What the operation saves before the quantized tokens: where experts begin and end, in several units."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """What operations are built for."""
-
-    experts: int
-    width: int
-    inner: int
-    out: int
-    glu: Glu
-    biased: tuple[bool, bool]
-    scales_bias: bool
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.kernels import by_te, choose
+from fxshard.kernels.by_te_mxfp8 import Form
 from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu, split
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, quantize
 from fxshard.kernels.mxfp8_ops import mxfp8_quantize
-from fxshard.kernels.te_mlp import Form, fused_mlp
+from fxshard.kernels.te_mlp import fused_mlp
 from fxshard.kernels.te_mlp_op import te_mlp_backward, te_mlp_forward, te_mlp_wgrad
 from tests.fused import models
 from tests.fused.reference import Problem, distances, in_blocks, problem, result_and_gradients

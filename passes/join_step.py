@@ -1,0 +1,159 @@
+"""Forward and backward of a step as one graph, and cut into two again where forward ends.
+
+Nodes carry marks meanwhile, so that what is cut has the order that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxshard._torch import private
+from fxshard.schedule.aliases import is_view
+from fxshard.schedule.params import PARAM
+
+BACKWARD = "fxshard_backward"
+"""Marks the nodes of backward while they stand in one graph with those of forward."""
+LAST = "fxshard_last"
+"""Marks what stands at the end of forward, in the order of backward."""
+SHARED = "fxshard_shared"
+"""Marks what layers of backward share."""
+
+Parts = tuple[fx.GraphModule, fx.GraphModule]
+
+
+def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.Node] | None:
+    """One graph of both, and where backward begins in it."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    taken = backward.graph.find_nodes(op="placeholder")
+    results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    saved = dict(zip(taken, results[outputs:], strict=False))
+    if not all(isinstance(outside, fx.Node) for outside in saved.values()):
+        return None
+    for node in [*forward.graph.find_nodes(op="placeholder"), *taken[len(saved) :]]:
+        env[node] = graph.node_copy(node)
+    early = _early(_computing(forward.graph))
+    for node in sorted(early, key=early.__getitem__):
+        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta[LAST] = early[node][1] > 0
+    env.update({inside: env[outside] for inside, outside in saved.items()})
+    # What layers share stands in the last of them, where backward needs it first.
+    shared = _shared(forward.graph, backward.graph, saved)
+    own = sorted(_computing(backward.graph), key=lambda node: node not in shared)
+    if not own:
+        return None
+    for node in own:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta[BACKWARD] = True
+        env[node].meta[SHARED] = node in shared
+    gradients = fx.map_arg(backward.graph.output_node().args[0], env.__getitem__)
+    end = graph.output((*fx.map_arg(results[:outputs], env.__getitem__), *gradients))  # type: ignore[misc]
+    described_as: list[Any] = [module.graph.output_node().meta.get("desc") for module in (forward, backward)]
+    if None not in described_as:  # not where layers are checkpointed
+        end.meta["desc"] = [*described_as[0][:outputs], *described_as[1]]
+    return private.graph_module(forward, graph), env[own[0]]
+
+
+def _early(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
+    """Where nodes stand: in their order, but views that backward alone reads behind what they are views of.
+
+    The partitioner puts those that it takes from backward to the end of forward, the last layer's first.
+    """
+    place: dict[fx.Node, tuple[int, int]] = {}
+    for i, node in enumerate(nodes):
+        source = place.get(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 and is_view(node) else None
+        alone = all(user.op == "output" for user in node.users)
+        place[node] = (source[0], source[1] + 1) if source is not None and alone else (i, 0)
+    return place
+
+
+def _shared(forward: fx.Graph, backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """What backward computes from data and constants alone, for several users: masks, positions, zeros."""
+    own = {node for node in forward.find_nodes(op="placeholder") if node.meta.get(PARAM) is not None}
+    for node in _computing(forward):
+        if any(source in own for source in node.all_input_nodes):
+            own.add(node)
+    own.update(node for node in backward.find_nodes(op="placeholder") if saved.get(node, node) in {*own, node})
+    shared: set[fx.Node] = set()
+    for node in _computing(backward):
+        if any(source in own for source in node.all_input_nodes):
+            own.add(node)
+    for node in reversed(_computing(backward)):
+        if node not in own and (len(node.users) > 1 or any(user in shared for user in node.users)):
+            shared.add(node)
+    return shared
+
+
+def _computing(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def cut(whole: fx.GraphModule, outputs: int) -> Parts:
+    """Forward and backward. Forward returns what backward takes, in the order in which it is computed."""
+    nodes = list(whole.graph.nodes)
+    results: list[Any] = list(whole.graph.output_node().args[0])  # type: ignore[arg-type]
+    tangents = [node for node in nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+    backward = {node for node in nodes if node.meta.get(BACKWARD)}
+    read = {ref for node in backward for ref in node.all_input_nodes}
+    read.update(node for node in results[outputs:] if isinstance(node, fx.Node))
+    saved = [node for node in nodes if node in read and node not in backward and node not in tangents]
+    saved.sort(key=lambda node: bool(node.meta.get("saved_tensor_with_no_vc_check")))  # these are the last
+    primals = [node for node in nodes if node.op == "placeholder" and node not in tangents]
+    computed = [node for node in nodes if node.op not in ("placeholder", "output")]
+    described_as = whole.graph.output_node().meta.get("desc")
+    kept = [*described_as[:outputs], *private.saved_outputs(saved)] if described_as else None
+    gradients = described_as[outputs:] if described_as else None
+    before = [node for node in computed if node not in backward and not node.meta.get(LAST)]
+    before += [node for node in reversed(computed) if node not in backward and node.meta.get(LAST)]
+    after = [node for node in computed if node in backward]
+    return (
+        _part(whole, primals, before, [*results[:outputs], *saved], kept),
+        _part(whole, [*saved, *tangents], _late(after), results[outputs:], gradients),
+    )
+
+
+def _late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Nodes in their order, but what layers share where it is used first."""
+    late = {node for node in nodes if node.meta.get(SHARED)}
+    ordered: dict[fx.Node, None] = {}
+
+    def place(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in late and source not in ordered:
+                place(source)
+        ordered[node] = None
+
+    for node in nodes:
+        if node not in late:
+            place(node)
+    return [*ordered, *(node for node in nodes if node not in ordered)]
+
+
+def _part(
+    whole: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    inside: Sequence[fx.Node],
+    results: Sequence[Any],
+    described_as: Sequence[Any] | None,
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.create_node("placeholder", node.name, name=node.name)
+        env[node].meta.update(node.meta)
+    for node in inside:
+        env[node] = _copy(graph, node, env)
+    end = graph.output(tuple(fx.map_arg(list(results), env.__getitem__)))
+    if described_as is not None:
+        end.meta["desc"] = list(described_as)
+    return private.graph_module(whole, graph)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, env.__getitem__)
+    for mark in (BACKWARD, LAST, SHARED):
+        copy.meta.pop(mark, None)
+    return copy
