@@ -4,9 +4,10 @@ optimizer state is kept, so that all of it fits.
 Requires graphs that can be split again with less saved (``Partitioned.tighter``). The splits are tried from the one
 that saves most, each as it is and with saved values on the host; for each, arenas of several sizes. Which there are
 does not depend on the budget, and of those that fit, the one with the shortest simulated step is taken: more memory
-never makes a slower step. What backward computes again, or copies, makes no arena faster: so an arena is tried no more
-once a split that saves all of it takes longer there than the best step that was found. Optimizer state that is left to
-the planner is kept, for each split and arena, in the way that makes updates least longer among those that fit.
+never makes a slower step. What backward computes again, or copies, makes no arena faster, launches aside: so an arena is
+tried no more once a split that saves all of it takes longer there than the best step that was found, and by more than
+all its launches. Optimizer state that is left to the planner is kept, for each split and arena, in the way that makes
+updates least longer among those that fit.
 """
 
 from __future__ import annotations
@@ -115,6 +116,12 @@ class Split:
         offloaded = tuple(kind.offloaded for kind in self.kinds[:count])
         made = Split.of(offload_saved(self.graphs, self.kinds[:count]), self.context, self.carries, None)
         return replace(made, recomputed=self.recomputed, offloaded=offloaded)
+
+    @cached_property
+    def launches(self) -> float:
+        """Seconds that launches take. They are counted once for each stretch of compute, and a split that saves less may
+        be cut into fewer: only by so much can it be faster."""
+        return sum(map(len, self.draft.stretches.values())) * self.machine.launch_overhead
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
@@ -299,7 +306,7 @@ class _Search:
         """Whether nothing that computes as much as the last split, or more, can be faster."""
         if self.best is None or self.bound is None:
             return False
-        if self.bound.symbolic or self.best.seconds <= self._computes(self.bound):
+        if self.bound.symbolic or self.best.seconds <= self._computes():
             return True
         return not any(map(self._may_be_faster, range(len(self.bound.arenas))))
 
@@ -315,17 +322,20 @@ class _Search:
         """Whether a split may be faster than the best in an arena of the size number ``i``."""
         if self.best is None or self.bound is None:
             return True
-        return self.bound.seconds(self.bound.arenas[i], self.ways[0]) < self.best.seconds
+        bound = self.bound.seconds(self.bound.arenas[i], self.ways[0])
+        return bound - self.bound.launches < self.best.seconds
 
     def _may_update(self, kept: KeptState) -> bool:
         """Whether a split may be faster than the best with updates that take so much longer."""
         if self.best is None or self.bound is None:
             return True
-        return self._computes(self.bound) + kept.seconds - self.ways[0].seconds < self.best.seconds
+        return self._computes() + kept.seconds - self.ways[0].seconds < self.best.seconds
 
-    def _computes(self, split: Split) -> float:
+    def _computes(self) -> float:
         """The least time in which compute and updates of a split run."""
-        return split.simulated(split.decide(split.least), self.ways[0]).compute_seconds
+        assert self.bound is not None
+        run = self.bound.simulated(self.bound.decide(self.bound.least), self.ways[0])
+        return run.compute_seconds - self.bound.launches
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import fxshard
 from fxshard.bench.captured import Captured, capture
@@ -39,7 +40,12 @@ def captured(name: str, zero: int = 3) -> Captured:
             model = Llama(vocab=4096, dim=1024, layers=2, heads=8, hidden=2816)
         return capture(model, batch(0, 1, 0, 4096, size=2, length=512), zero=zero, lowering="eager")
     tied = name == "tied"
-    model = Llama(vocab=VOCAB, dim=32, layers=2 if tied else 3, heads=4, hidden=88, tied=tied)
+    layers = {"tied": 2, "layer norms": 1}.get(name, 3)
+    model = Llama(vocab=VOCAB, dim=32, layers=layers, heads=4, hidden=88, tied=tied)
+    if name == "layer norms":  # what they save is cheap to compute again
+        model.norm = nn.LayerNorm(32)
+        for layer in model.layers:
+            layer.norm1, layer.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
     return capture(model, batch(0, 2, 0, VOCAB), zero=zero, lowering="eager")
 
 

@@ -50,12 +50,14 @@ def muon_differences(device: torch.device, **options: Any) -> list[str]:
     grads = random_gradients(plain, 0)
     deliver(model, grads)
     for name, parameter in plain.named_parameters():
-        parameter.grad = grads[name]
+        parameter.grad = grads[name].to(device)
     model.optimizer.step()
     reference.step()
     found = model.full_state_dict()
     return [
-        name for name, value in plain.state_dict().items() if not torch.allclose(found[name], value.cpu(), atol=1e-4)
+        name
+        for name, value in plain.state_dict().items()
+        if not torch.allclose(found[name].cpu(), value.cpu(), atol=1e-4)
     ]
 
 
