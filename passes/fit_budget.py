@@ -4,10 +4,10 @@ optimizer state is kept, so that all of it fits.
 Requires graphs that can be split again with less saved (``Partitioned.tighter``). The splits are tried from the one
 that saves most, each as it is and with saved values on the host; for each, arenas of several sizes. Which there are
 does not depend on the budget, and of those that fit, the one with the shortest simulated step is taken: more memory
-never makes a slower step. What backward computes again, or copies, makes no arena faster, launches aside: so an arena is
-tried no more once a split that saves all of it takes longer there than the best step that was found, and by more than
-all its launches. Optimizer state that is left to the planner is kept, for each split and arena, in the way that makes
-updates least longer among those that fit.
+never makes a slower step. What backward computes again, or copies, makes no arena faster, launches aside: so an arena
+is tried no more once a split that saves all of it takes longer there than the best step that was found, and by more
+than all its launches. Optimizer state that is left to the planner is kept, for each split and arena, in the way that
+makes updates least longer among those that fit.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Split:
 
     @cached_property
     def launches(self) -> float:
-        """Seconds that launches take. They are counted once for each stretch of compute, and a split that saves less may
-        be cut into fewer: only by so much can it be faster."""
+        """Seconds that launches take. They are counted once for each stretch of compute, and a split that saves less
+        may be cut into fewer: only by so much can it be faster."""
         return sum(map(len, self.draft.stretches.values())) * self.machine.launch_overhead
 
     @cached_property
