@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError
 from fxshard.frontend.capture import refuse_context_parallel
 from fxshard.frontend.compiled import CompiledGraphs
-from fxshard.frontend.input_shapes import taken_shapes
 from fxshard.frontend.lowering.programs import bind, lower
 from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
@@ -209,3 +209,24 @@ def _device(example_inputs: Sequence[Any]) -> torch.device:
         if isinstance(value, torch.Tensor) and value.device.type == "cuda":
             return value.device
     return torch.device("cpu")
+
+
+_ARGUMENT = re.compile(r"[lL]_(?:kw)?args_(\w+?)_?$")
+"""What Dynamo calls an input that is an argument of ``forward``: by its position, or by its keyword."""
+
+
+def taken_shapes(inputs: Sequence[fx.Node]) -> str:
+    """The arguments among the inputs of Dynamo's graph, ``any`` where a size was left open."""
+    mode = "training" if torch.is_grad_enabled() else "evaluation"
+    arguments = [(found[1], node.meta.get("example_value")) for node in inputs if (found := _ARGUMENT.match(node.name))]
+    shapes = [f"{name} {_shape(value)}" for name, value in arguments if isinstance(value, torch.Tensor)]
+    return f"{', '.join(shapes) or 'values of an earlier graph'} ({mode})"
+
+
+def _shape(value: torch.Tensor) -> str:
+    sizes = ["any" if _is_open(size) else str(size) for size in value.shape]
+    return f"[{', '.join(sizes)}]"
+
+
+def _is_open(size: int | torch.SymInt) -> bool:
+    return isinstance(size, torch.SymInt) and not str(size).isdigit()  # one that a guard closed prints as its value

@@ -17,16 +17,15 @@ from fxshard.frontend.backend import Backend
 from fxshard.frontend.capture import FAILURES, cast_floats, explained
 from fxshard.frontend.emptied import refuse_uses
 from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
-from fxshard.frontend.parameter_identity import ParameterIdentity
 from fxshard.frontend.profiling import profiled
 from fxshard.frontend.report import Compilations, Report
-from fxshard.frontend.saved_tensors import hooks_for_activations
 from fxshard.frontend.sharding import Sharding
+from fxshard.frontend.state import ParameterIdentity
 from fxshard.frontend.unsharded import Unsharded
 from fxshard.kernels.report import ExpertsReport
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads
-from fxshard.runtime.hollow import is_hollow
+from fxshard.runtime.hollow import hooks_for_activations, is_hollow
 from fxshard.runtime.norms import clip_gradients, norms_by_name
 from fxshard.runtime.unreduced import refuse_unreduced
 from fxshard.schedule.attention_report import AttentionReport

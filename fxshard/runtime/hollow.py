@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -76,3 +77,20 @@ def is_hollow(value: object) -> bool:
 def address(tensor: torch.Tensor) -> int:
     """Where a tensor's memory is; 0 for one that has none."""
     return 0 if is_hollow(tensor) else tensor.data_ptr()
+
+
+def hooks_for_activations() -> AbstractContextManager[None]:
+    """The hooks that are in force now, but for hollow parameters, which a graph only passes on to its backward."""
+    hooks = private.saved_tensor_hooks()
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def pack_activation(tensor: torch.Tensor) -> tuple[bool, Any]:
+        return (True, tensor) if is_hollow(tensor) else (False, pack(tensor))
+
+    def unpack_activation(packed: tuple[bool, Any]) -> torch.Tensor:
+        hollow, value = packed
+        return value if hollow else unpack(value)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_activation, unpack_activation)

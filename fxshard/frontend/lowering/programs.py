@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,7 +12,6 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, FxshardError
 from fxshard._torch.progress import long_work
-from fxshard.frontend.lowering.collectives import collective
 from fxshard.frontend.lowering.host_values import changes_on_host
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.kernels.compile_ahead import compile_ahead
@@ -168,3 +168,17 @@ def _segment(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
     segment = module.get_submodule(str(call.target))
     assert isinstance(segment, fx.GraphModule)
     return segment
+
+
+def collective(node: fx.Node) -> Callable[[list[Any]], tuple[Any]]:
+    """Calls the operator of a node with the values of ``node.all_input_nodes``, and gives its one result."""
+    call, args, kwargs = node.target, node.args, node.kwargs
+    assert callable(call)
+    inputs = node.all_input_nodes
+
+    def run(values: list[Any]) -> tuple[Any]:
+        given = dict(zip(inputs, values, strict=True))
+        values.clear()
+        return (call(*fx.map_arg(args, given.__getitem__), **fx.map_arg(kwargs, given.__getitem__)),)
+
+    return run
