@@ -27,10 +27,10 @@ from fxshard.passes.stages import Scheduled
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
-from fxshard.schedule.largest import Thing, largest
 from fxshard.schedule.loss_report import LossReport
 from fxshard.schedule.observe import Observer, observer
 from fxshard.schedule.params import ParamRef
+from fxshard.schedule.peak import Thing, largest
 from fxshard.schedule.schedule import Schedule
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.choice import crosses
-from fxshard.plan.layout import TensorSpec
+from fxshard.plan.layout import TensorSpec, shares, within
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.model_groups import ModelGroup
 from fxshard.plan.parts import Part, Parts
-from fxshard.plan.shares import shares, within
 
 
 def local_work(

@@ -15,7 +15,7 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
 from fxshard.plan.layout import Fragment
-from fxshard.plan.pieces import row_offsets
+from fxshard.plan.parts import row_offsets
 from fxshard.plan.state import state_shape
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_optimizers import mark
