@@ -14,8 +14,7 @@ from fxshard._torch.progress import progress
 from fxshard.bench.architectures import ARCHITECTURES
 from fxshard.bench.arguments import listed
 from fxshard.bench.coverage_table import line, page, summary
-from fxshard.bench.examine import Depths
-from fxshard.bench.own_ranks import Row, on_ranks, preload
+from fxshard.bench.examine import Depths, Row, on_ranks, preload
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -94,21 +94,8 @@ def plan(
     >>> schedule = fxshard.plan(model, (tokens, tokens), world_size=1024, hardware="h200", memory_budget="60GiB")
     >>> print(schedule, schedule.simulate("h200").step_seconds)
     """
-    options = Options(
-        zero=zero,
-        units=units,
-        precision=precision,
-        layout=layout,
-        reduction=reduction,
-        memory_budget=memory_budget,
-        activations=activations,
-        hardware=hardware,
-        experts=experts,
-        return_logits=return_logits,
-        passes=passes,
-        lowering=lowering,
-        debug=debug,
-    )
+    given = dict(locals())
+    options = Options(**{option.name: given[option.name] for option in fields(Options) if option.name in given})
     ranks = _Ranks(world_size, shard_size, groups, mesh, parallelize)
     watching, report = observer(), progress or (lambda stage: None)
     partitioned, sharding = _partitioned(model, example_inputs, options, ranks, optimizer, profile, watching, report)
@@ -290,19 +277,10 @@ def _hollow_copy(model: nn.Module, precision: Precision | None) -> nn.Module:
         dtype = parameter.dtype
         if precision is not None and precision.param is not None and dtype.is_floating_point:
             dtype = precision.param
-        memo[id(parameter)] = nn.Parameter(_hollow(parameter, dtype), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(hollow_like(parameter, dtype, CPU), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _real(buffer)
     return copy.deepcopy(model, memo)
-
-
-def _hollow(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Without memory, on the CPU; of a DTensor the part that it wraps."""
-    if not isinstance(parameter, DTensor):
-        return hollow_like(parameter, dtype, CPU)
-    local = hollow_like(private.wrapped(parameter), dtype, CPU)
-    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _local_leaf(value: DTensor) -> torch.Tensor:

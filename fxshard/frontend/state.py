@@ -31,13 +31,14 @@ def place_of(buckets: Sequence[Bucket]) -> dict[int, tuple[Bucket, str]]:
 
 def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
     """A state dict of parameters and buffers as whole tensors, on the CPU of every rank. A collective call."""
-    full: dict[int, torch.Tensor] = {}
-    for bucket in buckets:
-        for parameter, value in zip(bucket.params, whole_parameters(bucket), strict=True):
-            full[id(parameter)] = value.cpu().clone()
-    buffers = {key: private.local_part(value) for key, value in state.items() if id(value) not in full}
+    full = {
+        id(parameter): value.cpu().clone()
+        for bucket in buckets
+        for parameter, value in zip(bucket.params, whole_parameters(bucket), strict=True)
+    }
     return {
-        key: buffers[key].detach().cpu().clone() if key in buffers else full[id(value)] for key, value in state.items()
+        key: full[id(value)] if id(value) in full else private.local_part(value).detach().cpu().clone()
+        for key, value in state.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Activations in the host's memory: what a budget made of them, and what graphs say of their copies."""
+"""What a budget made of saved activations: computed again, or in the host's memory; what graphs say of their copies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from torch import fx
 from fxshard.plan.cost import tensor_bytes
 from fxshard.schedule.aliases import is_view, readers
 from fxshard.schedule.events import Kind, event_of, events
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Values of one kind, one or more in each layer of a kind, that backward computes again instead of reading them."""
+
+    name: str
+    """The module that computes them, layers counted as ``*``, and the operator."""
+    count: int
+    """How many there are in the graph that was traced, in which layers that repeat stand once."""
+    bytes: int
+    """What they would take together from forward to backward, in that graph."""
+    seconds: float
+    """What computing them again takes there, by the cost model."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from fxshard.schedule.collectives import groups_of
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import META, OF_MODEL, Event, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import WRITES, GraphSummary, bucket_viewed_by, computes, summary
-from fxshard.schedule.offloads import Offloaded
-from fxshard.schedule.recomputed import Recomputed
+from fxshard.schedule.offloads import Offloaded, Recomputed
 from fxshard.schedule.scales import scales_event
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.updates import update, updates
