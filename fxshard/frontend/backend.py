@@ -16,7 +16,7 @@ from fxshard.frontend.compiled import CompiledGraphs
 from fxshard.frontend.lowering.programs import bind, lower
 from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
-from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
+from fxshard.frontend.tracing import graph_inputs, partitioned_step, tie_parameters
 from fxshard.frontend.variants import Variants
 from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.context import PassContext
@@ -123,15 +123,15 @@ class Backend:
         self.losses.append(context.loss)
         if self.one_graph or not any(refs):
             return self._noting(context, self.compile(graph, refs, example_inputs, watching))
-        again = duplicate(graph)  # before AOTAutograd has worked on it
+        again = private.copied(graph)  # before AOTAutograd has worked on it
         opened = private.open_inputs(graph)
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
             refs = [self._ref(value) for value in args]
             if opened is None:
-                return self.compile(duplicate(again), refs, args, observer())
+                return self.compile(private.copied(again), refs, args, observer())
             with opened.tracing():
-                return self.compile(duplicate(again), refs, opened.values, observer())
+                return self.compile(private.copied(again), refs, opened.values, observer())
 
         first = self.compile(graph, refs, example_inputs, watching)
         return self._noting(context, Variants(first, tuple(refs), self._ref, another, sizes_open=opened is not None))

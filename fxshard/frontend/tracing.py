@@ -123,16 +123,6 @@ def tie_parameters(graph: fx.GraphModule, refs: Sequence[ParamRef | None]) -> No
         node.meta[PARAM] = ref
 
 
-def duplicate(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with the same values."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(module.graph, env)
-    end = module.graph.output_node()
-    graph.output(fx.map_arg(end.args[0], env.__getitem__), end.type).meta.update(end.meta)
-    return private.graph_module(module, graph)
-
-
 def outputs_without_values(graph: fx.GraphModule) -> tuple[Any, ...]:
     """What a captured graph returns, as tensors on the meta device: for a graph that is planned and never run."""
 

@@ -106,7 +106,8 @@ class Bucket:
             original = originals[fragment.name]
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
             parameter.__dict__.update(original.__dict__)
-            if self.mesh is not None and (self.plan.layout.ranks > 1 or self._is_part(fragment.name)):
+            part = self.tensor is not None and self.tensor.pieces[fragment.name].dim is not None
+            if self.mesh is not None and (self.plan.layout.ranks > 1 or part):
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
                 mark(parameter)
             hooks = RegisterAfterAccumulation(self, len(self.params))
@@ -179,9 +180,6 @@ class Bucket:
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What a whole tensor, shaped like a parameter, has for this tensor-parallel rank; a view."""
         return whole if self.tensor is None else self.tensor.pieces[name].of(whole)
-
-    def _is_part(self, name: str) -> bool:
-        return self.tensor is not None and self.tensor.pieces[name].dim is not None
 
     def as_state(
         self,

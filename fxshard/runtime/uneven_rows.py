@@ -139,13 +139,13 @@ def whole(rows: UnevenRows) -> DTensor:
 
 def _groups(args: Any, kwargs: Any) -> list[list[DTensor]]:
     """Tensors that meet each other: all of an operator, or those at one place in its lists of tensors."""
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and any(map(_is_tensor, a))]
+    lists = [
+        a
+        for a in (*args, *kwargs.values())
+        if isinstance(a, list | tuple) and any(isinstance(t, torch.Tensor) for t in a)
+    ]
     met = zip_longest(*lists) if lists else [tree_leaves((args, kwargs))]
     return [[t for t in group if isinstance(t, DTensor) and t.ndim > 0] for group in met]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _alike(group: Sequence[DTensor]) -> bool:

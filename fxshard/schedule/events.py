@@ -196,32 +196,16 @@ def restore(value: torch.Tensor) -> torch.Tensor:
     _unbound("restore")
 
 
-OPS: dict[Kind, Callable[..., Any]] = {
-    Kind.UNSHARD: unshard,
-    Kind.WAIT: wait,
-    Kind.RESHARD: reshard,
-    Kind.GRAD: grad,
-    Kind.REDUCE: reduce,
-    Kind.ALL_REDUCE: all_reduce,
-    Kind.FINISH: finish,
-    Kind.OFFLOAD: offload,
-    Kind.RELEASE: release,
-    Kind.RELOAD: reload,
-    Kind.RESTORE: restore,
-}
+_OPS = (unshard, wait, reshard, grad, reduce, all_reduce, finish, offload, release, reload, restore)
+OPS: dict[Kind, Callable[..., Any]] = {Kind(op.__name__): op for op in _OPS}
 
 STREAM: dict[Kind, str] = {
+    **dict.fromkeys(OPS, "compute"),
     Kind.UNSHARD: "gather",
-    Kind.WAIT: "compute",
-    Kind.RESHARD: "compute",
-    Kind.GRAD: "compute",
     Kind.REDUCE: "reduce",
     Kind.ALL_REDUCE: "replicas",
-    Kind.FINISH: "compute",
     Kind.OFFLOAD: "host",
-    Kind.RELEASE: "compute",
     Kind.RELOAD: "host",
-    Kind.RESTORE: "compute",
 }
 
 
