@@ -27,7 +27,7 @@ from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads
 from fxshard.runtime.hollow import hooks_for_activations, is_hollow
 from fxshard.runtime.norms import clip_gradients, norms_by_name
-from fxshard.runtime.unreduced import refuse_unreduced
+from fxshard.runtime.optimizer_steps import refuse_unreduced
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.loss_report import LossReport
 from fxshard.schedule.profile import Profile

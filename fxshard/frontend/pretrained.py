@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,15 +55,15 @@ def save_pretrained(
     plain, agreement = model._inner, model._sharding.agreement
     final, size = Path(save_directory), _bytes(max_shard_size)
     aside = final.with_name(final.name + ".partial")
-    first = model._sharding.channels.shard == 0 and model._sharding.channels.replica == 0
+    first = model._sharding.channels.is_first
     export = _Export(plain, aside, size, dtype) if first else None
-    failed = export.attempt(export.begin) if export is not None else None
+    failed = _attempt(export.begin) if export is not None else None
     if not any(agreement.share(failed)):
         for names, value in whole_tensors(model.state_dict(keep_vars=True), model._sharding.buckets):
             if export is not None and failed is None:  # after a failure the other ranks are still gathering
-                failed = export.attempt(export.add, names, value)
+                failed = _attempt(export.add, names, value)
         if export is not None and failed is None:
-            failed = export.attempt(export.finish, final)
+            failed = _attempt(export.finish, final)
     if first:
         shutil.rmtree(aside, ignore_errors=True)
     problem = next((each for each in agreement.share(failed) if each), None)
@@ -77,6 +78,15 @@ def _bytes(size: int | str) -> int:
     return int(found[1]) * UNITS[found[2] or ""]
 
 
+def _attempt(do: Callable[..., object], *args: Any) -> str | None:
+    """Why something could not be done: the other ranks are told, and all raise the same."""
+    try:
+        do(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 class _Export:
     """What the first rank writes."""
 
@@ -86,14 +96,6 @@ class _Export:
         self._tied = _tied(plain)
         self._left_out = getattr(plain, "_keys_to_ignore_on_save", None) or ()
         self._kept: torch.dtype | None = None
-
-    def attempt(self, do: Any, *args: Any) -> str | None:
-        """Why something could not be done: the other ranks are told, and all raise the same."""
-        try:
-            do(*args)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
 
     def begin(self) -> None:
         shutil.rmtree(self._aside, ignore_errors=True)
@@ -161,17 +163,12 @@ def save_adapter(model: ShardedModule, save_directory: str | PathLike[str], **op
         )
     names = {id(parameter) for bucket in trained for parameter in bucket.params}
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) in names}
-    first = sharding.channels.shard == 0 and sharding.channels.replica == 0
+    first = sharding.channels.is_first
     whole: dict[str, torch.Tensor] = {}
     for each, value in whole_tensors(state, trained):
         if first:
             whole.update(dict.fromkeys(each, value.to("cpu", copy=True)))
-    failed = None
-    if first:
-        try:
-            plain.save_pretrained(save_directory, state_dict=whole, **options)
-        except Exception as error:  # the other ranks are told, and all raise the same
-            failed = f"{type(error).__name__}: {error}"
+    failed = _attempt(partial(plain.save_pretrained, save_directory, state_dict=whole, **options)) if first else None
     problem = next((each for each in sharding.agreement.share(failed) if each), None)
     if problem is not None:
         raise CheckpointError(f"{save_directory} was not saved: {problem}")

@@ -157,11 +157,6 @@ class BucketPlan:
     def grad_bytes(self) -> int:
         return self.layout.numel * self.reduce_dtype.itemsize if self.trainable else 0
 
-    @property
-    def packs_state(self) -> bool:
-        """Whether moments are kept otherwise than as the masters are, beside them."""
-        return self.trainable and not StateChoice(self.state, self.offload).plain
-
     @cached_property
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments on the rank that has most of them, wherever they are kept."""

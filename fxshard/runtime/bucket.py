@@ -19,13 +19,12 @@ from fxshard.plan.parts import row_offsets
 from fxshard.plan.state import state_shape
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.foreign_optimizers import mark
-from fxshard.runtime.freshness import watch
 from fxshard.runtime.full_tensor import FullTensor
 from fxshard.runtime.home import Home
+from fxshard.runtime.optimizer_steps import guard
 from fxshard.runtime.parameter_hooks import Hook, RefusedHook, RegisterAfterAccumulation
 from fxshard.runtime.rows import rows_of
 from fxshard.runtime.uneven_rows import Cut, uneven
-from fxshard.runtime.unreduced import guard
 
 
 def _nothing() -> None:
@@ -70,6 +69,8 @@ class Bucket:
         """The parameters, by position, that those micro-batches used."""
         self.discarded = False
         """Whether the last backward was for gradients of inputs alone."""
+        self.counts_steps = plan.resident
+        """Whether steps of optimizers that gather what they change themselves count as changes, too."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
         self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
         self.fragments = layout.fragments(self.rank)
@@ -115,7 +116,6 @@ class Bucket:
             parameter.register_hook = RefusedHook(fragment.name)  # type: ignore[method-assign]
             self.params.append(parameter)
             guard(parameter, self)
-            watch(parameter, self.master, always=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Bucket:
         """Whether the shard changed since it was last gathered.
 
         Every in-place operation counts up the version that the flat shard shares with its views, and so does every
-        optimizer step (``freshness``). Ranks run the same program, so they agree.
+        optimizer step (``optimizer_steps``). Ranks run the same program, so they agree.
         """
         return self.version != self.gathered_version
 

@@ -19,7 +19,6 @@ from fxshard._torch import private
 from fxshard._torch.errors import StateError
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
-from fxshard.runtime.freshness import watch
 from fxshard.runtime.hollow import hollow_like, is_hollow
 
 Place = tuple[int, int]
@@ -101,9 +100,9 @@ class EagerReads(private.OperatorObserver):
 
     def _follow(self, index: int, bucket: Bucket) -> None:
         """See changes of the shard, and gradients, from now on."""
-        for i, parameter in enumerate(bucket.params):
-            watch(parameter, bucket.master, always=True)
-            if bucket.plan.trainable:
+        bucket.counts_steps = True
+        if bucket.plan.trainable:
+            for i in range(len(bucket.params)):
                 self._hollow[index, i].register_post_accumulate_grad_hook(_collector(self._engine, (index, i)))
 
     def _empty(self, index: int) -> None:

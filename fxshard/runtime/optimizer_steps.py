@@ -1,4 +1,11 @@
-"""Gradients that ``no_sync`` kept on this rank must be reduced before anything uses them."""
+"""What a step of any optimizer means for buckets: before it, gradients that ``no_sync`` kept on this rank must be
+reduced; after it, shards have changed, and what is gathered from them is gathered again.
+
+A tensor's version counts in-place operations, but fused optimizer kernels do not count. torch's hook that runs after
+every optimizer's step closes the gap, for ours and for any other. Ours gather what they changed themselves where a
+forward would start with it, in the middle of the step: after the step, those shards have not changed any more. Where
+quantized copies of a shard are kept, too, the engine counts the change before that gather, which makes them anew.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxshard._torch.errors import StateError
@@ -16,27 +23,23 @@ if TYPE_CHECKING:
     from fxshard.runtime.bucket import Bucket
 
 _BUCKET_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_hook: Any = None
+_hooks: list[Any] = []
 
 
 def guard(parameter: torch.Tensor, bucket: Bucket) -> None:
-    """From now on no optimizer steps over ``parameter`` while gradients of its bucket are unreduced."""
-    global _hook
+    """From now on no optimizer steps over ``parameter`` while gradients of its bucket are unreduced, and a step over it
+    counts as a change of the shard."""
     _BUCKET_OF[parameter] = weakref.ref(bucket)
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
-
-
-def bucket_of(parameter: torch.Tensor) -> Bucket | None:
-    """The bucket of a sharded parameter, as long as its model lives."""
-    reference = _BUCKET_OF.get(parameter)
-    return reference() if reference is not None else None
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_count_changes))
 
 
 def buckets_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
-    """The buckets of the sharded parameters that an optimizer updates, each once."""
+    """The buckets of the sharded parameters that an optimizer updates, each once, as long as their models live."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return list(dict.fromkeys(bucket for bucket in map(bucket_of, parameters) if bucket is not None))
+    found = (_BUCKET_OF.get(parameter, lambda: None)() for parameter in parameters)
+    return list(dict.fromkeys(bucket for bucket in found if bucket is not None))
 
 
 def refuse_unreduced(buckets: Iterable[Bucket], what: str) -> None:
@@ -64,3 +67,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     buckets = buckets_of(optimizer)
     refuse_unreduced(buckets, "optimizer.step()")
     refuse_discarded(buckets)
+
+
+def _count_changes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    gathers_ahead = getattr(optimizer, "gathers_ahead", False)
+    changed = [bucket.master for bucket in buckets_of(optimizer) if bucket.counts_steps or not gathers_ahead]
+    if changed:
+        torch.autograd.graph.increment_version(changed)
