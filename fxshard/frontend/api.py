@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.backend import backend_of
-from fxshard.frontend.capture import capture
+from fxshard.frontend.capture import capture, drop_input_gradient_hooks
 from fxshard.frontend.groups import Groups
-from fxshard.frontend.input_gradients import drop_input_gradient_hooks
 from fxshard.frontend.materialise import Init
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import take_apart

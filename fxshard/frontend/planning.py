@@ -1,4 +1,5 @@
-"""``fxshard.plan``: the schedule of a model for any number of ranks, from shapes alone."""
+"""``fxshard.plan``: the schedule of a model for any number of ranks, from shapes alone; ``fxshard.explain``: what
+becomes of its experts."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
+from fxshard.kernels.report import ExpertsReport
 from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
+from fxshard.passes.context import PassContext
 from fxshard.passes.fit_budget import Trade
 from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
@@ -291,3 +294,30 @@ def _local_leaf(value: DTensor) -> torch.Tensor:
 def _real(value: torch.Tensor) -> torch.Tensor:
     """Inputs and buffers are small and may be looked at while tracing: zeros where there is nothing on meta."""
     return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value.detach().cpu()
+
+
+def explain(
+    model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], *, experts: str = "auto"
+) -> ExpertsReport:
+    """Which mixture-of-experts MLPs of a model are fused, by which implementation, and which are not, and why.
+
+    Captures the model as ``fxshard.compile`` does and runs nothing. ``experts`` is the option of ``fxshard.compile``.
+
+    >>> print(fxshard.explain(model, (tokens, targets)))
+    layers.0.moe.experts and 3 more fused by torch: 8 experts, SwiGLU, gate and up separate
+    """
+    buckets = model._sharding.plans if isinstance(model, ShardedModule) else ()
+    context = PassContext(buckets, Options(experts=experts), Phase.FORWARD)
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        before_autograd(graph, context)
+        results = outputs_without_values(graph)
+        return lambda *args: results
+
+    plain = model._inner if isinstance(model, ShardedModule) else model
+    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    try:
+        capture(plain, backend, dynamic=False)(*args, **kwargs)
+    except FAILURES as error:
+        raise explained(error, plain) from error
+    return context.experts

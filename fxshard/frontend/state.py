@@ -14,7 +14,7 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket, total_bytes
-from fxshard.runtime.full_tensor import whole_parameters
+from fxshard.runtime.parameter_methods import whole_parameters
 
 
 def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:

@@ -16,8 +16,7 @@ from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.choice import LayoutKind, choose_layout, crosses, span_units
 from fxshard.plan.dealing import Dealt, Member, deal
 from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
-from fxshard.plan.float8_recipe import Float8Recipe
-from fxshard.plan.gather_modes import Copies, Gather
+from fxshard.plan.gather_modes import Copies, Float8Recipe, Gather
 from fxshard.plan.layout import Layout, TensorSpec
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.parts import Cuts

@@ -10,8 +10,7 @@ from fxshard._torch.errors import ConfigError
 from fxshard.kernels.float8 import BLOCK, Scaling
 from fxshard.kernels.float8_grouped import grouped_path, grouped_products
 from fxshard.kernels.float8_products import MULTIPLE, path, scaled_products
-from fxshard.plan.float8_recipe import Float8Recipe
-from fxshard.plan.gather_modes import Gather
+from fxshard.plan.gather_modes import Float8Recipe, Gather
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized
 

@@ -12,8 +12,7 @@ import torch
 
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.float8_recipe import Float8Recipe
-from fxshard.plan.gather_modes import Gather
+from fxshard.plan.gather_modes import Float8Recipe, Gather
 from fxshard.plan.layout import Layout, aligned
 from fxshard.plan.memory import GRANULE
 from fxshard.plan.parts import Cuts

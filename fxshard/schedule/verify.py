@@ -22,14 +22,17 @@ from fxshard.schedule.event_rules import (
     waits_for_follows_from_the_order,
 )
 from fxshard.schedule.events import OF_MANY, Kind, Phase
-from fxshard.schedule.exchange_rules import exchanges_go_there_and_back, exchanges_have_one_order
+from fxshard.schedule.exchange_rules import (
+    exchanges_go_there_and_back,
+    exchanges_have_one_order,
+    replicas_are_added_up_once,
+)
 from fxshard.schedule.offload_rules import (
     copies_are_those_of_the_graphs,
     host_slots_are_free,
     memory_is_kept_until_it_is_out,
     offloaded_values_are_back_when_read,
 )
-from fxshard.schedule.replica_rules import replicas_are_added_up_once
 from fxshard.schedule.scales import scales_come_first
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.staging_rules import (
