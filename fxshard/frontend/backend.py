@@ -66,12 +66,8 @@ class Backend:
         """For each captured graph that was compiled, the shapes that it takes."""
         self.layers_folded = 0
         """Layers that did not go through autograd, being like those that did."""
-        self.experts: list[ExpertsReport] = []
-        """What became of experts and dense MLPs, for each captured graph."""
-        self.attention: list[AttentionReport] = []
-        """What became of attention masks, for each captured graph."""
-        self.losses: list[LossReport] = []
-        """What became of losses, for each captured graph."""
+        self.experts, self.attention, self.loss = ExpertsReport(), AttentionReport(), LossReport()
+        """What became of experts and dense MLPs, of attention masks and of losses, in the graph captured last."""
         self.compiled = CompiledGraphs()
         self.used: set[ParamRef] = set()
         """Parameters that some graph uses."""
@@ -118,9 +114,7 @@ class Backend:
         context.ends_early = broken
         tie_parameters(graph, refs)
         graph = before_autograd(graph, context)
-        self.experts.append(context.experts)
-        self.attention.append(context.attention)
-        self.losses.append(context.loss)
+        self.experts, self.attention, self.loss = context.experts, context.attention, context.loss
         if self.one_graph or not any(refs):
             return self._noting(context, self.compile(graph, refs, example_inputs, watching))
         again = private.copied(graph)  # before AOTAutograd has worked on it
