@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fxshard.bench import command
-from fxshard.bench.figures import Chart, Table, read, to_svg, write
+from fxshard.bench.harness import Chart, Table, read, to_svg, write
 from fxshard.bench.train import COLUMNS
 from fxshard.cli import main as cli
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from fxshard._torch.progress import progress
 from fxshard.bench.architectures import ARCHITECTURES
-from fxshard.bench.arguments import listed
 from fxshard.bench.coverage_table import line, page, summary
 from fxshard.bench.examine import Depths, Row, on_ranks, preload
+from fxshard.bench.harness import listed
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fxshard._torch.errors import ConfigError
-from fxshard.bench.figures import svg
+from fxshard.bench.harness import svg
 
 LAST = 50
 """Steps at the end of a run over which losses are averaged."""

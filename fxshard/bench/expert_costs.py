@@ -21,7 +21,7 @@ import torch
 
 from fxshard._torch.progress import progress
 from fxshard.bench.clock import DeviceClock, take_turns
-from fxshard.bench.figures import Column, Row, Table
+from fxshard.bench.harness import Column, Row, Table
 from fxshard.bench.moe_layer import Contender, Layer, backward, dense, eager, error, make_layer
 from fxshard.bench.target import UsageError
 from fxshard.kernels.case import Case

@@ -22,10 +22,9 @@ import torch
 
 from fxshard._torch.progress import progress
 from fxshard.bench import products
-from fxshard.bench.arguments import listed, parser_of
 from fxshard.bench.clock import DeviceClock, take_turns
 from fxshard.bench.expert_costs import CPU, CUDA, IMPLEMENTATIONS, measure_costs, path_of_table
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, listed, parser_of, write
 from fxshard.bench.moe_layer import Contender, Layer, backward, dense, eager, error, make_layer
 from fxshard.bench.target import UsageError
 from fxshard.frontend.backend import fxshard_backend

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 import fxshard
 from fxshard._torch.errors import BudgetError
 from fxshard.bench.captured import Captured, capture
-from fxshard.bench.figures import Column, Row, Table
+from fxshard.bench.harness import Column, Row, Table
 from fxshard.bench.target import load, parallelizing
 from fxshard.frontend.planned_mesh import parallelized, planned_mesh
 from fxshard.plan.hardware import Hardware

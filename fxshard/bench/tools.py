@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import fxshard
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import add_device, in_fresh_process, listed, parser_of
 from fxshard.bench.contenders import ADAMW, BF16
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, add_device, in_fresh_process, listed, parser_of, write
 from fxshard.bench.workloads import Workload, loss_of
 
 WARM = 4

@@ -137,6 +137,12 @@ class Event:
         return other
 
 
+def of_many(kind: Kind, phase: Phase, dtype: torch.dtype, why: str, **rest: Any) -> Event:
+    """An event about no bucket in particular: on the compute stream and in no group, unless ``rest`` says otherwise."""
+    usual: dict[str, Any] = {"params": (), "bytes": 0, "group": "", "stream": "compute"}
+    return Event(kind, phase, "", -1, dtype=dtype, why=why, **{**usual, **rest})
+
+
 def _unbound(op: str) -> NoReturn:
     raise RuntimeError(f"{op} is a schedule entry: bind the graph to a runtime (fxshard.runtime.program) to run it")
 
