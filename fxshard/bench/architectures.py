@@ -41,7 +41,9 @@ class Architecture:
             _put(sizes, path.split("."), layers)
         config = self._class().config_class(**sizes)
         for each in _with_inner(config):
-            _draw_nothing(each)
+            for name, value in vars(each).items():
+                if isinstance(value, float) and any(part in name for part in DRAWING):
+                    setattr(each, name, 0.0)
         return config
 
     def build(self, layers: int) -> nn.Module:
@@ -87,12 +89,6 @@ def _with_inner(config: Any) -> Iterator[Any]:
 
 DRAWING = ("drop", "jitter", "mask_time_prob", "mask_feature_prob", "noise")
 """Parts of the names of fields that say how often something is drawn."""
-
-
-def _draw_nothing(config: Any) -> None:
-    for name, value in vars(config).items():
-        if isinstance(value, float) and any(part in name for part in DRAWING):
-            setattr(config, name, 0.0)
 
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import fxshard
 from fxshard._torch.progress import progress
+from fxshard.bench.clock import synchronize
 from fxshard.bench.contenders import ADAMW, BF16
 from fxshard.bench.harness import Column, Row, Table, add_device, in_fresh_process, listed, parser_of, write
 from fxshard.bench.workloads import Workload, loss_of
@@ -32,11 +33,6 @@ COLUMNS = (
 )
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _peak(device: str) -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
 
@@ -47,14 +43,14 @@ def loop(device: str, steps: int, clip: float = 1.0) -> dict[str, float]:
     sharded = fxshard.compile(model, precision=BF16 if device == "cuda" else None, optimizer=ADAMW)
     for number in range(WARM + steps):
         if number == WARM:
-            _wait(device)
+            synchronize(device)
             start = time.perf_counter()
         loss = loss_of(sharded, inputs)
         loss.backward()
         sharded.clip_grad_norm_(clip)
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
-    _wait(device)
+    synchronize(device)
     taken = (time.perf_counter() - start) * 1e3 / steps
     return {"step_ms": taken, "loss": float(loss.detach()), "peak_gib": _peak(device)}
 
@@ -73,7 +69,7 @@ def trainer(device: str, steps: int, **arguments: Any) -> dict[str, float]:
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step in (WARM, WARM + steps):
-                _wait(device)
+                synchronize(device)
                 found[str(state.global_step)] = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:

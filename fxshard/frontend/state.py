@@ -87,8 +87,7 @@ def bytes_at_rest(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer | 
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
-                local = value.to_local() if isinstance(value, DTensor) else value
-                storage = local.untyped_storage()
+                storage = private.local_part(value).untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     sizes["state"] += sum(storages.values())
     return sizes

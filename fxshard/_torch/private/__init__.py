@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -100,8 +101,7 @@ def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:
     return None
 
 
-@contextlib.contextmanager
-def lazy_graph_modules() -> Iterator[None]:
+def lazy_graph_modules() -> AbstractContextManager[None]:
     """Modules around graphs write their Python code when they are called, not each time their graph changes: those that
     torch makes, too. torch 2.11, 2.13.
 
@@ -109,8 +109,7 @@ def lazy_graph_modules() -> Iterator[None]:
     """
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    with _use_lazy_graph_module(True):
-        yield
+    return _use_lazy_graph_module(True)
 
 
 def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -197,13 +196,11 @@ def as_fake_as(value: torch.Tensor) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> AbstractContextManager[Any]:
     """Tensors that are made here have no memory. torch 2.11, 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        yield
+    return FakeTensorMode()
 
 
 def is_plain(value: torch.Tensor | None) -> bool:
@@ -402,13 +399,11 @@ def profiling() -> bool:
     return torch.autograd._profiler_enabled()
 
 
-@contextlib.contextmanager
-def no_observers() -> Iterator[None]:
+def no_observers() -> AbstractContextManager[Any]:
     """Run without the dispatch modes that are active. torch 2.11, 2.13."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes()
 
 
 def capture_failures() -> tuple[type[BaseException], ...]:
