@@ -16,7 +16,7 @@ from torch import nn
 
 import fxshard
 from fxshard.frontend.lowering import programs
-from fxshard.frontend.lowering.host_values import changes_on_host
+from fxshard.frontend.lowering.programs import changes_on_host
 from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape

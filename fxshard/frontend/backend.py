@@ -17,7 +17,6 @@ from fxshard.frontend.lowering.programs import bind, lower
 from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
 from fxshard.frontend.tracing import graph_inputs, partitioned_step, tie_parameters
-from fxshard.frontend.variants import Variants
 from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
@@ -224,3 +223,51 @@ def _shape(value: torch.Tensor) -> str:
 
 def _is_open(size: int | torch.SymInt) -> bool:
     return isinstance(size, torch.SymInt) and not str(size).isdigit()  # one that a guard closed prints as its value
+
+
+Refs = tuple[ParamRef | None, ...]
+Compile = Callable[[Sequence[Any]], Callable[..., Any]]
+
+
+class Variants:
+    """What Dynamo calls in place of a compiled graph: chooses the program by the parameters that are passed.
+
+    Dynamo treats the parameters of a module as inputs of its graph: code that was captured for one layer is called
+    again with the parameters of the next. A program, however, is tied to its parameters: their buckets, their places,
+    their schedule. So the inputs are looked at on every call, and each set of parameters gets a program of its own.
+    """
+
+    def __init__(
+        self,
+        first: Callable[..., Any],
+        refs: Refs,
+        identify: Callable[[Any], ParamRef | None],
+        compile: Compile,
+        *,
+        sizes_open: bool = False,
+    ) -> None:
+        self._first = first
+        self._refs = refs
+        self._identify = identify
+        self._compile = compile
+        self._sizes_open = sizes_open
+        self._others: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        refs = tuple(map(self._identify, args))
+        if refs == self._refs:
+            return self._first(*args)
+        # With open sizes every program takes what Dynamo's guards let through, as the first one does.
+        kinds = () if self._sizes_open else tuple(map(_kind, args))
+        key = (refs, torch.is_grad_enabled(), kinds)
+        if key not in self._others:
+            with private.no_observers():
+                self._others[key] = self._compile(args)
+        return self._others[key](*args)
+
+
+def _kind(value: Any) -> Any:
+    """What a program is specialised on that was compiled for the values of a call, and has no guards of Dynamo's."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, value.shape, value.stride(), value.requires_grad

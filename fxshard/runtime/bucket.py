@@ -18,9 +18,8 @@ from fxshard.plan.layout import Fragment
 from fxshard.plan.parts import row_offsets
 from fxshard.plan.state import state_shape
 from fxshard.runtime.channels import Channels
-from fxshard.runtime.foreign_optimizers import mark
 from fxshard.runtime.home import Home
-from fxshard.runtime.optimizer_steps import guard
+from fxshard.runtime.optimizer_steps import guard, mark
 from fxshard.runtime.parameter_methods import FullTensor, Hook, RefusedHook, RegisterAfterAccumulation
 from fxshard.runtime.rows import rows_of
 from fxshard.runtime.uneven_rows import Cut, uneven
