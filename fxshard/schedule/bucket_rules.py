@@ -12,11 +12,11 @@ import torch
 
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.domain import ZERO, Placement
 from fxshard.plan.gather_modes import Float8Recipe, Gather
 from fxshard.plan.layout import Layout, aligned
 from fxshard.plan.memory import GRANULE
 from fxshard.plan.parts import Cuts
-from fxshard.plan.placement import ZERO, Placement
 from fxshard.plan.rows import row_layout
 from fxshard.plan.state import FORMATS, OFFLOADS, StateChoice
 from fxshard.schedule.accumulation import kept_bytes

@@ -33,9 +33,9 @@ from fxshard._torch.private.inductor import (
     inductor_joint_passes,
     start_compile_workers,
 )
-from fxshard._torch.private.memory import StorageReference, memory_of, same_memory, share_memory
 from fxshard._torch.private.pickling import dumps, loads
 from fxshard._torch.private.step import (
+    StorageReference,
     UnevenDTensor,
     all_gather,
     as_dtensor,
@@ -44,8 +44,11 @@ from fxshard._torch.private.step import (
     foreach_mul_,
     foreach_norm,
     fused_adamw,
+    memory_of,
     reduce_scatter,
+    same_memory,
     scaled_mm,
+    share_memory,
 )
 
 
