@@ -230,13 +230,7 @@ AUDIO = (
     audio("wav2vec2", "Wav2Vec2ForCTC", SOUND, batches.speech),
     audio("ast", "ASTForAudioClassification", SPECTROGRAM, batches.spectrogram),
     audio("hubert", "HubertForCTC", SOUND, batches.speech),
-    audio(
-        "speech-to-text",
-        "Speech2TextForConditionalGeneration",
-        SPEECH_TO_TEXT,
-        batches.frames_to_text,
-        BOTH_LAYERS,
-    ),
+    audio("speech-to-text", "Speech2TextForConditionalGeneration", SPEECH_TO_TEXT, batches.frames_to_text, BOTH_LAYERS),
     audio("whisper", "WhisperForConditionalGeneration", WHISPER, batches.spectrogram_to_text, BOTH_LAYERS),
 )
 

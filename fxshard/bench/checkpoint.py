@@ -31,10 +31,7 @@ from fxshard.bench.contenders import fsdp2
 from fxshard.bench.harness import Column, Row, Table, listed, parser_of, write
 from fxshard.bench.models import Llama, LlamaConfig
 
-SIZES = {
-    "small": LlamaConfig(vocab=8192, dim=768, layers=8, heads=12, hidden=2048),
-    "1b": LlamaConfig(),
-}
+SIZES = {"small": LlamaConfig(vocab=8192, dim=768, layers=8, heads=12, hidden=2048), "1b": LlamaConfig()}
 
 
 class Fsdp2:

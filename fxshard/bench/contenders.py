@@ -73,11 +73,7 @@ def torchao(model: nn.Module, precision: Precision, recipe: str) -> Made:
 
 
 def ours(
-    model: nn.Module,
-    precision: Precision,
-    zero: int,
-    optimizer: fxshard.AdamW | fxshard.Muon = ADAMW,
-    **options: Any,
+    model: nn.Module, precision: Precision, zero: int, optimizer: fxshard.AdamW | fxshard.Muon = ADAMW, **options: Any
 ) -> Made:
     sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=optimizer, **options)
     return sharded, sharded.optimizer

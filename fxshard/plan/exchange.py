@@ -22,11 +22,7 @@ from fxshard.plan.tuning import BATCH_BYTES
 
 
 def local_work(
-    buckets: Iterable[BucketPlan],
-    ranks: int,
-    cost: Callable[[Sequence[int]], int] = matrix_cost,
-    *,
-    cut: bool = True,
+    buckets: Iterable[BucketPlan], ranks: int, cost: Callable[[Sequence[int]], int] = matrix_cost, *, cut: bool = True
 ) -> list[dict[int, float]]:
     """{bucket: work} for each rank: matrices, and the matrices of stacks, that it holds alone. ``cut``: whether those
     count that tensor-parallel ranks have parts of."""

@@ -53,11 +53,7 @@ class Float8(Quantized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, known in (
-            ("scaling", tuple(map(str, Scaling))),
-            ("weight_gradient", CHOICES),
-            ("gather", CHOICES),
-        ):
+        for field, known in (("scaling", tuple(map(str, Scaling))), ("weight_gradient", CHOICES), ("gather", CHOICES)):
             value = getattr(self, field)
             if value not in known:
                 raise ConfigError(f"Float8({field}={value!r}): expected one of {', '.join(map(repr, known))}")

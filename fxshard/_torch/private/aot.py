@@ -62,10 +62,7 @@ class Traced:
         return tuple(self._joint._aot_state.fw_metadata.static_input_indices or ())
 
     def callable(
-        self,
-        graphs: Sequence[fx.GraphModule],
-        forward: BoxedCallable,
-        backward: BoxedCallable | None,
+        self, graphs: Sequence[fx.GraphModule], forward: BoxedCallable, backward: BoxedCallable | None
     ) -> Callable[..., Any]:
         """What Dynamo calls with the inputs of the captured graph. ``graphs``: forward and backward, or forward alone;
         of them AOTAutograd looks at inputs and outputs only.
