@@ -33,9 +33,8 @@ def local_work(
             spec = slot.spec
             if spec.name not in counted or crosses(bucket.layout, spec) or not spec.numel:
                 continue
-            alone = (
-                len(spec.shape) == 2 and bucket.layout.ranks > 1
-            )  # a stack may be on several ranks, cut between them
+            # A stack may be on several ranks, cut between its matrices.
+            alone = len(spec.shape) == 2 and bucket.layout.ranks > 1
             first, step = (bucket.layout.owner(spec.name), bucket.layout.ranks) if alone else (0, 1)
             for rank in range(first, ranks, step):
                 # Groups may be smaller than the largest: what one of them holds, the others hold as well.
