@@ -127,7 +127,7 @@ class Backend:
                 return self.compile(private.copied(again), refs, opened.values, observer())
 
         first = self.compile(graph, refs, example_inputs, watching)
-        return self._noting(context, Variants(first, tuple(refs), self._ref, another, sizes_open=opened is not None))
+        return self._noting(context, variants(first, tuple(refs), self._ref, another, opened is not None))
 
     def _noting(self, context: PassContext, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run`` with the results of the captured graph alone, where passes had it return logits for the optimizer."""
@@ -229,41 +229,33 @@ Refs = tuple[ParamRef | None, ...]
 Compile = Callable[[Sequence[Any]], Callable[..., Any]]
 
 
-class Variants:
+def variants(
+    first: Callable[..., Any],
+    refs: Refs,
+    identify: Callable[[Any], ParamRef | None],
+    compile: Compile,
+    sizes_open: bool,
+) -> Callable[..., Any]:
     """What Dynamo calls in place of a compiled graph: chooses the program by the parameters that are passed.
 
     Dynamo treats the parameters of a module as inputs of its graph: code that was captured for one layer is called
     again with the parameters of the next. A program, however, is tied to its parameters: their buckets, their places,
     their schedule. So the inputs are looked at on every call, and each set of parameters gets a program of its own.
     """
+    others: dict[Any, Callable[..., Any]] = {}
 
-    def __init__(
-        self,
-        first: Callable[..., Any],
-        refs: Refs,
-        identify: Callable[[Any], ParamRef | None],
-        compile: Compile,
-        *,
-        sizes_open: bool = False,
-    ) -> None:
-        self._first = first
-        self._refs = refs
-        self._identify = identify
-        self._compile = compile
-        self._sizes_open = sizes_open
-        self._others: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, *args: Any) -> Any:
-        refs = tuple(map(self._identify, args))
-        if refs == self._refs:
-            return self._first(*args)
+    def call(*args: Any) -> Any:
+        given = tuple(map(identify, args))
+        if given == refs:
+            return first(*args)
         # With open sizes every program takes what Dynamo's guards let through, as the first one does.
-        kinds = () if self._sizes_open else tuple(map(_kind, args))
-        key = (refs, torch.is_grad_enabled(), kinds)
-        if key not in self._others:
+        key = given, torch.is_grad_enabled(), () if sizes_open else tuple(map(_kind, args))
+        if key not in others:
             with private.no_observers():
-                self._others[key] = self._compile(args)
-        return self._others[key](*args)
+                others[key] = compile(args)
+        return others[key](*args)
+
+    return call
 
 
 def _kind(value: Any) -> Any:
