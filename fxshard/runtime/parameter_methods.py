@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxshard._torch import private
 from fxshard._torch.errors import StateError
+from fxshard.runtime.uneven_rows import gather_rows
 
 if TYPE_CHECKING:
     from fxshard.runtime.bucket import Bucket
@@ -102,13 +103,7 @@ class FullTensor:
             return self._of_all_parts(bucket, bucket.local(self._name).detach())
         assert group is not None
         counts = [layout.fragment(rank, self._name).numel for rank in range(layout.ranks)]
-        local = bucket.local(self._name).detach().view(-1)
-        padded = local.new_zeros(max(counts))
-        padded[: len(local)] = local
-        gathered = local.new_empty(layout.ranks * len(padded))
-        private.all_gather(gathered, padded, group, async_op=False)
-        parts = gathered.view(layout.ranks, -1)
-        whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        whole = gather_rows(bucket.local(self._name).detach().view(-1), counts, group)
         return self._of_all_parts(bucket, whole.view(layout.slots[layout.index[self._name]].spec.shape))
 
     def _of_all_parts(self, bucket: Bucket, part: torch.Tensor) -> torch.Tensor:
