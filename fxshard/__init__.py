@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from fxshard.checkpoint import latest, load, save
     from fxshard.frontend.api import compile, shard
     from fxshard.frontend.ema import EMA
-    from fxshard.frontend.explaining import explain
     from fxshard.frontend.frozen_linears import quantize_frozen
     from fxshard.frontend.groups import Group
     from fxshard.frontend.module import ShardedModule
-    from fxshard.frontend.planning import plan
+    from fxshard.frontend.planning import explain, plan
     from fxshard.kernels.op import grouped_mm
     from fxshard.optim.config import AdamW, Muon, NorMuon, Split
     from fxshard.passes.options import Debug
@@ -77,7 +76,7 @@ _HOME = {
     "Split": "optim.config",
     "StateError": "_torch.errors",
     "compile": "frontend.api",
-    "explain": "frontend.explaining",
+    "explain": "frontend.planning",
     "grouped_mm": "kernels.op",
     "latest": "checkpoint",
     "load": "checkpoint",

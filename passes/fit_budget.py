@@ -33,8 +33,7 @@ from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.kept_state import KeptState, ways_to_keep
 from fxshard.plan.state import AUTO, FORMATS
 from fxshard.schedule.events import Phase
-from fxshard.schedule.offloads import Offloaded
-from fxshard.schedule.recomputed import Recomputed
+from fxshard.schedule.offloads import Offloaded, Recomputed
 from fxshard.schedule.record import resident_bytes
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.simulate import Simulation, simulate

@@ -32,7 +32,7 @@ from fxshard.kernels.float8_grouped import float8_grouped_mm, float8_quantize_st
 from fxshard.kernels.float8_ops import float8_cast_both, float8_cast_turned, float8_mm, float8_quantize
 from fxshard.passes.matrix_products import Operand, Product, inherit, stacked
 from fxshard.passes.mxfp8_nodes import Copy, unpacked
-from fxshard.plan.float8_recipe import Float8Recipe
+from fxshard.plan.gather_modes import Float8Recipe
 
 MAGNITUDE = 0x7FFF
 """The bits of a bf16 number without its sign."""

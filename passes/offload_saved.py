@@ -27,8 +27,7 @@ from fxshard.plan.hardware import Hardware
 from fxshard.plan.layout import aligned
 from fxshard.plan.memory import GRANULE, SlotRange
 from fxshard.schedule.activations import ON_HOST, owned_bytes
-from fxshard.schedule.aliases import is_view, readers
-from fxshard.schedule.constants import is_constant
+from fxshard.schedule.aliases import is_constant, is_view, readers
 from fxshard.schedule.events import META, OPS, STREAM, Event, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import unpacks
 from fxshard.schedule.offloads import Offloaded

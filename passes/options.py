@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.choose import choices
 from fxshard.plan.choice import LAYOUTS, LayoutKind
-from fxshard.plan.domain import Reduction
+from fxshard.plan.domain import ZERO, Reduction
 from fxshard.plan.hardware import Hardware, hardware
-from fxshard.plan.placement import ZERO
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import check_precision
 from fxshard.plan.units import UnitPatterns

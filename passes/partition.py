@@ -19,8 +19,8 @@ from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.activations import peak_bytes, step_activations
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
+from fxshard.schedule.offloads import Recomputed
 from fxshard.schedule.params import GRADS, PARAM, ParamRef
-from fxshard.schedule.recomputed import Recomputed
 
 
 def partition(captured: Captured, plan: ShardingPlan, observer: Observer | None = None) -> Partitioned | None:

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard._torch import private
 from fxshard.passes.context import PassContext
-from fxshard.schedule.aliases import is_view
-from fxshard.schedule.constants import is_constant
+from fxshard.schedule.aliases import is_constant, is_view
 from fxshard.schedule.params import param_inputs
 
 

@@ -23,7 +23,7 @@ from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic
 from fxshard.plan.hardware import Hardware
 from fxshard.schedule.activations import owned_bytes
 from fxshard.schedule.aliases import is_view, readers
-from fxshard.schedule.recomputed import Recomputed
+from fxshard.schedule.offloads import Recomputed
 
 SMALL = 0.01
 """A kind with less than this share of all saved bytes is not worth a decision."""

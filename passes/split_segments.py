@@ -16,8 +16,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.passes.context import PassContext
-from fxshard.schedule.aliases import is_view
-from fxshard.schedule.constants import is_constant
+from fxshard.schedule.aliases import is_constant, is_view
 from fxshard.schedule.events import event_of
 
 

@@ -10,8 +10,8 @@ from torch import fx
 from fxshard.passes.fold_layers import Folded
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule.events import Phase
+from fxshard.schedule.offloads import Recomputed
 from fxshard.schedule.params import ParamRef
-from fxshard.schedule.recomputed import Recomputed
 from fxshard.schedule.schedule import Schedule
 
 

@@ -17,8 +17,8 @@ from fxshard.passes.contract import GATHERS, REDUCTIONS, RELEASES, REPLICAS
 from fxshard.plan.memory import MemoryPlan
 from fxshard.schedule import verify
 from fxshard.schedule.events import Phase
+from fxshard.schedule.exchange_rules import replicas_are_added_up_once
 from fxshard.schedule.record import record
-from fxshard.schedule.replica_rules import replicas_are_added_up_once
 from fxshard.schedule.step import ScheduleError, Step
 
 RULES: dict[str, tuple[Callable[[Step], None], ...]] = {

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import fxshard
-from fxshard.runtime.streams import Collective, CpuStreams, Token
+from fxshard.runtime.streams import Collective, Streams, Token
 from fxshard.schedule.dependencies import MARKS, needed_before
 from fxshard.schedule.events import OF_HOST, OF_MODEL, TENSOR, Event, Kind, Phase
 
@@ -35,7 +35,7 @@ class KnowingToken:
         return self._inner.done()
 
 
-class KnowingStreams(CpuStreams):
+class KnowingStreams(Streams):
     """Streams that know what is over when their next operation starts."""
 
     def __init__(self) -> None:

@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fxshard.bench import command
-from fxshard.bench.chart import Chart, to_svg
-from fxshard.bench.figures import Table, read, write
+from fxshard.bench.harness import Chart, Table, read, to_svg, write
 from fxshard.bench.train import COLUMNS
 from fxshard.cli import main as cli
 

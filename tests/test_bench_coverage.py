@@ -17,9 +17,8 @@ import torch
 
 from fxshard.bench import coverage
 from fxshard.bench.architectures import ARCHITECTURES
-from fxshard.bench.coverage_table import difference, grows, is_one_graph, line, page, short, summary, trains
-from fxshard.bench.examine import Depths
-from fxshard.bench.own_ranks import on_ranks, preload
+from fxshard.bench.coverage import difference, grows, is_one_graph, line, page, short, summary, trains
+from fxshard.bench.examine import Depths, on_ranks, preload
 from fxshard.bench.sample_batches import Batch, text
 from fxshard.cli import main as cli
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxshard.bench import clock, expert_costs, moe, products
-from fxshard.bench.figures import Table, read
+from fxshard.bench.harness import Table, read
 from fxshard.kernels import choose, costs
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.case import Case

@@ -6,7 +6,7 @@ import pytest
 
 import fxshard
 from fxshard.bench.fuzz import compare
-from fxshard.bench.fuzz.loops import Loop
+from fxshard.bench.fuzz.compare import Loop
 from tests.pool import Pool
 
 

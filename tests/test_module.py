@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
-from fxshard.runtime.foreign_optimizers import ELEMENTWISE, ShardedParameter
+from fxshard.runtime.optimizer_steps import ELEMENTWISE, ShardedParameter
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
@@ -149,7 +149,7 @@ def copied_and_saved() -> list[str]:
     parameter.tag = "mine"  # type: ignore[attr-defined]
     saved = io.BytesIO()
     torch.save(parameter, saved)
-    ours = b"foreign_optimizers", b"uneven_rows"
+    ours = b"optimizer_steps", b"uneven_rows"
     wrong = ["the file names our class" for name in ours if name in saved.getvalue()]
     saved.seek(0)
     for one in (copy.deepcopy(parameter), torch.load(saved, weights_only=False)):

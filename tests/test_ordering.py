@@ -173,7 +173,7 @@ def test_every_kind_of_event_is_among_them() -> None:
 
 
 def without_waiting_for_memory() -> list[str]:
-    with mock.patch("fxshard.runtime.arena.Arena.release", lambda arena, slot, when: None):
+    with mock.patch("fxshard.runtime.frame.Arena.release", lambda arena, slot, when: None):
         return differences({})
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard.bench.presets import MoeConfig, moe
+from fxshard.bench.presets import Moe, MoeConfig, example
 from fxshard.passes import partition
 from fxshard.passes.fold_layers import Folded
 from fxshard.schedule.events import Event
@@ -32,7 +32,7 @@ def llama(layers: int) -> Example:
 def experts(layers: int) -> Example:
     """The first layer is another one than the rest."""
     shape = MoeConfig(64, 32, layers, 1, 2, 16, 8, 4, dense_hidden=64, experts=4, active=2, hidden=16)
-    model, _ = moe(shape)
+    model, _ = example(Moe, shape)
     return model, (torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import fxshard
 from fxshard.frontend.lowering import programs
-from fxshard.frontend.lowering.host_values import changes_on_host
+from fxshard.frontend.lowering.programs import changes_on_host
 from fxshard.runtime import replay
 from fxshard.runtime.replay import Replays
 from tests.faketape import FakeTape
@@ -55,7 +55,7 @@ def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
         """Gradients, at home or not: what is alive when something is captured is not the capture's memory. On a CPU the
         allocator may later give the same bytes to the pool.
         """
-        homes = [home._memory for bucket in buckets if (home := bucket().home) is not None]
+        homes = [home.memory for bucket in buckets if (home := bucket().home) is not None]
         return homes + [grad for bucket in buckets if (grad := bucket().grad) is not None]
 
     models[0]._sharding.engine.replays = Replays(FakeTape(protected))
@@ -186,7 +186,7 @@ def test_backward_is_captured_behind_a_capture_of_its_forward_only() -> None:
         some.grad = torch.ones_like(some)
         loss.backward()
         homes = [bucket for bucket in model._sharding.buckets if bucket.home is not None]
-        assert not any(bucket.grad.data_ptr() == bucket.home._memory.data_ptr() for bucket in homes)
+        assert not any(bucket.grad.data_ptr() == bucket.home.memory.data_ptr() for bucket in homes)
         return [loss.detach(), *finish(model)]
 
     both(models, away_from_home)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard.plan.layout import TensorSpec
+from fxshard.plan.layout import TensorSpec, shares, within
 from fxshard.plan.rows import row_layout
-from fxshard.plan.shares import shares, within
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack, wide, wide_batch

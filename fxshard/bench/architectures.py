@@ -5,11 +5,91 @@ To add one is to add a line here. Sizes are those of a toy; everything else is a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
 
 from fxshard.bench import sample_batches as batches
-from fxshard.bench.sample_batches import IMAGE, IMAGE_TOKEN, LABELS, LENGTH, VOCABULARY
-from fxshard.bench.small_models import Architecture
+from fxshard.bench.sample_batches import IMAGE, IMAGE_TOKEN, LABELS, LENGTH, VOCABULARY, Batch, MakeBatch
+from fxshard.bench.target import UsageError
+
+Sizes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of ``transformers`` in small."""
+
+    name: str
+    model: str
+    """The class of the model; its configuration's is the class's own."""
+    sizes: Sizes
+    batch: MakeBatch = batches.text
+    depth: tuple[str, ...] = ("num_hidden_layers",)
+    """Which fields are numbers of layers; dots lead into configurations inside."""
+    kind: str = ""
+    """Under which heading it stands in the table."""
+
+    def config(self, layers: int) -> Any:
+        """Its configuration, of the class's own kind."""
+        sizes = _nested(self.sizes)
+        for path in self.depth:
+            _put(sizes, path.split("."), layers)
+        config = self._class().config_class(**sizes)
+        for each in _with_inner(config):
+            for name, value in vars(each).items():
+                if isinstance(value, float) and any(part in name for part in DRAWING):
+                    setattr(each, name, 0.0)
+        return config
+
+    def build(self, layers: int) -> nn.Module:
+        """The same weights every time."""
+        config = self.config(layers)
+        torch.manual_seed(0)
+        model: nn.Module = self._class()(config)
+        return model.train()
+
+    def make_batch(self, seed: int) -> Batch:
+        return self.batch(self.config(1), torch.Generator().manual_seed(seed))
+
+    def _class(self) -> Any:
+        return getattr(_transformers(), self.model)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("bench models needs transformers: pip install -c constraints.txt -e '.[hf]'") from None
+    return transformers
+
+
+def _nested(sizes: Sizes) -> dict[str, Any]:
+    return {name: _nested(value) if isinstance(value, Mapping) else value for name, value in sizes.items()}
+
+
+def _put(sizes: dict[str, Any], path: list[str], layers: int) -> None:
+    """Where stages have depths of their own, the third is the deep one."""
+    for name in path[:-1]:
+        sizes = sizes[name]
+    before = sizes.get(path[-1])
+    sizes[path[-1]] = [*before[:2], layers, *before[3:]] if isinstance(before, list | tuple) else layers
+
+
+def _with_inner(config: Any) -> Iterator[Any]:
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "to_dict"):
+            yield from _with_inner(value)
+
+
+DRAWING = ("drop", "jitter", "mask_time_prob", "mask_feature_prob", "noise")
+"""Parts of the names of fields that say how often something is drawn."""
+
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 TEXT = {
@@ -150,13 +230,7 @@ AUDIO = (
     audio("wav2vec2", "Wav2Vec2ForCTC", SOUND, batches.speech),
     audio("ast", "ASTForAudioClassification", SPECTROGRAM, batches.spectrogram),
     audio("hubert", "HubertForCTC", SOUND, batches.speech),
-    audio(
-        "speech-to-text",
-        "Speech2TextForConditionalGeneration",
-        SPEECH_TO_TEXT,
-        batches.frames_to_text,
-        BOTH_LAYERS,
-    ),
+    audio("speech-to-text", "Speech2TextForConditionalGeneration", SPEECH_TO_TEXT, batches.frames_to_text, BOTH_LAYERS),
     audio("whisper", "WhisperForConditionalGeneration", WHISPER, batches.spectrogram_to_text, BOTH_LAYERS),
 )
 

@@ -22,9 +22,8 @@ from torch import nn
 import fxshard
 from fxshard._torch import private
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import add_device, parser_of
 from fxshard.bench.contenders import ADAMW, BF16, Make, fsdp2, ours
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, add_device, parser_of, write
 from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import Workload, add_models
 from fxshard.plan.hardware import hardware as known

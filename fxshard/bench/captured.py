@@ -182,9 +182,8 @@ def _partitioned(model: nn.Module, inputs: Sequence[Any], plan: ShardingPlan) ->
 def _fsdp2(timeline: Timeline, context: PassContext) -> Decisions:
     """Each gather starts when the bucket before it is in use, and what forward uses last stays for backward."""
     ordered = timeline.each(lambda part: order_prefetch(part, depth=1))
-    last = [event for event in ordered.events if event.kind is Kind.WAIT and event.phase is Phase.FORWARD][
-        -1
-    ].bucket_index
+    waits = (e for e in ordered.events if e.kind is Kind.WAIT and e.phase is Phase.FORWARD)
+    last = [event.bucket_index for event in waits][-1]
     ordered = ordered.keeping({last})
     memory = plan_memory(ordered, context.buckets)
     return Decisions(with_slots(ordered, context.buckets, memory), frozenset({last}), memory)

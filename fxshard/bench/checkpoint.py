@@ -27,15 +27,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fxshard
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import listed, parser_of
 from fxshard.bench.contenders import fsdp2
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, listed, parser_of, write
 from fxshard.bench.models import Llama, LlamaConfig
 
-SIZES = {
-    "small": LlamaConfig(vocab=8192, dim=768, layers=8, heads=12, hidden=2048),
-    "1b": LlamaConfig(),
-}
+SIZES = {"small": LlamaConfig(vocab=8192, dim=768, layers=8, heads=12, hidden=2048), "1b": LlamaConfig()}
 
 
 class Fsdp2:

@@ -74,13 +74,14 @@ class DeviceClock:
 
     def launching(self, run: Run) -> float:
         """Milliseconds until one call returns to the host, begun when the device is idle."""
-        self._wait()
+        synchronize(self._device)
         begin = time.perf_counter()
         run()
         end = time.perf_counter()
-        self._wait()
+        synchronize(self._device)
         return (end - begin) * 1e3
 
-    def _wait(self) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from fxshard.bench.figures import Column, Row, Table
+from fxshard.bench.harness import Column, Row, Table
 from fxshard.bench.trace import CALLS, Event, Recorded, enclosing, is_communication, length, overlap, read, span, union
 
 EVENTS = ("fxshard ", "FSDP::", "Optimizer.")

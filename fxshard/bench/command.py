@@ -14,8 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxshard.bench.chart import to_svg
-from fxshard.bench.figures import read
+from fxshard.bench.harness import read, to_svg
 from fxshard.bench.target import UsageError
 
 

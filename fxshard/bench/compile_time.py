@@ -23,9 +23,8 @@ import torch.distributed as dist
 import fxshard
 from fxshard._torch import private
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import add_device, in_fresh_process, parser_of
 from fxshard.bench.contenders import BF16, blocks, fsdp2
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, add_device, in_fresh_process, parser_of, write
 from fxshard.bench.models import LlamaConfig
 from fxshard.bench.workloads import Inputs, Size, Workload, add_models, loss_of
 

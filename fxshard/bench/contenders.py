@@ -13,6 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import fxshard
 from fxshard.bench.tensor_parallel import parallelize
 
+Precision = fxshard.Precision | None
+Made = tuple[nn.Module, torch.optim.Optimizer]
+Make = Callable[[nn.Module, Precision], Made]
+
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 ADAMW = fxshard.AdamW(lr=1e-4)
 MUON = fxshard.Muon(lr=1e-3, adamw=ADAMW)
@@ -25,9 +29,7 @@ def blocks(model: nn.Module) -> nn.ModuleList:
     return max(outer, key=len, default=nn.ModuleList())
 
 
-def fsdp2(
-    model: nn.Module, precision: fxshard.Precision | None, compiled: bool, mesh: DeviceMesh | None = None
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp2(model: nn.Module, precision: Precision, compiled: bool, mesh: DeviceMesh | None = None) -> Made:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = (
@@ -41,16 +43,12 @@ def fsdp2(
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def fsdp2_tensor_parallel(
-    model: nn.Module, precision: fxshard.Precision | None, compiled: bool = True
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp2_tensor_parallel(model: nn.Module, precision: Precision, compiled: bool = True) -> Made:
     parallel, mesh = parallelize(model)
     return fsdp2(parallel, precision, compiled, mesh["dp"])
 
 
-def torchao(
-    model: nn.Module, precision: fxshard.Precision | None, recipe: str
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def torchao(model: nn.Module, precision: Precision, recipe: str) -> Made:
     """torchao's float8 over FSDP2 + compile; with a scale per tensor weights are gathered in float8.
 
     Needs torchao on the path; its Python files are enough.
@@ -75,24 +73,18 @@ def torchao(
 
 
 def ours(
-    model: nn.Module,
-    precision: fxshard.Precision | None,
-    zero: int,
-    optimizer: fxshard.AdamW | fxshard.Muon = ADAMW,
-    **options: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: nn.Module, precision: Precision, zero: int, optimizer: fxshard.AdamW | fxshard.Muon = ADAMW, **options: Any
+) -> Made:
     sharded = fxshard.compile(model, zero=zero, precision=precision, optimizer=optimizer, **options)
     return sharded, sharded.optimizer
 
 
-def ours_tensor_parallel(
-    model: nn.Module, precision: fxshard.Precision | None, zero: int = 3, **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def ours_tensor_parallel(model: nn.Module, precision: Precision, zero: int = 3, **options: Any) -> Made:
     parallel, mesh = parallelize(model)
     return ours(parallel, precision, zero, mesh=mesh["dp"], **options)
 
 
-def ddp(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def ddp(model: nn.Module, precision: Precision) -> Made:
     """DistributedDataParallel around the compiled model; in mixed precision autocast over fp32 parameters."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -105,14 +97,12 @@ def ddp(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Modul
     return parallel, optimizer
 
 
-def unsharded(model: nn.Module, precision: fxshard.Precision | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def unsharded(model: nn.Module, precision: Precision) -> Made:
     """The whole model under ``torch.compile`` in the compute dtype, nothing sharded, no masters: a lower bound."""
     if precision is not None and precision.param is not None:
         model = model.to(precision.param)
     return torch.compile(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # type: ignore[return-value]
 
-
-Make = Callable[[nn.Module, fxshard.Precision | None], tuple[nn.Module, torch.optim.Optimizer]]
 
 CONTENDERS: dict[str, Make] = {
     "fxshard": lambda model, precision: ours(model, precision, 3),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fxshard._torch.errors import ConfigError
-from fxshard.bench.chart import STYLE
+from fxshard.bench.harness import svg
 
 LAST = 50
 """Steps at the end of a run over which losses are averaged."""
@@ -82,7 +82,7 @@ def to_svg(runs: Runs, heading: str) -> str:
     for i in range(5):
         loss, step = low + (high - low) * i / 4, round((steps - 1) * i / 4)
         (x, _), (_, y) = place(step, low), place(0, loss)
-        body.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        body.append(f'<line stroke="#8884" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         body.append(f'<text class="note" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
         body.append(f'<text class="note" x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{step + 1}</text>')
     every = max(1, steps // 400)
@@ -95,16 +95,7 @@ def to_svg(runs: Runs, heading: str) -> str:
         body.append(f'<rect x="{WIDTH - 250}" y="{y - 6}" width="18" height="4" fill="{colour}"/>')
         label = f"{escape(name)}  {end(runs[name]['losses']):.4f}"
         body.append(f'<text x="{WIDTH - 224}" y="{y}" xml:space="preserve">{label}</text>')
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-            f'height="{HEIGHT}">',
-            f"<style>{STYLE}.grid {{ stroke: #8884 }}</style>",
-            f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>',
-            *body,
-            "</svg>\n",
-        ]
-    )
+    return svg(WIDTH, HEIGHT, body)
 
 
 def read(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -21,8 +21,8 @@ import torch
 
 from fxshard._torch.progress import progress
 from fxshard.bench.clock import DeviceClock, take_turns
-from fxshard.bench.figures import Column, Row, Table
-from fxshard.bench.moe_layer import Contender, Layer, backward, dense, eager, error, make_layer
+from fxshard.bench.harness import Column, Row, Table
+from fxshard.bench.moe_layer import Contender, Layer, dense, eager, error, make_layer, step
 from fxshard.bench.target import UsageError
 from fxshard.kernels.case import Case
 from fxshard.kernels.choose import refusal
@@ -140,29 +140,24 @@ def _measure(
     """Milliseconds of a step, by name, and why the others have none."""
     reasons = {name: made for name, made in contenders.items() if isinstance(made, str)}
     steps: dict[str, Callable[[], object]] = {}
-    reference = _step(eager, layer)
+    reference = step(eager, layer)
     for name, contender in contenders.items():
         if isinstance(contender, str):
             continue
         try:
-            found = _step(contender, layer)
+            found = step(contender, layer)
             distance = error(found, reference)
             del found
         except Exception as failure:  # whatever a kernel or a library raises, others can be measured
             reasons[name] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0]}"
             continue
         if distance <= FARTHEST:
-            steps[name] = partial(_step, contender, layer)
+            steps[name] = partial(step, contender, layer)
         else:
             reasons[name] = f"its results are {distance:.2g} away from torch's"
     del reference
     times = take_turns(steps, lambda run: clock.milliseconds(run, repeat), rounds)
     return {name: round(ms, 4) for name, ms in times.items()}, reasons
-
-
-def _step(contender: Contender, layer: Layer) -> tuple[torch.Tensor, ...]:
-    out = contender(layer)
-    return out.detach(), *backward(layer, out)
 
 
 # -- what is said of it ------------------------------------------------------------------------------------------------

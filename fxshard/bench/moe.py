@@ -22,11 +22,10 @@ import torch
 
 from fxshard._torch.progress import progress
 from fxshard.bench import products
-from fxshard.bench.arguments import listed, parser_of
 from fxshard.bench.clock import DeviceClock, take_turns
 from fxshard.bench.expert_costs import CPU, CUDA, IMPLEMENTATIONS, measure_costs, path_of_table
-from fxshard.bench.figures import Column, Row, Table, write
-from fxshard.bench.moe_layer import Contender, Layer, backward, dense, eager, error, make_layer
+from fxshard.bench.harness import Column, Row, Table, listed, parser_of, write
+from fxshard.bench.moe_layer import Contender, Layer, backward, dense, eager, error, make_layer, step
 from fxshard.bench.target import UsageError
 from fxshard.frontend.backend import fxshard_backend
 from fxshard.kernels.case import Case
@@ -50,10 +49,6 @@ def fused(name: str, form: Contender = eager) -> Contender:
     return torch.compile(form, backend=fxshard_backend, dynamic=False, fullgraph=True, options={"experts": name})
 
 
-def _step(contender: Contender, layer: Layer) -> tuple[torch.Tensor, ...]:
-    return backward(layer, contender(layer))
-
-
 def memory(contender: Contender, layer: Layer) -> tuple[int, int]:
     """Bytes that forward keeps besides its output, and what a step needs at once, results included."""
     if not layer.x.is_cuda:
@@ -72,26 +67,24 @@ def memory(contender: Contender, layer: Layer) -> tuple[int, int]:
 
 def measure(layer: Layer, contenders: dict[str, Contender], rounds: int, repeat: int) -> list[Row]:
     figures: dict[str, Row] = {}
-    out = eager(layer)
-    reference = (out.detach(), *backward(layer, out))
+    reference = step(eager, layer)
     for name, contender in contenders.items():
         for _ in range(3):
-            out = contender(layer)
-            found = (out.detach(), *backward(layer, out))
+            found = step(contender, layer)
         figures[name] = {"name": name, "error": error(found, reference)}
-        del out, found
+        del found
     del reference
     for name, contender in contenders.items():
         figures[name]["saved_mib"], figures[name]["peak_mib"] = (b / 2**20 for b in memory(contender, layer))
     clock = DeviceClock(layer.x.device.type)
-    steps = {name: partial(_step, contender, layer) for name, contender in contenders.items()}
+    steps = {name: partial(step, contender, layer) for name, contender in contenders.items()}
     forwards = {name: partial(contender, layer) for name, contender in contenders.items()}
     with torch.no_grad():  # which is compiled apart
         forward = take_turns(forwards, lambda run: clock.milliseconds(run, repeat), rounds)
-    step = take_turns(steps, lambda run: clock.milliseconds(run, repeat), rounds)
+    both = take_turns(steps, lambda run: clock.milliseconds(run, repeat), rounds)
     host = take_turns(steps, clock.launching, rounds)
     for name in contenders:
-        figures[name] |= {"forward_ms": forward[name], "step_ms": step[name], "host_ms": host[name]}
+        figures[name] |= {"forward_ms": forward[name], "step_ms": both[name], "host_ms": host[name]}
     return list(figures.values())
 
 

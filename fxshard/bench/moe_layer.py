@@ -55,6 +55,12 @@ def backward(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(out, layer.leaves(), layer.upstream)
 
 
+def step(contender: Contender, layer: Layer) -> tuple[torch.Tensor, ...]:
+    """Forward and backward: the result, and gradients."""
+    out = contender(layer)
+    return out.detach(), *backward(layer, out)
+
+
 def error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> float:
     return max(
         float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12))

@@ -13,9 +13,8 @@ from itertools import product
 import torch
 
 import fxshard
-from fxshard.bench.arguments import add_device, parser_of
 from fxshard.bench.clock import take_turns, timed
-from fxshard.bench.figures import Column, Table, write
+from fxshard.bench.harness import Column, Table, add_device, parser_of, write
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import Start, choose, explain, iterate, orthogonalize, start

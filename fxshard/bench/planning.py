@@ -17,9 +17,8 @@ import torch
 
 import fxshard
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import in_fresh_process, parser_of
 from fxshard.bench.captured import Captured, capture
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, in_fresh_process, parser_of, write
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.bench.presets import PRESETS
 from fxshard.plan.hardware import hardware as known

@@ -17,8 +17,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 import fxshard
-from fxshard.bench.arguments import add_device, parser_of
-from fxshard.bench.figures import Column, Table, write
+from fxshard.bench.harness import Column, Table, add_device, parser_of, write
 from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import SIZES, Workload
 from fxshard.plan.hardware import Hardware, hardware

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,25 +111,16 @@ LLAMA_8B = LlamaConfig(vocab=128256, dim=4096, layers=32, heads=32, kv_heads=8, 
 LLAMA_70B = LlamaConfig(vocab=128256, dim=8192, layers=80, heads=64, kv_heads=8, hidden=28672)
 
 
-def llama(config: LlamaConfig, layers: int | None = None) -> Example:
-    """A Llama on the meta device, and a sequence with its targets."""
+def example(model: Callable[[Any], nn.Module], config: Any, layers: int | None = None) -> Example:
+    """A model on the meta device, and a sequence with its targets."""
     with torch.device("meta"):
-        return Llama(replace(config, layers=layers or config.layers)), _tokens()
-
-
-def moe(config: MoeConfig, layers: int | None = None) -> Example:
-    """A mixture of experts on the meta device, and a sequence with its targets."""
-    with torch.device("meta"):
-        return Moe(replace(config, layers=layers or config.layers)), _tokens()
-
-
-def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(1, LENGTH, dtype=torch.long), torch.empty(1, LENGTH, dtype=torch.long)
+        tokens, targets = (torch.empty(1, LENGTH, dtype=torch.long) for _ in range(2))
+        return model(replace(config, layers=layers or config.layers)), (tokens, targets)
 
 
 PRESETS: dict[str, Callable[..., Example]] = {
-    "llama-8b": lambda layers=None: llama(LLAMA_8B, layers),
-    "llama-70b": lambda layers=None: llama(LLAMA_70B, layers),
-    "moe-16b": lambda layers=None: moe(MoeConfig(), layers),
+    "llama-8b": partial(example, Llama, LLAMA_8B),
+    "llama-70b": partial(example, Llama, LLAMA_70B),
+    "moe-16b": partial(example, Moe, MoeConfig()),
 }
 """By name: what builds ``(model, example_inputs)``, with another number of ``layers`` if asked to."""

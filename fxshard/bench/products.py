@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from fxshard.bench.clock import DeviceClock, take_turns
-from fxshard.bench.figures import Column, Row, Table
+from fxshard.bench.harness import Column, Row, Table
 from fxshard.kernels.by_torch import Call, Experts, TorchExperts
 from fxshard.kernels.glu import SWIGLU
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from fxshard.bench.arguments import parser_of
 from fxshard.bench.clock import DeviceClock, take_turns
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, parser_of, write
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, quantize
 from fxshard.kernels.quantize import quantize_both, runs_on
 

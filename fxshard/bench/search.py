@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 import fxshard
 from fxshard._torch.errors import BudgetError
 from fxshard.bench.captured import Captured, capture
-from fxshard.bench.figures import Column, Row, Table
+from fxshard.bench.harness import Column, Row, Table
 from fxshard.bench.target import load, parallelizing
 from fxshard.frontend.planned_mesh import parallelized, planned_mesh
 from fxshard.plan.hardware import Hardware
@@ -105,7 +105,7 @@ def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
     """All choices with so many ranks to a model."""
     gc.disable()  # looking through all graphs again and again would take a sixth of the time
     model, inputs = load(search.target, search.layers)
-    inputs = tree_map_only(torch.Tensor, lambda value: _more(value, ranks), inputs)
+    inputs = tree_map_only(torch.Tensor, lambda value: value.repeat(ranks, *[1] * (value.dim() - 1)), inputs)
     with contextlib.ExitStack() as stack:
         if ranks > 1:
             parallelize = parallelizing(search.target, model)
@@ -121,10 +121,6 @@ def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
             if number % 2:
                 gc.collect()  # graphs are cycles; each collection takes a second
         return found
-
-
-def _more(value: torch.Tensor, times: int) -> torch.Tensor:
-    return value if times == 1 else value.repeat(times, *[1] * (value.dim() - 1))
 
 
 def _simulated(captured: Captured, choice: Choice, machine: Hardware) -> Found:

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 import fxshard
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import add_device, in_fresh_process, listed, parser_of
+from fxshard.bench.clock import synchronize
 from fxshard.bench.contenders import ADAMW, BF16
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, add_device, in_fresh_process, listed, parser_of, write
 from fxshard.bench.workloads import Workload, loss_of
 
 WARM = 4
@@ -31,11 +31,6 @@ COLUMNS = (
     Column("peak_gib", "peak GiB", ".2f", bars="peak memory", unit="GiB"),
     Column("loss", "loss", ".4f"),
 )
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _peak(device: str) -> float:
@@ -48,14 +43,14 @@ def loop(device: str, steps: int, clip: float = 1.0) -> dict[str, float]:
     sharded = fxshard.compile(model, precision=BF16 if device == "cuda" else None, optimizer=ADAMW)
     for number in range(WARM + steps):
         if number == WARM:
-            _wait(device)
+            synchronize(device)
             start = time.perf_counter()
         loss = loss_of(sharded, inputs)
         loss.backward()
         sharded.clip_grad_norm_(clip)
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
-    _wait(device)
+    synchronize(device)
     taken = (time.perf_counter() - start) * 1e3 / steps
     return {"step_ms": taken, "loss": float(loss.detach()), "peak_gib": _peak(device)}
 
@@ -74,7 +69,7 @@ def trainer(device: str, steps: int, **arguments: Any) -> dict[str, float]:
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step in (WARM, WARM + steps):
-                _wait(device)
+                synchronize(device)
                 found[str(state.global_step)] = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:

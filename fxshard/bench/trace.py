@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fxshard.bench.figures import Column, Row, Table
+from fxshard.bench.harness import Column, Row, Table
 
 Event = dict[str, Any]
 Span = tuple[float, float]

@@ -25,9 +25,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import fxshard
 from fxshard._torch.progress import progress
-from fxshard.bench.arguments import add_device, listed, parser_of
 from fxshard.bench.contenders import BF16, CONTENDERS, TENSOR_PARALLEL, Make
-from fxshard.bench.figures import Column, Row, Table, write
+from fxshard.bench.harness import Column, Row, Table, add_device, listed, parser_of, write
 from fxshard.bench.tensor_parallel import PARTS
 from fxshard.bench.trace import STEP, Traced, analyse, read, table, waits
 from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxshard.bench import hugging_face, target
-from fxshard.bench.arguments import listed
+from fxshard.bench.harness import listed
 from fxshard.bench.models import Llama, LlamaConfig
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
@@ -117,8 +116,8 @@ def _state(bucket: Bucket, fragment: Fragment, parameter: torch.nn.Parameter, fi
             f"optimizer state {field!r} of {fragment.name} is {_described(value)}; tensors of the parameter's shape "
             "and scalar tensors can be saved"
         )
-    local = value.to_local() if isinstance(value, dist.tensor.DTensor) else value
-    rows = private.wrapped(value) if isinstance(value, dist.tensor.DTensor) else value
+    local = private.local_part(value)
+    rows = private.wrapped(value) if local is not value else value
     # Replicas that share state hold fewer rows.
     at = rows.offsets if isinstance(rows, Rows) else bucket.offsets(fragment.name)
     return Held(OPTIMIZER, (fragment.name,), tuple(value.shape), at if value.shape else (), local.detach(), field)

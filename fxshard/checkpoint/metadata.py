@@ -110,7 +110,7 @@ def read_metadata(path: Path, files: Mapping[str, int]) -> Metadata:
 def _metadata(found: Any, files: Mapping[str, int]) -> Metadata:
     megatron = isinstance(found, _Record) and found.name == "MCoreMetadata"
     fields = _fields(found, "MCoreMetadata" if megatron else "Metadata")
-    stored = {_text(key): _stored(value) for key, value in _a(fields["state_dict_metadata"], dict).items()}
+    stored = {_a(key, str): _stored(value) for key, value in _a(fields["state_dict_metadata"], dict).items()}
     places = {_index(key): _place(value, files) for key, value in _a(fields["storage_data"], dict).items()}
     return Metadata(state_dict_metadata=stored, storage_data=places)
 
@@ -132,7 +132,7 @@ def _index(value: Any) -> MetadataIndex:
     fields = _fields(value, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")  # torch leaves out what is None
     return MetadataIndex(
-        _text(fields["fqn"]), None if offset is None else _size(offset), None if index is None else _count(index)
+        _a(fields["fqn"], str), None if offset is None else _size(offset), None if index is None else _count(index)
     )
 
 
@@ -140,7 +140,7 @@ def _place(value: Any, files: Mapping[str, int]) -> Place:
     fields = _fields(value, "_StorageInfo")
     if fields.get("transform_descriptors"):
         raise _Foreign("its files are compressed or encrypted")
-    place = Place(_text(fields["relative_path"]), _count(fields["offset"]), _count(fields["length"]))
+    place = Place(_a(fields["relative_path"], str), _count(fields["offset"]), _count(fields["length"]))
     if place.relative_path not in files:
         raise _Foreign(f"it refers to {place.relative_path!r}, which is no file of the checkpoint")
     if place.offset + place.length > files[place.relative_path]:
@@ -167,10 +167,6 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
         raise _Foreign(f"{value!r:.60} is no number of bytes or elements")
     return value
-
-
-def _text(value: Any) -> str:
-    return _a(value, str)
 
 
 def _a(value: Any, wanted: type) -> Any:

@@ -117,7 +117,7 @@ def save(
         ranks.settle(problems, "nothing was saved")
         into = ranks.from_first(partial.folder if partial is not None else None)
         if asynchronous:
-            held = _staging(model).copy(held)
+            held = _STAGING.setdefault(model._sharding, _Staging()).copy(held)
     pending = Save(path)
     # Off the device torch copies ahead of what it writes, in one thread only.
     writers = 1 if device.type == "cuda" and not asynchronous else WRITERS
@@ -175,10 +175,6 @@ class _Staging:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return staged
-
-
-def _staging(model: ShardedModule) -> _Staging:
-    return _STAGING.setdefault(model._sharding, _Staging())
 
 
 @contextlib.contextmanager

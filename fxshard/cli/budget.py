@@ -46,9 +46,9 @@ def _apart(trades: Sequence[Trade]) -> Iterator[Trade]:
 
 def decided(schedule: Schedule, hardware: Hardware) -> str:
     """What a budget made of saved values and of optimizer state, and why."""
+    from fxshard.frontend.state_decision import state_line
     from fxshard.schedule.html import duration
     from fxshard.schedule.schedule import size
-    from fxshard.schedule.state_report import state_line
 
     kept = sum(event.why.startswith("kept since forward") for event in schedule.events)
     lines = [f"within the budget, {kept} buckets stay gathered from forward to backward, and backward computes again:"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.backend import backend_of
-from fxshard.frontend.capture import capture
+from fxshard.frontend.capture import capture, drop_input_gradient_hooks
 from fxshard.frontend.groups import Groups
-from fxshard.frontend.input_gradients import drop_input_gradient_hooks
 from fxshard.frontend.materialise import Init
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import take_apart
@@ -21,7 +21,7 @@ from fxshard.optim.adamw import ShardedAdamW
 from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.groups import check_patterns
 from fxshard.optim.muon_rule import found_fused, matrices
-from fxshard.passes.options import Debug
+from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
 from fxshard.plan.choice import LayoutKind
 from fxshard.plan.domain import Reduction
@@ -142,6 +142,7 @@ def shard(
     >>> step(x, y).backward()
     >>> sharded.optimizer.step()
     """
+    given = dict(locals())
     if isinstance(model, ShardedModule):
         raise StateError("this model is compiled or sharded already; compile the plain module, once")
     if not isinstance(model, nn.Module):
@@ -156,25 +157,9 @@ def shard(
     order = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if optimizer is not None:
         check_patterns(optimizer, order, splits)
-    choices = {
-        "zero": zero,
-        "units": units,
-        "precision": precision,
-        "layout": layout,
-        "reduction": reduction,
-        "memory_budget": memory_budget,
-        "activations": activations,
-        "hardware": hardware,
-        "experts": experts,
-        "return_logits": return_logits,
-        "passes": passes,
-        "lowering": lowering,
-        "cuda_graphs": cuda_graphs,
-        "debug": debug,
-    }
     sharding = take_apart(
         model,
-        choices,
+        {option.name: given[option.name] for option in fields(Options)},
         mesh=mesh,
         groups=groups,
         matrices=splits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +13,10 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError
 from fxshard.frontend.capture import refuse_context_parallel
 from fxshard.frontend.compiled import CompiledGraphs
-from fxshard.frontend.input_shapes import taken_shapes
 from fxshard.frontend.lowering.programs import bind, lower
 from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.sharding import Sharding, sharding_of, unsharded
-from fxshard.frontend.tracing import duplicate, graph_inputs, partitioned_step, tie_parameters
-from fxshard.frontend.variants import Variants
+from fxshard.frontend.tracing import graph_inputs, partitioned_step, tie_parameters
 from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
@@ -27,10 +26,10 @@ from fxshard.passes.stages import Scheduled
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
-from fxshard.schedule.largest import Thing, largest
 from fxshard.schedule.loss_report import LossReport
 from fxshard.schedule.observe import Observer, observer
 from fxshard.schedule.params import ParamRef
+from fxshard.schedule.peak import Thing, largest
 from fxshard.schedule.schedule import Schedule
 
 
@@ -66,12 +65,8 @@ class Backend:
         """For each captured graph that was compiled, the shapes that it takes."""
         self.layers_folded = 0
         """Layers that did not go through autograd, being like those that did."""
-        self.experts: list[ExpertsReport] = []
-        """What became of experts and dense MLPs, for each captured graph."""
-        self.attention: list[AttentionReport] = []
-        """What became of attention masks, for each captured graph."""
-        self.losses: list[LossReport] = []
-        """What became of losses, for each captured graph."""
+        self.experts, self.attention, self.loss = ExpertsReport(), AttentionReport(), LossReport()
+        """What became of experts and dense MLPs, of attention masks and of losses, in the graph captured last."""
         self.compiled = CompiledGraphs()
         self.used: set[ParamRef] = set()
         """Parameters that some graph uses."""
@@ -118,23 +113,21 @@ class Backend:
         context.ends_early = broken
         tie_parameters(graph, refs)
         graph = before_autograd(graph, context)
-        self.experts.append(context.experts)
-        self.attention.append(context.attention)
-        self.losses.append(context.loss)
+        self.experts, self.attention, self.loss = context.experts, context.attention, context.loss
         if self.one_graph or not any(refs):
             return self._noting(context, self.compile(graph, refs, example_inputs, watching))
-        again = duplicate(graph)  # before AOTAutograd has worked on it
+        again = private.copied(graph)  # before AOTAutograd has worked on it
         opened = private.open_inputs(graph)
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
             refs = [self._ref(value) for value in args]
             if opened is None:
-                return self.compile(duplicate(again), refs, args, observer())
+                return self.compile(private.copied(again), refs, args, observer())
             with opened.tracing():
-                return self.compile(duplicate(again), refs, opened.values, observer())
+                return self.compile(private.copied(again), refs, opened.values, observer())
 
         first = self.compile(graph, refs, example_inputs, watching)
-        return self._noting(context, Variants(first, tuple(refs), self._ref, another, sizes_open=opened is not None))
+        return self._noting(context, variants(first, tuple(refs), self._ref, another, opened is not None))
 
     def _noting(self, context: PassContext, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run`` with the results of the captured graph alone, where passes had it return logits for the optimizer."""
@@ -209,3 +202,64 @@ def _device(example_inputs: Sequence[Any]) -> torch.device:
         if isinstance(value, torch.Tensor) and value.device.type == "cuda":
             return value.device
     return torch.device("cpu")
+
+
+_ARGUMENT = re.compile(r"[lL]_(?:kw)?args_(\w+?)_?$")
+"""What Dynamo calls an input that is an argument of ``forward``: by its position, or by its keyword."""
+
+
+def taken_shapes(inputs: Sequence[fx.Node]) -> str:
+    """The arguments among the inputs of Dynamo's graph, ``any`` where a size was left open."""
+    mode = "training" if torch.is_grad_enabled() else "evaluation"
+    arguments = [(found[1], node.meta.get("example_value")) for node in inputs if (found := _ARGUMENT.match(node.name))]
+    shapes = [f"{name} {_shape(value)}" for name, value in arguments if isinstance(value, torch.Tensor)]
+    return f"{', '.join(shapes) or 'values of an earlier graph'} ({mode})"
+
+
+def _shape(value: torch.Tensor) -> str:
+    sizes = ["any" if _is_open(size) else str(size) for size in value.shape]
+    return f"[{', '.join(sizes)}]"
+
+
+def _is_open(size: int | torch.SymInt) -> bool:
+    return isinstance(size, torch.SymInt) and not str(size).isdigit()  # one that a guard closed prints as its value
+
+
+Refs = tuple[ParamRef | None, ...]
+Compile = Callable[[Sequence[Any]], Callable[..., Any]]
+
+
+def variants(
+    first: Callable[..., Any],
+    refs: Refs,
+    identify: Callable[[Any], ParamRef | None],
+    compile: Compile,
+    sizes_open: bool,
+) -> Callable[..., Any]:
+    """What Dynamo calls in place of a compiled graph: chooses the program by the parameters that are passed.
+
+    Dynamo treats the parameters of a module as inputs of its graph: code that was captured for one layer is called
+    again with the parameters of the next. A program, however, is tied to its parameters: their buckets, their places,
+    their schedule. So the inputs are looked at on every call, and each set of parameters gets a program of its own.
+    """
+    others: dict[Any, Callable[..., Any]] = {}
+
+    def call(*args: Any) -> Any:
+        given = tuple(map(identify, args))
+        if given == refs:
+            return first(*args)
+        # With open sizes every program takes what Dynamo's guards let through, as the first one does.
+        key = given, torch.is_grad_enabled(), () if sizes_open else tuple(map(_kind, args))
+        if key not in others:
+            with private.no_observers():
+                others[key] = compile(args)
+        return others[key](*args)
+
+    return call
+
+
+def _kind(value: Any) -> Any:
+    """What a program is specialised on that was compiled for the values of a call, and has no guards of Dynamo's."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, value.shape, value.stride(), value.requires_grad

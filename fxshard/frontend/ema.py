@@ -11,7 +11,7 @@ import torch
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.module import ShardedModule
-from fxshard.plan.regroup import in_our_layout
+from fxshard.plan.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fxshard._torch import private
 from fxshard.runtime.bucket import Bucket
-from fxshard.runtime.full_tensor import whole_parameters
+from fxshard.runtime.parameter_methods import whole_parameters
 
 INDEX = "model.safetensors.index.json"
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fxshard._torch.errors import StateError
-from fxshard.frontend.input_gradients import drop_input_gradient_hooks
+from fxshard.frontend.capture import drop_input_gradient_hooks
 from fxshard.frontend.mirror import Mirror
 from fxshard.frontend.pretrained import save_pretrained
 from fxshard.runtime.borrowed import borrowed

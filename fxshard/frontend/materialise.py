@@ -55,7 +55,9 @@ def materialise(model: nn.Module, device: torch.device, init: Init | None, take:
         for key, parameter in own.items():
             # One that was initialised with another module has left already: a stand-in is initialised in its place.
             module._parameters[key] = _empty(parameter, device)
-        _empty_buffers(module, device)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = _unset(buffer, device) if buffer.is_meta else buffer.to(device)
         if new or module._buffers:
             (init or _reset)(module)
             _check_initialised(path, module)
@@ -77,12 +79,6 @@ def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     real = nn.Parameter(_unset(parameter, device), parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
     return real
-
-
-def _empty_buffers(module: nn.Module, device: torch.device) -> None:
-    for key, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[key] = _unset(buffer, device) if buffer.is_meta else buffer.to(device)
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:

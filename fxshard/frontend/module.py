@@ -17,20 +17,16 @@ from fxshard.frontend.backend import Backend
 from fxshard.frontend.capture import FAILURES, cast_floats, explained
 from fxshard.frontend.emptied import refuse_uses
 from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
-from fxshard.frontend.parameter_identity import ParameterIdentity
 from fxshard.frontend.profiling import profiled
 from fxshard.frontend.report import Compilations, Report
-from fxshard.frontend.saved_tensors import hooks_for_activations
 from fxshard.frontend.sharding import Sharding
+from fxshard.frontend.state import ParameterIdentity
 from fxshard.frontend.unsharded import Unsharded
-from fxshard.kernels.report import ExpertsReport
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads
-from fxshard.runtime.hollow import is_hollow
+from fxshard.runtime.hollow import hooks_for_activations, is_hollow
 from fxshard.runtime.norms import clip_gradients, norms_by_name
-from fxshard.runtime.unreduced import refuse_unreduced
-from fxshard.schedule.attention_report import AttentionReport
-from fxshard.schedule.loss_report import LossReport
+from fxshard.runtime.optimizer_steps import refuse_unreduced
 from fxshard.schedule.profile import Profile
 from fxshard.schedule.schedule import Schedule
 
@@ -243,13 +239,13 @@ class ShardedModule(nn.Module):
             reads,
             [name for name in names if name not in used and name not in reads],
             replays.report() if replays is not None else None,
-            backend.attention[-1] if backend.attention else AttentionReport(),
-            backend.losses[-1] if backend.losses else LossReport(),
+            backend.attention,
+            backend.loss,
             getattr(self._optimizer, "splits", {}),
             tuple(backend.captured),
             backend.largest(),
             self.schedules["train"].offloaded if "train" in self.schedules else (),
-            backend.experts[-1] if backend.experts else ExpertsReport(),
+            backend.experts,
             self._sharding.state.described(self._sharding.hardware),
         )
 

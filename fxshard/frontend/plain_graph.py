@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import private
 from fxshard.frontend.sharding import plain_leaf
-from fxshard.frontend.tracing import duplicate, graph_inputs
+from fxshard.frontend.tracing import graph_inputs
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plain_graph(captured: fx.GraphModule) -> PlainGraph | None:
     results = [_placing(node) for node in given]  # type: ignore[union-attr]
     if not any(isinstance(example, DTensor | DeviceMesh) for example in examples) and not any(results):
         return None
-    graph = duplicate(captured)  # Dynamo looks at its own again, for what to call the result with
+    graph = private.copied(captured)  # Dynamo looks at its own again, for what to call the result with
     inputs = graph.graph.find_nodes(op="placeholder")
     constants = _Constants(graph, inputs[-1].next)
     kept = []

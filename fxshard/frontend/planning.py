@@ -1,11 +1,12 @@
-"""``fxshard.plan``: the schedule of a model for any number of ranks, from shapes alone."""
+"""``fxshard.plan``: the schedule of a model for any number of ranks, from shapes alone; ``fxshard.explain``: what
+becomes of its experts."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
+from fxshard.kernels.report import ExpertsReport
 from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
+from fxshard.passes.context import PassContext
 from fxshard.passes.fit_budget import Trade
 from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
@@ -94,21 +97,8 @@ def plan(
     >>> schedule = fxshard.plan(model, (tokens, tokens), world_size=1024, hardware="h200", memory_budget="60GiB")
     >>> print(schedule, schedule.simulate("h200").step_seconds)
     """
-    options = Options(
-        zero=zero,
-        units=units,
-        precision=precision,
-        layout=layout,
-        reduction=reduction,
-        memory_budget=memory_budget,
-        activations=activations,
-        hardware=hardware,
-        experts=experts,
-        return_logits=return_logits,
-        passes=passes,
-        lowering=lowering,
-        debug=debug,
-    )
+    given = dict(locals())
+    options = Options(**{option.name: given[option.name] for option in fields(Options) if option.name in given})
     ranks = _Ranks(world_size, shard_size, groups, mesh, parallelize)
     watching, report = observer(), progress or (lambda stage: None)
     partitioned, sharding = _partitioned(model, example_inputs, options, ranks, optimizer, profile, watching, report)
@@ -290,19 +280,10 @@ def _hollow_copy(model: nn.Module, precision: Precision | None) -> nn.Module:
         dtype = parameter.dtype
         if precision is not None and precision.param is not None and dtype.is_floating_point:
             dtype = precision.param
-        memo[id(parameter)] = nn.Parameter(_hollow(parameter, dtype), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(hollow_like(parameter, dtype, CPU), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _real(buffer)
     return copy.deepcopy(model, memo)
-
-
-def _hollow(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Without memory, on the CPU; of a DTensor the part that it wraps."""
-    if not isinstance(parameter, DTensor):
-        return hollow_like(parameter, dtype, CPU)
-    local = hollow_like(private.wrapped(parameter), dtype, CPU)
-    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _local_leaf(value: DTensor) -> torch.Tensor:
@@ -313,3 +294,30 @@ def _local_leaf(value: DTensor) -> torch.Tensor:
 def _real(value: torch.Tensor) -> torch.Tensor:
     """Inputs and buffers are small and may be looked at while tracing: zeros where there is nothing on meta."""
     return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value.detach().cpu()
+
+
+def explain(
+    model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], *, experts: str = "auto"
+) -> ExpertsReport:
+    """Which mixture-of-experts MLPs of a model are fused, by which implementation, and which are not, and why.
+
+    Captures the model as ``fxshard.compile`` does and runs nothing. ``experts`` is the option of ``fxshard.compile``.
+
+    >>> print(fxshard.explain(model, (tokens, targets)))
+    layers.0.moe.experts and 3 more fused by torch: 8 experts, SwiGLU, gate and up separate
+    """
+    buckets = model._sharding.plans if isinstance(model, ShardedModule) else ()
+    context = PassContext(buckets, Options(experts=experts), Phase.FORWARD)
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        before_autograd(graph, context)
+        results = outputs_without_values(graph)
+        return lambda *args: results
+
+    plain = model._inner if isinstance(model, ShardedModule) else model
+    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    try:
+        capture(plain, backend, dynamic=False)(*args, **kwargs)
+    except FAILURES as error:
+        raise explained(error, plain) from error
+    return context.experts

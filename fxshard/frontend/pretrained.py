@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ import torch
 from torch import nn
 
 from fxshard._torch.errors import CheckpointError, ConfigError
-from fxshard.frontend.adapters import has_adapter, save_adapter
 from fxshard.frontend.exporting import SafetensorsWriter, whole_tensors
 from fxshard.frontend.frozen_linears import FrozenLinear
 
@@ -55,15 +55,15 @@ def save_pretrained(
     plain, agreement = model._inner, model._sharding.agreement
     final, size = Path(save_directory), _bytes(max_shard_size)
     aside = final.with_name(final.name + ".partial")
-    first = model._sharding.channels.shard == 0 and model._sharding.channels.replica == 0
+    first = model._sharding.channels.is_first
     export = _Export(plain, aside, size, dtype) if first else None
-    failed = export.attempt(export.begin) if export is not None else None
+    failed = _attempt(export.begin) if export is not None else None
     if not any(agreement.share(failed)):
         for names, value in whole_tensors(model.state_dict(keep_vars=True), model._sharding.buckets):
             if export is not None and failed is None:  # after a failure the other ranks are still gathering
-                failed = export.attempt(export.add, names, value)
+                failed = _attempt(export.add, names, value)
         if export is not None and failed is None:
-            failed = export.attempt(export.finish, final)
+            failed = _attempt(export.finish, final)
     if first:
         shutil.rmtree(aside, ignore_errors=True)
     problem = next((each for each in agreement.share(failed) if each), None)
@@ -78,6 +78,15 @@ def _bytes(size: int | str) -> int:
     return int(found[1]) * UNITS[found[2] or ""]
 
 
+def _attempt(do: Callable[..., object], *args: Any) -> str | None:
+    """Why something could not be done: the other ranks are told, and all raise the same."""
+    try:
+        do(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 class _Export:
     """What the first rank writes."""
 
@@ -87,14 +96,6 @@ class _Export:
         self._tied = _tied(plain)
         self._left_out = getattr(plain, "_keys_to_ignore_on_save", None) or ()
         self._kept: torch.dtype | None = None
-
-    def attempt(self, do: Any, *args: Any) -> str | None:
-        """Why something could not be done: the other ranks are told, and all raise the same."""
-        try:
-            do(*args)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
 
     def begin(self) -> None:
         shutil.rmtree(self._aside, ignore_errors=True)
@@ -141,3 +142,33 @@ def _as_stored(plain: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping
     loading = sys.modules.get("transformers.core_model_loading")
     revert = getattr(loading, "revert_weight_conversion", None)
     return revert(plain, dict(tensors)) if revert is not None else tensors
+
+
+def has_adapter(plain: nn.Module) -> bool:
+    """Whether a model is one of peft's."""
+    return hasattr(plain, "peft_config") and hasattr(plain, "get_base_model")
+
+
+def save_adapter(model: ShardedModule, save_directory: str | PathLike[str], **options: Any) -> None:
+    """Write what trains, as ``PeftModel.from_pretrained`` reads it. Collective; the first rank writes.
+
+    ``options``: those of peft's own ``save_pretrained``, but for ``state_dict``.
+    """
+    plain: Any = model._inner
+    sharding = model._sharding
+    trained = [bucket for bucket in sharding.buckets if bucket.plan.trainable]
+    if not trained:
+        raise ConfigError(
+            "no parameter trains, so there is no adapter to save: set is_trainable=True when it is loaded"
+        )
+    names = {id(parameter) for bucket in trained for parameter in bucket.params}
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) in names}
+    first = sharding.channels.is_first
+    whole: dict[str, torch.Tensor] = {}
+    for each, value in whole_tensors(state, trained):
+        if first:
+            whole.update(dict.fromkeys(each, value.to("cpu", copy=True)))
+    failed = _attempt(partial(plain.save_pretrained, save_directory, state_dict=whole, **options)) if first else None
+    problem = next((each for each in sharding.agreement.share(failed) if each), None)
+    if problem is not None:
+        raise CheckpointError(f"{save_directory} was not saved: {problem}")

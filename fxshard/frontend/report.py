@@ -8,9 +8,9 @@ from fxshard.kernels.report import ExpertsReport
 from fxshard.optim.fused_weights import Found, summary
 from fxshard.runtime.replay import Captures
 from fxshard.schedule.attention_report import AttentionReport
-from fxshard.schedule.largest import Thing
 from fxshard.schedule.loss_report import LossReport
 from fxshard.schedule.offloads import Offloaded
+from fxshard.schedule.peak import Thing
 from fxshard.schedule.schedule import size
 
 

@@ -306,10 +306,7 @@ def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter]) -> None:
 
 
 def _make_real(
-    model: nn.Module,
-    buckets: list[Bucket],
-    device: torch.device,
-    init: Init | None,
+    model: nn.Module, buckets: list[Bucket], device: torch.device, init: Init | None
 ) -> dict[str, nn.Parameter]:
     """Materialise a model on the meta device into buckets, module by module; returns its hollow parameters."""
     home = {name: bucket for bucket in buckets for name in bucket.plan.params}

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch import private
-from fxshard._torch.errors import ConfigError
+from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.sharded import ShardedOptimizer
-from fxshard.plan.regroup import in_our_layout
+from fxshard.plan.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket, total_bytes
-from fxshard.runtime.full_tensor import whole_parameters
+from fxshard.runtime.parameter_methods import whole_parameters
 
 
 def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:
@@ -31,13 +31,14 @@ def place_of(buckets: Sequence[Bucket]) -> dict[int, tuple[Bucket, str]]:
 
 def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
     """A state dict of parameters and buffers as whole tensors, on the CPU of every rank. A collective call."""
-    full: dict[int, torch.Tensor] = {}
-    for bucket in buckets:
-        for parameter, value in zip(bucket.params, whole_parameters(bucket), strict=True):
-            full[id(parameter)] = value.cpu().clone()
-    buffers = {key: private.local_part(value) for key, value in state.items() if id(value) not in full}
+    full = {
+        id(parameter): value.cpu().clone()
+        for bucket in buckets
+        for parameter, value in zip(bucket.params, whole_parameters(bucket), strict=True)
+    }
     return {
-        key: buffers[key].detach().cpu().clone() if key in buffers else full[id(value)] for key, value in state.items()
+        key: full[id(value)] if id(value) in full else private.local_part(value).detach().cpu().clone()
+        for key, value in state.items()
     }
 
 
@@ -86,8 +87,41 @@ def bytes_at_rest(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer | 
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
-                local = value.to_local() if isinstance(value, DTensor) else value
-                storage = local.untyped_storage()
+                storage = private.local_part(value).untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     sizes["state"] += sum(storages.values())
     return sizes
+
+
+class ParameterIdentity:
+    """Looked at before every forward: two lists, compared as a whole."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._names = [name for _, name, _ in places(buckets)]
+        self._parameters = [parameter for _, _, parameter in places(buckets)]
+        self._trained = [bucket.plan.trainable for bucket, _, _ in places(buckets)]
+        self._storages = [private.storage_address(parameter) for parameter in self._parameters]
+
+    def check(self) -> None:
+        """Raise ``StateError`` if a parameter is trained that was frozen, or its memory was replaced."""
+        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+            self._refuse_trained()
+        if [private.storage_address(parameter) for parameter in self._parameters] != self._storages:
+            self._refuse_replaced()
+
+    def _refuse_trained(self) -> None:
+        for name, parameter, trained in zip(self._names, self._parameters, self._trained, strict=True):
+            if parameter.requires_grad != trained:
+                raise StateError(
+                    f"{name!r} was {'trained' if trained else 'frozen'} when the model was sharded; "
+                    "set requires_grad on the plain model, before fxshard.compile"
+                )
+
+    def _refuse_replaced(self) -> None:
+        for name, parameter, storage in zip(self._names, self._parameters, self._storages, strict=True):
+            if private.storage_address(parameter) != storage:
+                raise StateError(
+                    f"{name!r} was given other memory (parameter.data = ...), but a sharded parameter is a view of its "
+                    "bucket, and that was not changed: write values with parameter.copy_() below torch.no_grad(), or "
+                    "with load_state_dict; this model cannot be used any more"
+                )

@@ -11,11 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.plan.model_groups import labelled
-from fxshard.plan.parts import Cuts, Whole
-from fxshard.plan.pieces import Piece
+from fxshard.plan.parts import Cuts, Piece, Whole
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized
-from fxshard.runtime.tensor_parallel import TensorParallel
+from fxshard.runtime.channels import TensorParallel
 
 
 def find_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None) -> TensorParallel | None:

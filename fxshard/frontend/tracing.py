@@ -13,13 +13,13 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.log import LOG
 from fxshard.frontend.absent_layers import AbsentLayers, LayersDifferError
-from fxshard.frontend.model_groups import note_groups
-from fxshard.frontend.used_results import tell_unused_results
 from fxshard.passes.fold_layers import Folded, fold_layers
 from fxshard.passes.partition import partition
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Captured, Partitioned, Scheduled
+from fxshard.plan.model_groups import labelled
 from fxshard.runtime.program import Program
+from fxshard.schedule.collectives import GROUP
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.params import PARAM, ParamRef
@@ -123,16 +123,6 @@ def tie_parameters(graph: fx.GraphModule, refs: Sequence[ParamRef | None]) -> No
         node.meta[PARAM] = ref
 
 
-def duplicate(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with the same values."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(module.graph, env)
-    end = module.graph.output_node()
-    graph.output(fx.map_arg(end.args[0], env.__getitem__), end.type).meta.update(end.meta)
-    return private.graph_module(module, graph)
-
-
 def outputs_without_values(graph: fx.GraphModule) -> tuple[Any, ...]:
     """What a captured graph returns, as tensors on the meta device: for a graph that is planned and never run."""
 
@@ -143,3 +133,26 @@ def outputs_without_values(graph: fx.GraphModule) -> tuple[Any, ...]:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     return tuple(fx.map_arg(graph.graph.output_node().args[0], on_meta))  # type: ignore[arg-type]
+
+
+def note_groups(graph: fx.Graph) -> None:
+    """Note on each collective of the model's own how a schedule calls its group, and where its ranks lie."""
+    starts = [node for node in graph.nodes if private.collective_name(node) is not None]
+    found = [private.group_ranks(private.collective_group(node)) for node in starts]
+    groups = labelled(found)
+    for node, (name, _, _) in zip(starts, found, strict=True):
+        node.meta[GROUP] = groups[name]
+
+
+def tell_unused_results(run: Callable[..., Any], backward: Program) -> Callable[..., Any]:
+    """``run`` as it is, but ``backward`` learns which results of it have no gradient."""
+
+    def tell(missing: frozenset[int]) -> None:
+        backward.without_loss = missing
+
+    def call(*args: Any) -> Any:
+        results = run(*args)
+        private.before_backward(results, tell)
+        return results
+
+    return call

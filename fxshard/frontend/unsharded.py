@@ -12,7 +12,7 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.mirror import Fixed, Mirror
 from fxshard.frontend.state import places
 from fxshard.runtime.bucket import Bucket
-from fxshard.runtime.full_tensor import FullTensor, whole_parameters
+from fxshard.runtime.parameter_methods import FullTensor, whole_parameters
 
 if TYPE_CHECKING:
     from fxshard.frontend.module import ShardedModule

@@ -19,7 +19,7 @@ from torch import nn
 
 import fxshard
 from fxshard import ConfigError, Precision, ShardedModule
-from fxshard.integrations.optimizers import carry_over, check_unused, names_of, owns
+from fxshard.integrations.optimizers import carry_over, check_unused, names_of, owns, trains
 from fxshard.integrations.replacing import save_over
 
 FOLDER = "fxshard"
@@ -59,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
         given = list(args)
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         for i, model in enumerate(args):
-            if isinstance(model, nn.Module) and _trains(model) and model not in self._models:
+            if isinstance(model, nn.Module) and trains(model) and model not in self._models:
                 names = names_of(model)
                 for optimizer in optimizers:
                     check_unused(optimizer, names)
@@ -156,7 +156,3 @@ class Accelerator(accelerate.Accelerator):
 
 
 _TYPES = tuple(kind for kind in accelerate.DistributedType if kind.value in ("NO", "MULTI_CPU", "MULTI_GPU"))
-
-
-def _trains(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())

@@ -21,7 +21,7 @@ from torch import nn
 
 import fxshard
 from fxshard import ConfigError, ShardedModule
-from fxshard.integrations.optimizers import carry_over, check_unused, names_of
+from fxshard.integrations.optimizers import carry_over, check_unused, names_of, trains
 
 
 class _NoSync(_BackwardSyncControl):
@@ -47,7 +47,7 @@ class FxshardStrategy(DDPStrategy):
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        if isinstance(module, ShardedModule) or not any(p.requires_grad for p in module.parameters()):
+        if isinstance(module, ShardedModule) or not trains(module):
             return module
         if self.precision.precision != "32-true":
             raise ConfigError(

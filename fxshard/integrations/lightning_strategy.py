@@ -18,7 +18,7 @@ from torch import nn
 import fxshard
 from fxshard import CheckpointError, ConfigError, ShardedModule
 from fxshard.checkpoint import folder
-from fxshard.integrations.optimizers import carry_over, check_unused, names_of
+from fxshard.integrations.optimizers import carry_over, check_unused, names_of, trains
 from fxshard.integrations.replacing import save_over
 
 _OPTIONS_OF: WeakKeyDictionary[ShardedModule, dict[str, Any]] = WeakKeyDictionary()
@@ -86,7 +86,7 @@ class TrainerStrategy:
         self.accelerator.setup(trainer)
         module = self.lightning_module
         self._refuse(module)
-        self._places = where_it_trains(module)
+        self._places = where_ittrains(module)
         plain = module.get_submodule(self._places[0])
         if isinstance(plain, ShardedModule):
             self._refuse_other_options(plain)
@@ -252,9 +252,9 @@ class ClipsShards:
             super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
 
 
-def where_it_trains(module: nn.Module) -> tuple[str, ...]:
+def where_ittrains(module: nn.Module) -> tuple[str, ...]:
     """The names under which a ``LightningModule`` has the one submodule that trains."""
-    found = {id(child): name for name, child in module.named_children() if _trains(child)}
+    found = {id(child): name for name, child in module.named_children() if trains(child)}
     direct = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
     if len(found) != 1 or direct:
         names = ", ".join([*found.values(), *direct]) or "nothing"
@@ -265,7 +265,3 @@ def where_it_trains(module: nn.Module) -> tuple[str, ...]:
         )
     (chosen,) = found
     return tuple(name for name, child in module._modules.items() if id(child) == chosen)
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())

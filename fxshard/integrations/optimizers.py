@@ -15,6 +15,10 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
+def trains(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
 def check_unused(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     """Refuse an optimizer that has state of a plain model's parameters, before the model is sharded."""
     if optimizer.state and owns(optimizer, names):

@@ -11,7 +11,7 @@ import torch
 
 import fxshard
 from fxshard import ShardedModule
-from fxshard.frontend.adapters import has_adapter
+from fxshard.frontend.pretrained import has_adapter
 
 
 def save_over(

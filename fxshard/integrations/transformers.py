@@ -21,7 +21,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 import fxshard
 from fxshard import CheckpointError, ShardedModule
 from fxshard.checkpoint import load_safetensors
-from fxshard.frontend.adapters import has_adapter
+from fxshard.frontend.pretrained import has_adapter
 from fxshard.integrations.accelerate import FOLDER, Accelerator
 
 Class = TypeVar("Class", bound=type[Trainer])

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from fxshard._torch.errors import StateError
 from fxshard.optim.sending import sent
-from fxshard.plan.layout import Fragment
-from fxshard.plan.shares import shares, within
+from fxshard.plan.layout import Fragment, shares, within
 from fxshard.runtime.bucket import Bucket
 
 

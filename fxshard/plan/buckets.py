@@ -15,13 +15,11 @@ from fxshard.kernels.float8 import COLUMNWISE, ROWWISE, scale_shape
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.choice import LayoutKind, choose_layout, crosses, span_units
 from fxshard.plan.dealing import Dealt, Member, deal
-from fxshard.plan.domain import UNKNOWN, Domain, DomainOf
-from fxshard.plan.float8_recipe import Float8Recipe
-from fxshard.plan.gather_modes import Copies, Gather
+from fxshard.plan.domain import UNKNOWN, ZERO, BytesPerRank, Domain, DomainOf, Placement
+from fxshard.plan.gather_modes import Copies, Float8Recipe, Gather
 from fxshard.plan.layout import Layout, TensorSpec
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.parts import Cuts
-from fxshard.plan.placement import ZERO, BytesPerRank, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized, choose_linears
 from fxshard.plan.state import StateChoice, bytes_of_moments, staging_bytes
@@ -156,11 +154,6 @@ class BucketPlan:
     @property
     def grad_bytes(self) -> int:
         return self.layout.numel * self.reduce_dtype.itemsize if self.trainable else 0
-
-    @property
-    def packs_state(self) -> bool:
-        """Whether moments are kept otherwise than as the masters are, beside them."""
-        return self.trainable and not StateChoice(self.state, self.offload).plain
 
     @cached_property
     def moment_bytes(self) -> int:

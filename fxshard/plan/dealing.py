@@ -119,7 +119,8 @@ def _deal(units: Sequence[Unit], members: Mapping[str, Member], dealt_units: int
         made.append(rest)
     else:
         made[-1] += rest
-    named = list(_named([sorted(names, key=lambda name: _order(name, place, units)) for names in made], units, place))
+    order = {name: (place[name], units[place[name]].params.index(name)) for names in made for name in names}
+    named = list(_named([sorted(names, key=order.__getitem__) for names in made], units, place))
     in_order = sorted([*alone, *named], key=lambda unit: min(place[name] for name in unit.params))
     return Dealt(tuple(in_order), frozenset(unit.name for unit in named))
 
@@ -130,10 +131,6 @@ def _parts(unit: Unit, members: Mapping[str, Member], size: int) -> tuple[list[s
     others = [name for name in unit.params if not members[name].matrix]
     large = [name for name in others if members[name].spec.numel * members[name].ranks > MOST_PADDING * size]
     return matrices, [name for name in others if name not in large], large
-
-
-def _order(name: str, place: Mapping[str, int], units: Sequence[Unit]) -> tuple[int, int]:
-    return place[name], units[place[name]].params.index(name)
 
 
 def _named(made: Sequence[Sequence[str]], units: Sequence[Unit], place: Mapping[str, int]) -> Iterator[Unit]:

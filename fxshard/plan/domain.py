@@ -1,6 +1,7 @@
 """Over which ranks a parameter is data-parallel: how many shards, how many replicas of each, and what gradients mean.
 
-One row per process group of the model: its own ranks (plain or HSDP), and those of expert parameters.
+One row per process group of the model: its own ranks (plain or HSDP), and those of expert parameters. ZeRO stages are
+placements: which of parameters, gradients and optimizer state are sharded.
 """
 
 from __future__ import annotations
@@ -10,6 +11,33 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fxshard._torch.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which of the three is sharded over the data-parallel ranks; what is not sharded is replicated."""
+
+    param: bool
+    grad: bool
+    state: bool
+
+
+ZERO: dict[int, Placement] = {
+    0: Placement(param=False, grad=False, state=False),
+    1: Placement(param=False, grad=False, state=True),
+    2: Placement(param=False, grad=True, state=True),
+    3: Placement(param=True, grad=True, state=True),
+}
+
+
+@dataclass(frozen=True)
+class BytesPerRank:
+    """What one rank holds at rest, in bytes."""
+
+    param: int
+    grad: int
+    state: int
+
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS = ("mean", "sum")

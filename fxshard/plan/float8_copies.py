@@ -135,8 +135,5 @@ class Float8Copies:
         wanted = [copy for copy, asked in enumerate((copies.rowwise, copies.columnwise)) if asked]
         moves = tuple((there[i], self.memory.split(self._held)[copy]) for i, copy in enumerate(wanted))
         return Transfer(
-            moves,
-            lambda: self._views(memory, copies),
-            stage=stage,
-            apart=lambda: self._views(memory.clone(), copies),
+            moves, lambda: self._views(memory, copies), stage=stage, apart=lambda: self._views(memory.clone(), copies)
         )

@@ -10,8 +10,7 @@ from fxshard._torch.errors import ConfigError
 from fxshard.kernels.float8 import BLOCK, Scaling
 from fxshard.kernels.float8_grouped import grouped_path, grouped_products
 from fxshard.kernels.float8_products import MULTIPLE, path, scaled_products
-from fxshard.plan.float8_recipe import Float8Recipe
-from fxshard.plan.gather_modes import Gather
+from fxshard.plan.gather_modes import Float8Recipe, Gather
 from fxshard.plan.precision import Precision
 from fxshard.plan.quantized import Quantized
 
@@ -54,11 +53,7 @@ class Float8(Quantized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, known in (
-            ("scaling", tuple(map(str, Scaling))),
-            ("weight_gradient", CHOICES),
-            ("gather", CHOICES),
-        ):
+        for field, known in (("scaling", tuple(map(str, Scaling))), ("weight_gradient", CHOICES), ("gather", CHOICES)):
             value = getattr(self, field)
             if value not in known:
                 raise ConfigError(f"Float8({field}={value!r}): expected one of {', '.join(map(repr, known))}")

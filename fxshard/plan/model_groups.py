@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fxshard.plan.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds, reduce_scatter_seconds
+from fxshard.plan.collectives import (
+    BETWEEN,
+    INSIDE,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    reduce_scatter_seconds,
+)
 from fxshard.plan.hardware import Hardware
-from fxshard.plan.transfers import BETWEEN, INSIDE
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Muon's matrices that are cut over tensor-parallel ranks: which of these ranks puts each together and orthogonalizes
-it, and what they send each other.
+"""Parameters that are cut over tensor-parallel ranks: which part a rank has (:class:`Piece`) before data parallelism
+cuts that part into rows; which of these ranks puts each of Muon's matrices together and orthogonalizes it, and what
+they send each other.
 
 All ranks of the group hold parts of the same matrices, so each has the same ones to deal out. One all-to-all there and
 one back move every part once, and nothing is computed twice.
@@ -11,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import torch
 
 from fxshard.plan.matrices import least_loaded, matrix_cost, newton_schulz_flops
 from fxshard.plan.model_groups import ModelGroup
@@ -113,3 +116,44 @@ class Parts:
         for part, owner in zip(self.members, self.owners, strict=True):
             work[owner] += newton_schulz_flops(part.whole(self.group.ranks))
         return max(work)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part ``index`` of ``parts`` equal ones along ``dim`` of a parameter; without a ``dim``, all of it."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int | None
+    parts: int
+    index: int
+
+    @property
+    def start(self) -> int:
+        """Where the part begins along ``dim``."""
+        return 0 if self.dim is None else self.shape[self.dim] // self.parts * self.index
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one of several with the same elements that counts them, in a norm."""
+        return self.dim is not None or self.index == 0
+
+    @property
+    def cuts_matrices(self) -> bool:
+        """Whether a rank has less than whole matrices; experts that are dealt out to ranks are whole."""
+        return self.dim is not None and self.dim >= len(self.shape) - 2 and self.parts > 1
+
+    def offsets(self, row: int) -> tuple[int, ...]:
+        """Where in the whole parameter a row of the part begins."""
+        return tuple(at + (self.start if dim == self.dim else 0) for dim, at in enumerate(row_offsets(self.shape, row)))
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a whole tensor, a view."""
+        if self.dim is None:
+            return whole
+        return whole.narrow(self.dim, self.start, self.shape[self.dim] // self.parts)
+
+
+def row_offsets(shape: Sequence[int], row: int) -> tuple[int, ...]:
+    """Where in a tensor of this shape a row begins."""
+    return (row, *[0] * (len(shape) - 1)) if shape else ()

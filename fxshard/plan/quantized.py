@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fxshard._torch.errors import ConfigError
-from fxshard.plan.float8_recipe import Float8Recipe
-from fxshard.plan.gather_modes import Gather
+from fxshard.plan.gather_modes import Float8Recipe, Gather
 from fxshard.plan.precision import Precision
 
 Chooser = Callable[[str, tuple[int, ...]], bool]

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fxshard._torch.errors import ConfigError
-from fxshard.plan.layout import Fragment, aligned
-from fxshard.plan.shares import shares
+from fxshard.plan.layout import Fragment, aligned, shares
 
 if TYPE_CHECKING:
     from fxshard.plan.buckets import BucketPlan

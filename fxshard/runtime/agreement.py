@@ -92,16 +92,12 @@ class Agreement:
         return gathered
 
     def _exchange(self, mine: _Told) -> list[_Told]:
-        control = self._control
-        assert control is not None
-        gathered: list[_Told] = [(None, [], False)] * control.size()
         try:
-            dist.all_gather_object(gathered, mine, group=control)
+            return self.share(mine)
         except RuntimeError as error:
             raise PeerError(
                 f"another rank ended or did not answer while the ranks compared their plans: {error}"
             ) from error
-        return gathered
 
 
 def _first_difference(topic: str, other: str, mine: list[str], theirs: list[str]) -> str:

@@ -15,17 +15,14 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
 from fxshard.plan.layout import Fragment
-from fxshard.plan.pieces import row_offsets
+from fxshard.plan.parts import row_offsets
 from fxshard.plan.state import state_shape
 from fxshard.runtime.channels import Channels
-from fxshard.runtime.foreign_optimizers import mark
-from fxshard.runtime.freshness import watch
-from fxshard.runtime.full_tensor import FullTensor
 from fxshard.runtime.home import Home
-from fxshard.runtime.parameter_hooks import Hook, RefusedHook, RegisterAfterAccumulation
+from fxshard.runtime.optimizer_steps import guard, mark
+from fxshard.runtime.parameter_methods import FullTensor, Hook, RefusedHook, RegisterAfterAccumulation
 from fxshard.runtime.rows import rows_of
 from fxshard.runtime.uneven_rows import Cut, uneven
-from fxshard.runtime.unreduced import guard
 
 
 def _nothing() -> None:
@@ -70,6 +67,8 @@ class Bucket:
         """The parameters, by position, that those micro-batches used."""
         self.discarded = False
         """Whether the last backward was for gradients of inputs alone."""
+        self.counts_steps = plan.resident
+        """Whether steps of optimizers that gather what they change themselves count as changes, too."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
         self.grad_full = self._empty(layout.numel, plan.reduce_dtype) if keeps_full else None
         self.fragments = layout.fragments(self.rank)
@@ -106,7 +105,8 @@ class Bucket:
             original = originals[fragment.name]
             parameter = nn.Parameter(self.as_param(self.master, fragment.name), original.requires_grad)
             parameter.__dict__.update(original.__dict__)
-            if self.mesh is not None and (self.plan.layout.ranks > 1 or self._is_part(fragment.name)):
+            part = self.tensor is not None and self.tensor.pieces[fragment.name].dim is not None
+            if self.mesh is not None and (self.plan.layout.ranks > 1 or part):
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
                 mark(parameter)
             hooks = RegisterAfterAccumulation(self, len(self.params))
@@ -114,7 +114,6 @@ class Bucket:
             parameter.register_hook = RefusedHook(fragment.name)  # type: ignore[method-assign]
             self.params.append(parameter)
             guard(parameter, self)
-            watch(parameter, self.master, always=self.plan.resident)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -180,9 +179,6 @@ class Bucket:
         """What a whole tensor, shaped like a parameter, has for this tensor-parallel rank; a view."""
         return whole if self.tensor is None else self.tensor.pieces[name].of(whole)
 
-    def _is_part(self, name: str) -> bool:
-        return self.tensor is not None and self.tensor.pieces[name].dim is not None
-
     def as_state(
         self,
         part: torch.Tensor,
@@ -244,7 +240,7 @@ class Bucket:
         """Whether the shard changed since it was last gathered.
 
         Every in-place operation counts up the version that the flat shard shares with its views, and so does every
-        optimizer step (``freshness``). Ranks run the same program, so they agree.
+        optimizer step (``optimizer_steps``). Ranks run the same program, so they agree.
         """
         return self.version != self.gathered_version
 

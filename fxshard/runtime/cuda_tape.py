@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,24 +35,6 @@ class Place:
         return raw.view(self.dtype).as_strided(self.shape, self.stride)
 
 
-class Tape(Protocol):
-    """Records what is started on a device."""
-
-    device: torch.device
-
-    def busy(self) -> bool:
-        """Whether a capture is under way already."""
-
-    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """What starts again everything that ``run`` starts, and what ``run`` returned; nothing has run yet."""
-
-    def tensor_at(self, place: Place) -> torch.Tensor:
-        """The tensor at an address, which the tape's memory keeps for it."""
-
-    def pool_bytes(self) -> tuple[int, int]:
-        """Bytes of its memory, and how many of them the allocator counts as allocated."""
-
-
 class CudaTape:
     """Captures CUDA graphs that share one memory pool: at any time only one of them has anything in it.
 
@@ -67,9 +49,11 @@ class CudaTape:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def busy(self) -> bool:
+        """Whether a capture is under way already."""
         return torch.cuda.is_current_stream_capturing()
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """What starts again everything that ``run`` starts, and what ``run`` returned; nothing has run yet."""
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
@@ -89,9 +73,11 @@ class CudaTape:
         return graph.replay, result
 
     def tensor_at(self, place: Place) -> torch.Tensor:
+        """The tensor at an address, which the tape's memory keeps for it."""
         return place.over(torch.as_tensor(_Bytes(place), device=self.device))
 
     def pool_bytes(self) -> tuple[int, int]:
+        """Bytes of its memory, and how many of them the allocator counts as allocated."""
         if self._pool is None:
             return 0, 0
         segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self._pool)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from fxshard._torch import private
 from fxshard._torch.errors import StateError
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
-from fxshard.runtime.freshness import watch
 from fxshard.runtime.hollow import hollow_like, is_hollow
 
 Place = tuple[int, int]
@@ -74,17 +74,14 @@ class EagerReads(private.OperatorObserver):
                         "into the graph"
                     )
                 if operator is torch.ops.aten.detach.default:  # looks at no memory; torch itself does this to inputs
-                    return self._remember(place)
+                    return partial(self._remember, place)
                 self._fill(place)
                 if value is not self._hollow[place]:
                     value.data = self._hollow[place].data
         return None
 
-    def _remember(self, place: Place) -> Callable[[torch.Tensor], None]:
-        def copied(result: torch.Tensor) -> None:
-            self._copies[id(result)] = (result, place)
-
-        return copied
+    def _remember(self, place: Place, result: torch.Tensor) -> None:
+        self._copies[id(result)] = (result, place)
 
     def _fill(self, place: Place) -> None:
         index, position = place
@@ -101,10 +98,10 @@ class EagerReads(private.OperatorObserver):
 
     def _follow(self, index: int, bucket: Bucket) -> None:
         """See changes of the shard, and gradients, from now on."""
-        for i, parameter in enumerate(bucket.params):
-            watch(parameter, bucket.master, always=True)
-            if bucket.plan.trainable:
-                self._hollow[index, i].register_post_accumulate_grad_hook(_collector(self._engine, (index, i)))
+        bucket.counts_steps = True
+        if bucket.plan.trainable:
+            for i in range(len(bucket.params)):
+                self._hollow[index, i].register_post_accumulate_grad_hook(partial(_collect, self._engine, (index, i)))
 
     def _empty(self, index: int) -> None:
         for i in range(len(self._engine.buckets[index].params)):
@@ -113,13 +110,10 @@ class EagerReads(private.OperatorObserver):
         del self._filled[index]
 
 
-def _collector(engine: Engine, place: Place) -> Callable[[torch.Tensor], None]:
-    def collect(parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:
-            engine.gradients.add_gradient(*place, gradient)
-
-    return collect
+def _collect(engine: Engine, place: Place, parameter: torch.Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        engine.gradients.add_gradient(*place, gradient)
 
 
 def user_code() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,11 @@ _TAKEN = (
 def hollow_like(
     tensor: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> torch.Tensor:
-    """A tensor that looks like another one and holds nothing."""
+    """A tensor that looks like another one and holds nothing; of a DTensor, what it wraps does not."""
+    if isinstance(tensor, DTensor):
+        local = hollow_like(private.wrapped(tensor), dtype, device)
+        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     hollow = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
     hollow.untyped_storage().resize_(0)
     private.forbid_writes(hollow)
@@ -32,12 +37,7 @@ def make_hollow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     if not isinstance(parameter, DTensor):
         parameter.data = hollow_like(parameter, dtype)
         return
-    local = hollow_like(private.wrapped(parameter), dtype)
-    shape, stride = parameter.shape, parameter.stride()
-    hollow = DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
-    replacement = nn.Parameter(hollow, parameter.requires_grad)
+    replacement = nn.Parameter(hollow_like(parameter, dtype), parameter.requires_grad)
     replacement.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, replacement)  # of a DTensor, ``data`` is only a part
 
@@ -76,3 +76,20 @@ def is_hollow(value: object) -> bool:
 def address(tensor: torch.Tensor) -> int:
     """Where a tensor's memory is; 0 for one that has none."""
     return 0 if is_hollow(tensor) else tensor.data_ptr()
+
+
+def hooks_for_activations() -> AbstractContextManager[None]:
+    """The hooks that are in force now, but for hollow parameters, which a graph only passes on to its backward."""
+    hooks = private.saved_tensor_hooks()
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def pack_activation(tensor: torch.Tensor) -> tuple[bool, Any]:
+        return (True, tensor) if is_hollow(tensor) else (False, pack(tensor))
+
+    def unpack_activation(packed: tuple[bool, Any]) -> torch.Tensor:
+        hollow, value = packed
+        return value if hollow else unpack(value)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_activation, unpack_activation)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from fxshard._torch import private
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels
 
@@ -55,7 +55,7 @@ def norms_by_name(
             value = parameter.grad if of_gradients else parameter
             if value is None:
                 continue
-            local = value.to_local() if isinstance(value, DTensor) else value
+            local = private.local_part(value)
             counted = fragment.numel and bucket.channels.counts(bucket.plan, fragment.name)
             norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float32).square() if counted else None
             names.append(fragment.name)
@@ -73,7 +73,7 @@ def _local_gradients(bucket: Bucket, *, only_counted: bool = False) -> list[torc
     for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
         gradient = parameter.grad
         if gradient is not None and (not only_counted or bucket.channels.counts(bucket.plan, name)):
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = private.local_part(gradient)
             if local.numel():
                 found.append(local.detach())
     return found

@@ -13,27 +13,13 @@ from typing import Any
 
 import torch
 
-from fxshard._torch import private
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.home import Home
 from fxshard.runtime.host_memory import host_memory
 from fxshard.runtime.streams import Token
 from fxshard.schedule.events import Event
 
 STREAM = "host"
-
-
-@dataclass
-class _Place:
-    """Memory of the host for the activations of one forward."""
-
-    memory: torch.Tensor
-    lent: private.StorageReference | None = None
-    """Alive as long as something of it is saved."""
-    for_captures: bool = False
-
-    @property
-    def free(self) -> bool:
-        return not self.for_captures and (self.lent is None or self.lent.expired())
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,8 @@ class Offloads:
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._places: list[_Place] = []
+        self._places: list[Home] = []
+        self._for_captures: list[torch.Tensor] = []
         self._lent: torch.Tensor | None = None
         """The host's memory of the forward that runs."""
         self._leaving: dict[int, Token] = {}
@@ -58,12 +45,14 @@ class Offloads:
     @property
     def bytes(self) -> int:
         """What it has taken of the host's memory."""
-        return sum(place.memory.nbytes for place in self._places)
+        return sum(memory.nbytes for memory in (*self._for_captures, *(place.memory for place in self._places)))
 
     def reserve(self, size: int) -> None:
         """Have memory for a forward that is going to be captured: none can be had meanwhile."""
-        if not any(place.for_captures and place.memory.nbytes >= size for place in self._places):
-            self._place(size).for_captures = True
+        if not any(memory.nbytes >= size for memory in self._for_captures):
+            place = self._place(size)
+            self._places.remove(place)
+            self._for_captures.append(place.memory)
 
     def offload(self, values: list[Any], event: Event, size: int) -> tuple[torch.Tensor]:
         """Start copying a value to its place among ``size`` bytes; gives the copy."""
@@ -115,19 +104,18 @@ class Offloads:
     def _lend(self, size: int) -> torch.Tensor:
         self._lent = None
         if self._frame.capturing:
-            return next(p.memory for p in self._places if p.for_captures and p.memory.nbytes >= size)
-        place = self._place(size)
-        lent = private.same_memory(place.memory)
-        place.lent = private.StorageReference(lent)
+            return next(memory for memory in self._for_captures if memory.nbytes >= size)
+        lent = self._place(size).lend()
+        assert lent is not None
         return lent
 
-    def _place(self, size: int) -> _Place:
+    def _place(self, size: int) -> Home:
         """The smallest that is free and large enough, or a new one."""
         fitting = [place for place in self._places if place.free and place.memory.nbytes >= size]
         place = min(fitting, key=lambda each: each.memory.nbytes, default=None)
         if place is None:
             instead = 'compute more of it again (activations="recompute")'
-            place = _Place(host_memory(size, self._frame.device, "offloaded activations", instead))
+            place = Home(host_memory(size, self._frame.device, "offloaded activations", instead))
             self._places.append(place)
         return place
 

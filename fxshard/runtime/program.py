@@ -78,27 +78,15 @@ class Lowered:
         ]
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """An instruction with what it calls."""
-
-    run: Callable[[list[Any]], Any]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | None, ...] | None
-    dead: tuple[int, ...]
-    label: str
-    key: Key | None
+_Bound = tuple[BoxedCallable, Instruction]
+"""An instruction, and what it calls."""
 
 
 class Program:
     """One phase of a step, ready to run. It takes its arguments in a list, and empties it."""
 
     def __init__(
-        self,
-        lowered: Lowered,
-        engine: Engine,
-        before_first_run: Callable[[], None] | None = None,
-        owner: object = None,
+        self, lowered: Lowered, engine: Engine, before_first_run: Callable[[], None] | None = None, owner: object = None
     ) -> None:
         self.phase = lowered.phase
         self.visible = lowered.visible
@@ -120,13 +108,13 @@ class Program:
         self.host_bytes = lowered.host_bytes
         self._registers = lowered.registers
         self._returns = lowered.returns
-        self._instructions = [self._bind(instruction) for instruction in lowered.instructions]
+        self._instructions = [(each.segment or self._action(each), each) for each in lowered.instructions]
         gradients = engine.gradients
         self._accumulating = self._without_reducing(
-            lowered, {Kind.REDUCE: gradients.accumulate, Kind.FINISH: gradients.put_back}
+            {Kind.REDUCE: gradients.accumulate, Kind.FINISH: gradients.put_back}
         )
         """The same inside ``no_sync``: gradients are kept where they would be reduced."""
-        self._for_inputs = self._without_reducing(lowered, {Kind.FINISH: gradients.discard})
+        self._for_inputs = self._without_reducing({Kind.FINISH: gradients.discard})
         """The same where gradients of parameters are not asked for."""
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
@@ -171,17 +159,17 @@ class Program:
         for i in self.unused_inputs:
             registers[i] = None
         ranges = private.profiling()
-        for instruction in instructions:
+        for run, instruction in instructions:
             values = [registers[i] for i in instruction.inputs]
             for i in instruction.dead:
                 registers[i] = None
             if recorder is not None:
-                results = recorder.run(instruction.key, instruction.run, values)
+                results = recorder.run(instruction.key, run, values)
             elif ranges:
                 with torch.profiler.record_function(instruction.label):
-                    results = instruction.run(values)
+                    results = run(values)
             else:
-                results = instruction.run(values)
+                results = run(values)
             if instruction.outputs is not None:
                 for register, result in zip(instruction.outputs, results, strict=True):
                     if register is not None:
@@ -200,25 +188,19 @@ class Program:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _without_reducing(self, lowered: Lowered, instead: Mapping[Kind, Callable[[int], None]]) -> list[_Bound]:
+    def _without_reducing(self, instead: Mapping[Kind, Callable[[int], None]]) -> list[_Bound]:
         """The instructions with something else ``instead`` of those that reduce gradients, or nothing."""
         chosen: list[_Bound] = []
-        for instruction, bound in zip(lowered.instructions, self._instructions, strict=True):
+        for run, instruction in self._instructions:
             event = instruction.event
             if event is None or event.kind not in (Kind.REDUCE, Kind.ALL_REDUCE, Kind.FINISH):
-                chosen.append(bound)
+                chosen.append((run, instruction))
             elif event.kind in instead:
                 act, index = instead[event.kind], event.bucket_index
                 what = Kind.ACCUMULATE if event.kind is Kind.REDUCE else event.kind
-                run = lambda _, act=act, index=index: act(index)  # noqa: E731
-                chosen.append(replace(bound, run=run, label=f"{what} {event.bucket}"))
+                other = lambda _, act=act, index=index: act(index)  # noqa: E731
+                chosen.append((other, replace(instruction, label=f"{what} {event.bucket}")))
         return chosen
-
-    def _bind(self, instruction: Instruction) -> _Bound:
-        run = instruction.segment or self._action(instruction)
-        return _Bound(
-            run, instruction.inputs, instruction.outputs, instruction.dead, instruction.label, instruction.key
-        )
 
     def _action(self, instruction: Instruction) -> BoxedCallable:
         """What the engine does for an event."""

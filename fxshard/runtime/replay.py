@@ -18,7 +18,7 @@ import torch
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError, FxshardError
 from fxshard._torch.log import LOG
-from fxshard.runtime.cuda_tape import Place, Tape
+from fxshard.runtime.cuda_tape import CudaTape, Place
 from fxshard.runtime.hollow import address, is_hollow
 from fxshard.runtime.transition import Transition, Watching, entry, hindrance, prepare
 from fxshard.schedule.events import Phase
@@ -77,7 +77,7 @@ class Take:
     misses: Misses = field(default_factory=Misses)
     _tensors: list[Any] | None = field(default=None, repr=False)
 
-    def results(self, tape: Tape) -> list[Any]:
+    def results(self, tape: CudaTape) -> list[Any]:
         """What the last replay computed, as tensors that own no memory: the same ones each time."""
         if self._tensors is None:
             self._tensors = [tape.tensor_at(out) if isinstance(out, Place) else out for out in self.outputs]
@@ -124,7 +124,7 @@ class Loan:
 class Replays:
     """The captured programs of one engine: which take fits, and whether the memory they share is still needed."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: CudaTape) -> None:
         self._tape = tape
         self._loan: Loan | None = None
         self.captured = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -74,8 +73,9 @@ Collective = Callable[[bool], dist.Work | AllOf | None]
 """Called with whether it is to return work to wait for (CPU) or run on the current stream (CUDA)."""
 
 
-class Streams(ABC):
-    """Where collectives run."""
+class Streams:
+    """Where collectives run. On the CPU gloo's own threads are the stream; what comes before and after runs in the
+    caller."""
 
     def launch(
         self,
@@ -94,43 +94,22 @@ class Streams(ABC):
                 before()
             return self._start(stream, collective, then)
 
-    @abstractmethod
     def mark(self) -> Token:
         """What the compute stream has been given so far."""
-
-    @abstractmethod
-    def fork(self) -> None:
-        """Let every stream wait for the current one: a capture of the current one then takes them all in."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """Let the current stream wait for all others."""
-
-    @abstractmethod
-    def _on(self, stream: str) -> AbstractContextManager[object]:
-        """What is done inside goes to that stream."""
-
-    @abstractmethod
-    def _start(self, stream: str, collective: Collective | None, then: Callable[[], None] | None) -> Token:
-        """Start a collective, and what follows it, on the stream that is current."""
-
-
-class CpuStreams(Streams):
-    """The CPU: gloo's own threads are the stream; what comes before and after runs in the caller."""
-
-    def mark(self) -> Token:
         return _NOTHING
 
     def fork(self) -> None:
-        pass
+        """Let every stream wait for the current one: a capture of the current one then takes them all in."""
 
     def join(self) -> None:
-        pass
+        """Let the current stream wait for all others."""
 
     def _on(self, stream: str) -> AbstractContextManager[object]:
+        """What is done inside goes to that stream."""
         return nullcontext()
 
     def _start(self, stream: str, collective: Collective | None, then: Callable[[], None] | None) -> Token:
+        """Start a collective, and what follows it, on the stream that is current."""
         return CpuToken(collective(True) if collective is not None else None, then)
 
 
@@ -164,16 +143,8 @@ class CudaStreams(Streams):
         return CudaToken(self._streams[stream].record_event(), self._device)
 
 
-class _Nothing:
-    def wait(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True
-
-
-_NOTHING = _Nothing()
+_NOTHING = CpuToken(None, None)
 
 
 def streams_for(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+    return CudaStreams(device) if device.type == "cuda" else Streams()

@@ -29,13 +29,9 @@ def hindrance(engine: Engine) -> str | None:
         return "no_sync() keeps gradients"
     if any(bucket.home is not None and not bucket.home.free_but_for(bucket.grad) for bucket in engine.buckets):
         return "gradients of an earlier step are still held"
-    moved = (held.views is not None and held.slot is None for held in _outside_memory(engine))
+    outside = (held for index, held in engine._gathered.items() if not engine.buckets[index].plan.resident)
+    moved = (held.views is not None and held.slot is None for held in outside)
     return "a parameter was gathered for a program that has it in another place" if any(moved) else None
-
-
-def _outside_memory(engine: Engine) -> list[Gathered]:
-    """Gathered buckets that do not stay in memory."""
-    return [held for index, held in engine._gathered.items() if not engine.buckets[index].plan.resident]
 
 
 def entry(engine: Engine) -> Hashable:

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -125,27 +126,31 @@ def whole(rows: UnevenRows) -> DTensor:
     counts, along, mesh = rows._cut.counts, rows._cut.along, rows.device_mesh
     if counts is None:
         raise StateError("optimizer state that replicas share is in parts on all of them: read it with fxshard.save")
-    local = private.wrapped(rows).detach()
-    plain = local.as_subclass(torch.Tensor).contiguous()
-    sent = plain.view(torch.uint8) if plain.dtype is torch.bool else plain
-    padded = sent.new_zeros((max(counts), *sent.shape[1:]))
-    padded[: len(sent)] = sent
-    gathered = sent.new_empty((len(counts), *padded.shape))
-    private.all_gather(gathered.view(-1), padded.view(-1), mesh.get_group(along), async_op=False)
-    joined = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).view(plain.dtype)
+    joined = gather_rows(private.wrapped(rows).detach().as_subclass(torch.Tensor), counts, mesh.get_group(along))
     placements = [Replicate() if i == along else p for i, p in enumerate(rows.placements)]
     return DTensor.from_local(joined, mesh, placements, run_check=False, shape=rows.shape, stride=rows.stride())
 
 
+def gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows of all ranks, of which each has as many as ``counts`` says. Collective among them."""
+    plain = rows.contiguous()
+    sent = plain.view(torch.uint8) if plain.dtype is torch.bool else plain
+    padded = sent.new_zeros((max(counts), *sent.shape[1:]))
+    padded[: len(sent)] = sent
+    gathered = sent.new_empty((len(counts), *padded.shape))
+    private.all_gather(gathered.view(-1), padded.view(-1), group, async_op=False)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).view(plain.dtype)
+
+
 def _groups(args: Any, kwargs: Any) -> list[list[DTensor]]:
     """Tensors that meet each other: all of an operator, or those at one place in its lists of tensors."""
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and any(map(_is_tensor, a))]
+    lists = [
+        a
+        for a in (*args, *kwargs.values())
+        if isinstance(a, list | tuple) and any(isinstance(t, torch.Tensor) for t in a)
+    ]
     met = zip_longest(*lists) if lists else [tree_leaves((args, kwargs))]
     return [[t for t in group if isinstance(t, DTensor) and t.ndim > 0] for group in met]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _alike(group: Sequence[DTensor]) -> bool:

@@ -1,7 +1,7 @@
 """Changes of shards that no version counter sees: what was gathered before them must not be used as if it were current.
 
-Version counters see almost every change (``freshness``). They do not see writes through ``parameter.data``, through
-``torch._foreach`` functions on DTensors, or by a user's kernel. So where a program uses what was gathered
+Version counters see almost every change (``optimizer_steps``). They do not see writes through ``parameter.data``,
+through ``torch._foreach`` functions on DTensors, or by a user's kernel. So where a program uses what was gathered
 earlier, this rank's part of it is compared with the shard. Where that part is not at hand (still under way, quantized,
 given away, or the shard itself), the bits of the shard are added up when it is gathered, and again: a pass more.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
-import logging
 import threading
 import time
 import weakref
@@ -14,12 +13,11 @@ from collections.abc import Iterator
 import torch
 
 from fxshard._torch.errors import PeerError
+from fxshard._torch.log import LOG
 from fxshard.runtime.streams import Token
 
 PATIENCE = 60.0
 """Seconds after which a collective that has not finished is reported, unless the process group gives up earlier."""
-
-_log = logging.getLogger("fxshard")
 
 
 @contextlib.contextmanager
@@ -76,7 +74,7 @@ class Watchdog:
             self._pending.popleft()
         if self._pending and time.monotonic() - self._pending[0].started > self.patience:
             late = self._pending.popleft()
-            _log.error(
+            LOG.error(
                 "rank %d: %s has not finished for %.0f s; %d more collectives wait for it. Look at what the other "
                 "ranks do: one of them has ended, is stuck, or runs another program",
                 late.rank,

@@ -27,7 +27,8 @@ def accumulating(step: Schedule) -> Schedule:
     carried.sort(key=lambda event: used[event.bucket_index])  # in the forward's order, not in that of updates
     first = [replace(event, phase=Phase.FORWARD, why="no optimizer phase before gathers it") for event in carried]
     scales = [event for _, event in step.of(Kind.SCALES)]
-    within = [_kept(event, step.buckets[event.bucket_index]) for event in step.events if _stays(event)]
+    stay = (e for e in step.events if e.kind not in (Kind.ALL_REDUCE, Kind.SCALES) and e.phase is not Phase.OPTIMIZER)
+    within = [_kept(event, step.buckets[event.bucket_index]) for event in stay]
     events = [*scales, *first, *within]
     resident = step.resident_bytes + kept_bytes(step.buckets)
     return replace(step, events=tuple(with_dependencies(events, step.buckets)), resident_bytes=resident, budget=None)
@@ -42,10 +43,6 @@ def kept_bytes(buckets: tuple[BucketPlan, ...]) -> int:
     has_place = [bucket for bucket in reduced if bucket.layout.ranks > 1 and not bucket.placement.grad]
     kept = sum(bucket.grad_bytes for bucket in reduced if bucket not in has_place)
     return kept + SCRATCH * max((bucket.grad_bytes for bucket in reduced if not bucket.grad_in_arena), default=0)
-
-
-def _stays(event: Event) -> bool:
-    return event.kind not in (Kind.ALL_REDUCE, Kind.SCALES) and event.phase is not Phase.OPTIMIZER
 
 
 def _kept(event: Event, bucket: BucketPlan) -> Event:

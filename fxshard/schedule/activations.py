@@ -19,8 +19,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.plan.cost import node_flops, tensor_bytes
-from fxshard.schedule.aliases import is_view, readers
-from fxshard.schedule.constants import is_constant
+from fxshard.schedule.aliases import is_constant, is_view, readers
 from fxshard.schedule.events import OF_MODEL, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import computes, unpacks
 from fxshard.schedule.params import GRADS, PARAM

@@ -1,4 +1,4 @@
-"""Which nodes of a graph share memory with which others."""
+"""Which nodes of a graph share memory with which others, and which make their values from nothing."""
 
 from __future__ import annotations
 
@@ -58,3 +58,27 @@ def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
                 elif private.collective_name(user) is not None:
                     found |= dict.fromkeys(filter(private.is_wait, user.users))
     return list(found)
+
+
+_PURE = ("aten", "prims")
+"""Whose operators are known to make the same of the same numbers. One of a user's may read a file, count its calls, or
+draw random numbers without saying so: it runs as often as the model calls it."""
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether a node makes the same tensor whenever it runs, from sizes and numbers alone, and no node writes to it.
+
+    To make one again costs less than to keep it: torch merges those of all layers into one, which would live from the
+    first layer to the last, and be an input of all of them but one.
+    """
+    target = private.operator_of(node)
+    if target is None or target.namespace not in _PURE or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    if not all(isinstance(source.meta.get("val"), torch.SymInt | int) for source in node.all_input_nodes):
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and not any(map(_writes, readers([node])))
+
+
+def _writes(node: fx.Node) -> bool:
+    target = private.operator_of(node)
+    return target is not None and private.is_mutable(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -11,12 +12,11 @@ import torch
 
 from fxshard.kernels.mxfp8 import BLOCK
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.float8_recipe import Float8Recipe
-from fxshard.plan.gather_modes import Gather
+from fxshard.plan.domain import ZERO, Placement
+from fxshard.plan.gather_modes import Float8Recipe, Gather
 from fxshard.plan.layout import Layout, aligned
 from fxshard.plan.memory import GRANULE
 from fxshard.plan.parts import Cuts
-from fxshard.plan.placement import ZERO, Placement
 from fxshard.plan.rows import row_layout
 from fxshard.plan.state import FORMATS, OFFLOADS, StateChoice
 from fxshard.schedule.accumulation import kept_bytes
@@ -75,7 +75,7 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
     specs = [slot.spec for slot in bucket.layout.slots]
     if bucket.index != i:
         yield f"says that it is number {bucket.index}"
-    if not bucket.name.startswith(bucket.unit) or not _is_suffix(bucket.name[len(bucket.unit) :]):
+    if not re.fullmatch(rf"{re.escape(bucket.unit)}( \[.*\])?", bucket.name, re.DOTALL):
         yield f"is not named after its unit {bucket.unit!r}"
     stage = ZERO[schedule.zero]
     if specs and all(spec.shape == () for spec in specs):
@@ -89,7 +89,8 @@ def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
         yield f"is laid out over {bucket.layout.ranks} ranks, but its domain has {shards} shards"
     if bucket.domain.name and not all(fnmatchcase(name, bucket.domain.name) for name in bucket.params):
         yield f"has parameters that {bucket.domain.name!r} does not match"
-    if bucket.trainable and not all(map(_floating, (bucket.param_dtype, bucket.master_dtype, bucket.reduce_dtype))):
+    dtypes = (bucket.param_dtype, bucket.master_dtype, bucket.reduce_dtype)
+    if bucket.trainable and not all(dtype.is_floating_point for dtype in dtypes):
         yield "is trained in a dtype that is not floating-point"
     if not bucket.trainable and bucket.master_dtype != bucket.param_dtype:
         yield f"is frozen, but has masters in {bucket.master_dtype} of parameters in {bucket.param_dtype}"
@@ -146,14 +147,6 @@ def _cuts_amiss(bucket: BucketPlan, schedule: Schedule) -> Iterator[str]:
             yield f"has {name} of shape {shape}, which is no part of {group.ranks} of a matrix {cuts.whole[name]}"
     if bucket.row_moments:
         yield "has second moments of whole rows, but matrices that are cut over tensor-parallel ranks"
-
-
-def _floating(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point
-
-
-def _is_suffix(text: str) -> bool:
-    return not text or (text.startswith(" [") and text.endswith("]"))
 
 
 def _is_dense(layout: Layout) -> bool:

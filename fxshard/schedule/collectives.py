@@ -14,7 +14,7 @@ from torch import fx
 from fxshard._torch import private
 from fxshard.plan.cost import tensor_bytes
 from fxshard.plan.model_groups import ModelGroup
-from fxshard.schedule.events import META, Event, Kind, Phase, event_of
+from fxshard.schedule.events import META, Event, Kind, Phase, event_of, of_many
 
 GROUP = "fxshard_group"
 """Key of ``node.meta``: the :class:`ModelGroup` of a collective, which is known where process groups are."""
@@ -55,20 +55,9 @@ def _event(start: fx.Node, kind: Kind, phase: Phase, number: int) -> Event:
     value = _sent(start)
     synchronous = kind is Kind.AWAIT or private.is_synchronous(start)
     group: ModelGroup = start.meta[GROUP]
-    return Event(
-        kind=kind,
-        phase=phase,
-        bucket="",
-        bucket_index=-1,
-        params=(),
-        bytes=tensor_bytes(value),
-        dtype=_dtype(value),
-        group=group.name,
-        stream="compute" if synchronous else group.name,
-        why=start.name,
-        op=str(private.collective_name(start)),
-        number=number,
-    )
+    stream = "compute" if synchronous else group.name
+    about = {"bytes": tensor_bytes(value), "op": str(private.collective_name(start)), "number": number}
+    return of_many(kind, phase, _dtype(value), start.name, **about, group=group.name, stream=stream)
 
 
 def _sent(start: fx.Node) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind, Phase
 
 MARKS = (Kind.RESHARD, Kind.FINISH)
@@ -50,7 +51,7 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
     started: dict[tuple[Phase, int], int] = {}  # collectives of the model's own
     copied: dict[tuple[Kind, int], int] = {}  # what moves activations to the host and back
     scaled: int | None = None  # the scales of weights in float8, which a program begins with
-    places: list[tuple[int, Event]] = []  # (position of the event that frees it, event that took it)
+    places: list[tuple[int, SlotRange]] = []  # (position of the event that frees it, what is free then)
     ahead = {  # what the step before gathered
         e.bucket_index: i for i, e in enumerate(events) if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER
     }
@@ -101,28 +102,23 @@ def dependencies(events: Sequence[Event], buckets: Sequence[BucketPlan]) -> list
         if event.kind in (Kind.REDUCE, Kind.ALL_REDUCE):
             last_reduces = {at: kind for at, kind in last_reduces.items() if kind is not event.kind} | {i: event.kind}
         if event.kind in (Kind.UNSHARD, Kind.GRAD) and event.slot is not None:
-            needs |= {freed for freed, taker in places if taker.slot is not None and _overlap(taker, event)}
+            needs |= {freed for freed, slot in places if slot.overlaps(event.slot)}
+        freed: tuple[int, SlotRange | None] | None = None
         if event.kind is Kind.WAIT:
             # What was staged is quantized by then, as a part of the gather; a bucket that stays has no slot after.
             opened = latest.get((Kind.UNSHARD, index))
-            if opened is not None and events[opened].slot is not None and buckets[index].staged_in_arena:
-                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
-                places.append((opened, events[opened]))
-        if event.kind in (Kind.RESHARD, Kind.FINISH):
-            opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index))
-            if opened is None:
-                opened = ahead.get(index)
-            if opened is not None and events[opened].slot is not None:
-                freed = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
-                places = [(at, taker) for at, taker in places if not _overlap(taker, events[opened])]
-                places.append((freed, events[opened]))
+            if opened is not None and buckets[index].staged_in_arena:
+                freed = opened, events[opened].slot
+        elif event.kind in MARKS:
+            opened = latest.get((Kind.UNSHARD if event.kind is Kind.RESHARD else Kind.GRAD, index), ahead.get(index))
+            if opened is not None:
+                at = i if event.kind is Kind.RESHARD else latest.get((Kind.REDUCE, index), i)
+                freed = at, events[opened].slot
+        if freed is not None and freed[1] is not None:
+            places = [(at, slot) for at, slot in places if not slot.overlaps(freed[1])]
+            places.append((freed[0], freed[1]))
         latest[event.kind, index] = i
         computed = i if event.stream == "compute" else computed
         ran = i if event.stream == "compute" and event.kind not in MARKS else ran
         found.append(tuple(sorted(need for need in needs if need is not None)))
     return found
-
-
-def _overlap(a: Event, b: Event) -> bool:
-    assert a.slot is not None and b.slot is not None
-    return a.slot.offset < b.slot.end and b.slot.offset < a.slot.end

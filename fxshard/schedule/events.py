@@ -137,6 +137,12 @@ class Event:
         return other
 
 
+def of_many(kind: Kind, phase: Phase, dtype: torch.dtype, why: str, **rest: Any) -> Event:
+    """An event about no bucket in particular: on the compute stream and in no group, unless ``rest`` says otherwise."""
+    usual: dict[str, Any] = {"params": (), "bytes": 0, "group": "", "stream": "compute"}
+    return Event(kind, phase, "", -1, dtype=dtype, why=why, **{**usual, **rest})
+
+
 def _unbound(op: str) -> NoReturn:
     raise RuntimeError(f"{op} is a schedule entry: bind the graph to a runtime (fxshard.runtime.program) to run it")
 
@@ -196,32 +202,16 @@ def restore(value: torch.Tensor) -> torch.Tensor:
     _unbound("restore")
 
 
-OPS: dict[Kind, Callable[..., Any]] = {
-    Kind.UNSHARD: unshard,
-    Kind.WAIT: wait,
-    Kind.RESHARD: reshard,
-    Kind.GRAD: grad,
-    Kind.REDUCE: reduce,
-    Kind.ALL_REDUCE: all_reduce,
-    Kind.FINISH: finish,
-    Kind.OFFLOAD: offload,
-    Kind.RELEASE: release,
-    Kind.RELOAD: reload,
-    Kind.RESTORE: restore,
-}
+_OPS = (unshard, wait, reshard, grad, reduce, all_reduce, finish, offload, release, reload, restore)
+OPS: dict[Kind, Callable[..., Any]] = {Kind(op.__name__): op for op in _OPS}
 
 STREAM: dict[Kind, str] = {
+    **dict.fromkeys(OPS, "compute"),
     Kind.UNSHARD: "gather",
-    Kind.WAIT: "compute",
-    Kind.RESHARD: "compute",
-    Kind.GRAD: "compute",
     Kind.REDUCE: "reduce",
     Kind.ALL_REDUCE: "replicas",
-    Kind.FINISH: "compute",
     Kind.OFFLOAD: "host",
-    Kind.RELEASE: "compute",
     Kind.RELOAD: "host",
-    Kind.RESTORE: "compute",
 }
 
 

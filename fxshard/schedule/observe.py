@@ -13,14 +13,14 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from fxshard._torch.errors import ConfigError
 from fxshard._torch.log import LOG, rank
-from fxshard.schedule.events import events
-from fxshard.schedule.graph_text import graph_lines, graph_text
+from fxshard.schedule.events import event_of, events
 
 if TYPE_CHECKING:
     from fxshard.schedule.schedule import Schedule
@@ -126,3 +126,46 @@ class Watch:
         became = self.shape.became(Shape.of(module))
         self.observer.say("%s: %s: %.1f ms, %s", self.where, self.name, taken * 1e3, became)
         self.observer.write(f"{self.stem}.after.txt", module)
+
+
+def graph_text(module: fx.GraphModule) -> str:
+    """Name, call, arguments; then what it gives and whether backward computes it again.
+
+    For a runtime node: why it is there, and where its buffer lies.
+    """
+    return "\n".join(graph_lines(module)) + "\n"
+
+
+def graph_lines(module: fx.GraphModule) -> list[str]:
+    """The same, line by line: one per node."""
+    return [_line(node) for node in module.graph.nodes]
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    remark = _remark(node)
+    comment = f"    # {remark}" if remark else ""
+    if node.op == "placeholder":
+        return f"{node.name}: input{comment}"
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    arguments = [repr(arg) for arg in node.args] + [f"{key}={value!r}" for key, value in node.kwargs.items()]
+    return f"{node.name} = {target.removesuffix('.default')}({', '.join(arguments)}){comment}"
+
+
+def _remark(node: fx.Node) -> str:
+    event = event_of(node)
+    if event is not None:
+        place = f", at byte {event.slot.offset} of the arena" if event.slot is not None else ""
+        return f"{event.kind} {event.bucket}: {event.why}{place}"
+    mark = node.meta.get("recompute")
+    described = _described(node.meta.get("val", node.meta.get("example_value")))
+    return ", ".join(filter(None, (described, getattr(mark, "name", ""))))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return ", ".join(filter(None, map(_described, value)))
+    return ""

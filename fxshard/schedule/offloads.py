@@ -1,4 +1,4 @@
-"""Activations in the host's memory: what a budget made of them, and what graphs say of their copies."""
+"""What a budget made of saved activations: computed again, or in the host's memory; what graphs say of their copies."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from fxshard.schedule.events import Kind, event_of, events
 
 
 @dataclass(frozen=True)
-class Offloaded:
-    """Values of one kind, one or more in each layer of a kind, that are on the host between forward and backward."""
+class _Values:
+    """Values of one kind, one or more in each layer of a kind."""
 
     name: str
     """The module that computes them, layers counted as ``*``, and the operator."""
     count: int
-    """How many are offloaded. Those that backward reads first stay on the device."""
     bytes: int
-    """What they take together on the host."""
+    """What they take together from forward to backward, wherever they are."""
     seconds: float
-    """What copying them takes each way, by the cost model."""
+    """What computing them again takes, or copying them each way, by the cost model."""
+
+
+class Recomputed(_Values):
+    """Values that backward computes again instead of reading them, counted in the graph that was traced, in which
+    layers that repeat stand once."""
+
+
+class Offloaded(_Values):
+    """Values that are on the host between forward and backward. Those that backward reads first stay on the device."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from fxshard.plan.model_groups import ModelGroup
 from fxshard.schedule.activations import Activations, step_activations
 from fxshard.schedule.collectives import groups_of
 from fxshard.schedule.dependencies import with_dependencies
-from fxshard.schedule.events import META, OF_MODEL, Event, Kind, Phase, event_of
+from fxshard.schedule.events import META, OF_MODEL, Event, Kind, Phase, event_of, of_many
 from fxshard.schedule.graph_summary import WRITES, GraphSummary, bucket_viewed_by, computes, summary
-from fxshard.schedule.offloads import Offloaded
-from fxshard.schedule.recomputed import Recomputed
+from fxshard.schedule.offloads import Offloaded, Recomputed
 from fxshard.schedule.scales import scales_event
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.updates import update, updates
@@ -132,17 +131,11 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: Activations) -> Event:
             if source is not None:
                 written = node.target in WRITES and source.kind is Kind.GRAD
                 (writes if written else reads).add(source.bucket_index)
-    return Event(
-        kind=Kind.COMPUTE,
-        phase=phase,
-        bucket="",
-        bucket_index=-1,
-        params=(),
-        bytes=0,
-        dtype=_dtype(nodes),
-        group="",
-        stream="compute",
-        why=f"{nodes[0].name} … {nodes[-1].name}" if len(nodes) > 1 else nodes[0].name,
+    return of_many(
+        Kind.COMPUTE,
+        phase,
+        _dtype(nodes),
+        f"{nodes[0].name} … {nodes[-1].name}" if len(nodes) > 1 else nodes[0].name,
         reads=tuple(sorted(reads)),
         writes=tuple(sorted(writes)),
         flops=sum(node_flops(node) for node in nodes),
@@ -156,11 +149,9 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: Activations) -> Event:
 
 def _dtype(nodes: list[fx.Node]) -> torch.dtype:
     """What a stretch mostly computes in: the dtype of its first matrix product, else of its first result."""
-    values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
-    products = [
-        node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and node_flops(node)
-    ]
-    return (products or values or [torch.empty(0)])[0].dtype
+    values = {node: node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)}
+    products = [value for node, value in values.items() if node_flops(node)]
+    return (products or [*values.values(), torch.empty(0)])[0].dtype
 
 
 def _carried(

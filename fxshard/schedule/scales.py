@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fxshard.plan.buckets import BucketPlan
-from fxshard.schedule.events import Event, Kind, Phase
+from fxshard.schedule.events import Event, Kind, Phase, of_many
 from fxshard.schedule.step import Step
 
 
@@ -19,17 +19,14 @@ def scales_event(buckets: Sequence[BucketPlan], phase: Phase, group: str) -> Eve
     own = [bucket for bucket in buckets if bucket.scale_shapes]
     if not own:
         return None
-    return Event(
-        kind=Kind.SCALES,
-        phase=phase,
-        bucket="",
-        bucket_index=-1,
+    return of_many(
+        Kind.SCALES,
+        phase,
+        torch.float32,
+        f"largest magnitudes of {sum(len(bucket.params) for bucket in own)} weights",
         params=tuple(name for bucket in own for name in bucket.params),
         bytes=sum(bucket.scale_bytes for bucket in own),
-        dtype=torch.float32,
         group=own[0].group(group),
-        stream="compute",
-        why=f"largest magnitudes of {sum(len(bucket.params) for bucket in own)} weights",
         reads=tuple(bucket.index for bucket in own),
         traffic=sum(bucket.layout.shard_numel * bucket.master_dtype.itemsize for bucket in own),
     )

@@ -12,8 +12,7 @@ from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.model_groups import ModelGroup
 from fxshard.schedule.events import TENSOR, Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
-from fxshard.schedule.offloads import Offloaded
-from fxshard.schedule.recomputed import Recomputed
+from fxshard.schedule.offloads import Offloaded, Recomputed
 
 if TYPE_CHECKING:
     from fxshard.plan.hardware import Hardware

@@ -16,10 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from fxshard.plan.collectives import all_reduce_seconds, all_to_all_seconds
+from fxshard.plan.collectives import (
+    all_reduce_seconds,
+    all_to_all_seconds,
+    gather_seconds,
+    link,
+    reduce_seconds,
+    replicas_seconds,
+    update_seconds,
+)
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
-from fxshard.plan.transfers import gather_seconds, link, reduce_seconds, replicas_seconds, update_seconds
 from fxshard.schedule.dependencies import needed_before
 from fxshard.schedule.events import OF_HOST, TENSOR, Event, Kind, Phase
 from fxshard.schedule.profile import Profile, as_durations

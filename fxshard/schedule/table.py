@@ -48,7 +48,8 @@ def render(schedule: Schedule, width: int | None = None, *, colour: bool = False
     >>> print(render(model.schedule, width=100))
     """
     text = io.StringIO()
-    columns = min(width or _terminal_width(), WIDEST)
+    terminal = shutil.get_terminal_size((WIDEST, 0)).columns if sys.stdout.isatty() else WIDEST
+    columns = min(width or terminal, WIDEST)
     console = Console(file=text, width=columns, force_terminal=colour, color_system="standard" if colour else None)
     console.print(table(schedule, columns))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
@@ -242,7 +243,3 @@ def flop(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TFLOP"
-
-
-def _terminal_width() -> int:
-    return shutil.get_terminal_size((WIDEST, 0)).columns if sys.stdout.isatty() else WIDEST

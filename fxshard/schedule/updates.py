@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from fxshard.plan.alone import CutAlone, cut_alone, local_work, parts_alone
 from fxshard.plan.buckets import BucketPlan
-from fxshard.plan.exchange import Batch
+from fxshard.plan.exchange import Batch, CutAlone, cut_alone, local_work, parts_alone
 from fxshard.plan.matrices import newton_schulz_flops
 from fxshard.plan.parts import Parts
 from fxshard.plan.state import update_traffic
 from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
-from fxshard.schedule.events import TENSOR, Event, Kind, Phase
+from fxshard.schedule.events import TENSOR, Event, Kind, Phase, of_many
 
 
 def updates(
@@ -98,33 +97,21 @@ def _group(batch: Batch, buckets: Sequence[BucketPlan], default: str) -> str:
 def _exchange(batch: Batch, group: str, *, back: bool) -> Event:
     names = batch.names
     dtype, where = (torch.bfloat16, "back from their owners") if back else (torch.float32, "to their owners")
-    return Event(
-        kind=Kind.EXCHANGE,
-        phase=Phase.OPTIMIZER,
-        bucket="",
-        bucket_index=-1,
-        params=names,
-        bytes=batch.sent(back=back) * dtype.itemsize // batch.ranks,
-        dtype=dtype,
-        group=group,
-        stream="gather",
-        why=f"{len(names)} matrices that lie on several ranks, {where}",
-        reads=batch.buckets,
-    )
+    why, moved = f"{len(names)} matrices that lie on several ranks, {where}", batch.sent(back=back) * dtype.itemsize
+    about = {"params": names, "bytes": moved // batch.ranks, "reads": batch.buckets}
+    return of_many(Kind.EXCHANGE, Phase.OPTIMIZER, dtype, why, **about, group=group, stream="gather")
 
 
 def _share(bucket: BucketPlan, group: str) -> Event:
-    return Event(
-        kind=Kind.EXCHANGE,
-        phase=Phase.OPTIMIZER,
-        bucket="",
-        bucket_index=-1,
+    return of_many(
+        Kind.EXCHANGE,
+        Phase.OPTIMIZER,
+        bucket.master_dtype,
+        "parts of the shard that other replicas updated",
         params=bucket.params,
         bytes=bucket.layout.shard_numel * bucket.master_dtype.itemsize,
-        dtype=bucket.master_dtype,
         group=bucket.group(group, replicas=True),
         stream="replicas",
-        why="parts of the shard that other replicas updated",
         reads=(bucket.index,),
         writes=(bucket.index,),
     )
@@ -148,20 +135,8 @@ def _orthogonalize(batch: Batch) -> Event:
 
 
 def _compute(names: tuple[str, ...], why: str, flops: int, traffic: int) -> Event:
-    return Event(
-        kind=Kind.COMPUTE,
-        phase=Phase.OPTIMIZER,
-        bucket="",
-        bucket_index=-1,
-        params=names,
-        bytes=0,
-        dtype=torch.bfloat16,
-        group="",
-        stream="compute",
-        why=why,
-        flops=flops,
-        traffic=traffic,
-    )
+    about = {"params": names, "flops": flops, "traffic": traffic}
+    return of_many(Kind.COMPUTE, Phase.OPTIMIZER, torch.bfloat16, why, **about)
 
 
 # -- matrices that are cut over tensor-parallel ranks ------------------------------------------------------------------
@@ -194,19 +169,9 @@ def _through_tensor_ranks(
     step waits for the rank that gets most, so what that gets are the bytes."""
     group, flops = of_ranks[0].group.name, max(parts.flops() for parts in of_ranks)
     numel = max(parts.most for parts in of_ranks)
-    there = Event(
-        kind=Kind.EXCHANGE,
-        phase=Phase.OPTIMIZER,
-        bucket="",
-        bucket_index=-1,
-        params=names,
-        bytes=numel * torch.float32.itemsize,
-        dtype=torch.float32,
-        group=group,
-        stream=TENSOR,
-        why=f"{group}: parts of {len(names)} matrices, each to the rank that orthogonalizes it",
-        reads=buckets,
-    )
+    why = f"{group}: parts of {len(names)} matrices, each to the rank that orthogonalizes it"
+    about = {"params": names, "bytes": numel * torch.float32.itemsize, "reads": buckets}
+    there = of_many(Kind.EXCHANGE, Phase.OPTIMIZER, torch.float32, why, **about, group=group, stream=TENSOR)
     returned = numel * torch.bfloat16.itemsize
     why = f"{group}: parts of {len(names)} matrices, back from the ranks that orthogonalized them"
     return [

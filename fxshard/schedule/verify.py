@@ -10,35 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fxshard.plan.tuning import GRADIENT_BUCKETS
-from fxshard.schedule.bucket_rules import buckets_are_possible, header_is_possible, memory_is_what_it_says
-from fxshard.schedule.collective_rules import collectives_are_those_of_the_graphs, collectives_have_one_order
-from fxshard.schedule.event_rules import (
-    computes_are_those_of_the_graphs,
-    events_match_their_buckets,
-    optimizer_follows_from_the_buckets,
-    phases_are_in_order,
-    waits_and_gradients_are_used,
-    waits_are_where_their_gathers_are,
-    waits_for_follows_from_the_order,
+from fxshard.schedule import (
+    bucket_rules,
+    collective_rules,
+    event_rules,
+    exchange_rules,
+    offload_rules,
+    scales,
+    staging_rules,
+    verify_memory,
 )
 from fxshard.schedule.events import OF_MANY, Kind, Phase
-from fxshard.schedule.exchange_rules import exchanges_go_there_and_back, exchanges_have_one_order
-from fxshard.schedule.offload_rules import (
-    copies_are_those_of_the_graphs,
-    host_slots_are_free,
-    memory_is_kept_until_it_is_out,
-    offloaded_values_are_back_when_read,
-)
-from fxshard.schedule.replica_rules import replicas_are_added_up_once
-from fxshard.schedule.scales import scales_come_first
 from fxshard.schedule.schedule import Schedule
-from fxshard.schedule.staging_rules import (
-    staging_and_gradients_take_turns,
-    staging_keeps_to_its_bytes,
-    waits_get_their_copies,
-)
 from fxshard.schedule.step import READ, WRITE, ScheduleError, Step, error_at
-from fxshard.schedule.verify_memory import dependencies_point_backwards, no_arena_overlap, peak_is_what_it_says
 
 __all__ = ["RULES", "ScheduleError", "Step", "verify"]
 
@@ -230,38 +214,38 @@ def gather_after_update(step: Step) -> None:
 
 
 RULES: tuple[Callable[[Step], None], ...] = (
-    header_is_possible,
-    buckets_are_possible,
+    bucket_rules.header_is_possible,
+    bucket_rules.buckets_are_possible,
     no_double_gather,
     unshard_has_one_wait_and_one_reshard,
     reads_between_wait_and_reshard,
     not_rewritten_before_reduced,
     reduce_after_all_writes,
-    replicas_are_added_up_once,
+    exchange_rules.replicas_are_added_up_once,
     at_most_two_gradient_buckets,
-    staging_and_gradients_take_turns,
-    staging_keeps_to_its_bytes,
-    waits_get_their_copies,
-    scales_come_first,
+    staging_rules.staging_and_gradients_take_turns,
+    staging_rules.staging_keeps_to_its_bytes,
+    staging_rules.waits_get_their_copies,
+    scales.scales_come_first,
     every_reduced_bucket_is_updated_once,
     gather_after_update,
-    exchanges_go_there_and_back,
-    no_arena_overlap,
-    peak_is_what_it_says,
-    dependencies_point_backwards,
-    phases_are_in_order,
-    events_match_their_buckets,
-    waits_are_where_their_gathers_are,
-    waits_and_gradients_are_used,
-    optimizer_follows_from_the_buckets,
-    exchanges_have_one_order,
-    computes_are_those_of_the_graphs,
-    collectives_have_one_order,
-    collectives_are_those_of_the_graphs,
-    copies_are_those_of_the_graphs,
-    memory_is_kept_until_it_is_out,
-    offloaded_values_are_back_when_read,
-    host_slots_are_free,
-    memory_is_what_it_says,
-    waits_for_follows_from_the_order,
+    exchange_rules.exchanges_go_there_and_back,
+    verify_memory.no_arena_overlap,
+    verify_memory.peak_is_what_it_says,
+    verify_memory.dependencies_point_backwards,
+    event_rules.phases_are_in_order,
+    event_rules.events_match_their_buckets,
+    event_rules.waits_are_where_their_gathers_are,
+    event_rules.waits_and_gradients_are_used,
+    event_rules.optimizer_follows_from_the_buckets,
+    exchange_rules.exchanges_have_one_order,
+    event_rules.computes_are_those_of_the_graphs,
+    collective_rules.collectives_have_one_order,
+    collective_rules.collectives_are_those_of_the_graphs,
+    offload_rules.copies_are_those_of_the_graphs,
+    offload_rules.memory_is_kept_until_it_is_out,
+    offload_rules.offloaded_values_are_back_when_read,
+    offload_rules.host_slots_are_free,
+    bucket_rules.memory_is_what_it_says,
+    event_rules.waits_for_follows_from_the_order,
 )

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.domain import ZERO
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.memory import SlotRange
-from fxshard.plan.placement import ZERO
 from fxshard.plan.rows import row_layout
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule

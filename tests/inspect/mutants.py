@@ -14,7 +14,7 @@ import torch
 
 from fxshard._torch.errors import FxshardError
 from fxshard.kernels.float8 import Scaling
-from fxshard.plan.float8_recipe import Float8Recipe
+from fxshard.plan.gather_modes import Float8Recipe
 from fxshard.plan.memory import SlotRange
 from fxshard.plan.model_groups import ModelGroup
 from fxshard.plan.parts import Cuts, Whole

@@ -20,7 +20,7 @@ from fxshard.cli import main as cli
 from fxshard.passes.fit_budget import Trade
 from fxshard.plan.hardware import PRESETS as HARDWARE
 from fxshard.schedule.files import from_json
-from fxshard.schedule.recomputed import Recomputed
+from fxshard.schedule.offloads import Recomputed
 from tests.inspect.drawing import drawn
 
 

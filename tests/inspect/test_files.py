@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fxshard._torch.errors import FxshardError
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.domain import Placement
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.memory import SlotRange
-from fxshard.plan.placement import Placement
 from fxshard.plan.rows import row_layout
 from fxshard.plan.whole import whole_layout
 from fxshard.schedule.events import Event, Kind, Phase

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
 from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.domain import ZERO
 from fxshard.plan.layout import TensorSpec
-from fxshard.plan.placement import ZERO
 from fxshard.plan.rows import row_layout
 from fxshard.schedule.events import Event, Kind, Phase, event_of
 from fxshard.schedule.params import GRADS, PARAM, ParamRef

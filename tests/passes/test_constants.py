@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard.schedule.constants import is_constant
+from fxshard.schedule.aliases import is_constant
 from tests.passes.graphs import Draft, aten
 from tests.training import full_gradients
 

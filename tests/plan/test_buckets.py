@@ -9,7 +9,7 @@ from torch import nn
 from fxshard._torch.errors import ConfigError
 from fxshard.plan.buckets import BucketPlan, plan_buckets
 from fxshard.plan.choice import LayoutKind
-from fxshard.plan.placement import ZERO, Placement
+from fxshard.plan.domain import ZERO, Placement
 from fxshard.plan.precision import Precision
 from fxshard.plan.units import find_units
 from tests.toy import Llama

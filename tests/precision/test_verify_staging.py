@@ -12,7 +12,8 @@ import torch
 import fxshard
 from fxshard.plan.gather_modes import Copies
 from fxshard.schedule.events import Event, Kind, Phase
-from fxshard.schedule.verify import Step, staging_and_gradients_take_turns
+from fxshard.schedule.staging_rules import staging_and_gradients_take_turns
+from fxshard.schedule.step import Step
 from tests.precision.nets import net
 from tests.training import with_debug
 

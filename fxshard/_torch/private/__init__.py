@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,45 +14,42 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxshard._torch.private.aot import OTHER_TANGENT as OTHER_TANGENT
-from fxshard._torch.private.aot import Traced as Traced
-from fxshard._torch.private.aot import before_backward as before_backward
-from fxshard._torch.private.aot import tangent_of as tangent_of
-from fxshard._torch.private.aot import traced as traced
-from fxshard._torch.private.collectives import collective_group as collective_group
-from fxshard._torch.private.collectives import collective_name as collective_name
-from fxshard._torch.private.collectives import fake_ranks as fake_ranks
-from fxshard._torch.private.collectives import group_ranks as group_ranks
-from fxshard._torch.private.collectives import is_synchronous as is_synchronous
-from fxshard._torch.private.collectives import is_wait as is_wait
-from fxshard._torch.private.collectives import split_coalesced as split_coalesced
-from fxshard._torch.private.dynamo import graph_break as graph_break
-from fxshard._torch.private.dynamo import graph_input_example as graph_input_example
-from fxshard._torch.private.dynamo import module_path as module_path
-from fxshard._torch.private.dynamo import open_inputs as open_inputs
-from fxshard._torch.private.dynamo import without_logging as without_logging
-from fxshard._torch.private.inductor import activation_memory_budget as activation_memory_budget
-from fxshard._torch.private.inductor import compile_clocks as compile_clocks
-from fxshard._torch.private.inductor import inductor_compile as inductor_compile
-from fxshard._torch.private.inductor import inductor_decompositions as inductor_decompositions
-from fxshard._torch.private.inductor import inductor_joint_passes as inductor_joint_passes
-from fxshard._torch.private.inductor import start_compile_workers as start_compile_workers
-from fxshard._torch.private.memory import StorageReference as StorageReference
-from fxshard._torch.private.memory import memory_of as memory_of
-from fxshard._torch.private.memory import same_memory as same_memory
-from fxshard._torch.private.memory import share_memory as share_memory
-from fxshard._torch.private.pickling import dumps as dumps
-from fxshard._torch.private.pickling import loads as loads
-from fxshard._torch.private.step import UnevenDTensor as UnevenDTensor
-from fxshard._torch.private.step import all_gather as all_gather
-from fxshard._torch.private.step import as_dtensor as as_dtensor
-from fxshard._torch.private.step import foreach_lerp as foreach_lerp
-from fxshard._torch.private.step import foreach_lerp_ as foreach_lerp_
-from fxshard._torch.private.step import foreach_mul_ as foreach_mul_
-from fxshard._torch.private.step import foreach_norm as foreach_norm
-from fxshard._torch.private.step import fused_adamw as fused_adamw
-from fxshard._torch.private.step import reduce_scatter as reduce_scatter
-from fxshard._torch.private.step import scaled_mm as scaled_mm
+from fxshard._torch.private.aot import OTHER_TANGENT, Traced, before_backward, copied, graph_module, tangent_of, traced
+from fxshard._torch.private.collectives import (
+    collective_group,
+    collective_name,
+    fake_ranks,
+    group_ranks,
+    is_synchronous,
+    is_wait,
+    split_coalesced,
+)
+from fxshard._torch.private.dynamo import graph_break, graph_input_example, module_path, open_inputs, without_logging
+from fxshard._torch.private.inductor import (
+    activation_memory_budget,
+    compile_clocks,
+    inductor_compile,
+    inductor_decompositions,
+    inductor_joint_passes,
+    start_compile_workers,
+)
+from fxshard._torch.private.pickling import dumps, loads
+from fxshard._torch.private.step import (
+    StorageReference,
+    UnevenDTensor,
+    all_gather,
+    as_dtensor,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_norm,
+    fused_adamw,
+    memory_of,
+    reduce_scatter,
+    same_memory,
+    scaled_mm,
+    share_memory,
+)
 
 
 def min_cut_partition(
@@ -106,8 +104,7 @@ def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:
     return None
 
 
-@contextlib.contextmanager
-def lazy_graph_modules() -> Iterator[None]:
+def lazy_graph_modules() -> AbstractContextManager[None]:
     """Modules around graphs write their Python code when they are called, not each time their graph changes: those that
     torch makes, too. torch 2.11, 2.13.
 
@@ -115,24 +112,7 @@ def lazy_graph_modules() -> Iterator[None]:
     """
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    with _use_lazy_graph_module(True):
-        yield
-
-
-def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A module for an intermediate graph. Its code is written when first run or read. torch 2.11, 2.13."""
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-
-    return _LazyGraphModule(root, graph)
-
-
-def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with nodes of its own; what it refers to is shared."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return graph_module(module, graph)
+    return _use_lazy_graph_module(True)
 
 
 def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -219,13 +199,11 @@ def as_fake_as(value: torch.Tensor) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> AbstractContextManager[Any]:
     """Tensors that are made here have no memory. torch 2.11, 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        yield
+    return FakeTensorMode()
 
 
 def is_plain(value: torch.Tensor | None) -> bool:
@@ -424,13 +402,11 @@ def profiling() -> bool:
     return torch.autograd._profiler_enabled()
 
 
-@contextlib.contextmanager
-def no_observers() -> Iterator[None]:
+def no_observers() -> AbstractContextManager[Any]:
     """Run without the dispatch modes that are active. torch 2.11, 2.13."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes()
 
 
 def capture_failures() -> tuple[type[BaseException], ...]:

@@ -21,6 +21,20 @@ OTHER_TANGENT = -1
 """The gradient of what is no plain result of a graph: of the new value of an input, of the base of a view."""
 
 
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module for an intermediate graph. Its code is written when first run or read. torch 2.11, 2.13."""
+    return _LazyGraphModule(root, graph)
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with nodes of its own; what it refers to is shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return graph_module(module, graph)
+
+
 class Traced:
     """A graph that AOTAutograd has traced: forward and backward in one, or forward alone where nothing is trained."""
 
@@ -48,10 +62,7 @@ class Traced:
         return tuple(self._joint._aot_state.fw_metadata.static_input_indices or ())
 
     def callable(
-        self,
-        graphs: Sequence[fx.GraphModule],
-        forward: BoxedCallable,
-        backward: BoxedCallable | None,
+        self, graphs: Sequence[fx.GraphModule], forward: BoxedCallable, backward: BoxedCallable | None
     ) -> Callable[..., Any]:
         """What Dynamo calls with the inputs of the captured graph. ``graphs``: forward and backward, or forward alone;
         of them AOTAutograd looks at inputs and outputs only.
@@ -145,11 +156,6 @@ def _with_open_numbers_as_tensors(joint: fx.GraphModule) -> fx.GraphModule:
     fake = detect_fake_mode()
     if fake is None or fake.shape_env is None:
         return joint
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(joint.graph, values)
-    end = joint.graph.output_node()
-    graph.output(fx.map_arg(end.args[0], values.__getitem__), end.type).meta.update(end.meta)
-    module = _LazyGraphModule(joint, graph)
+    module = copied(joint)
     tensorify_python_scalars(module, fake.shape_env, fake)
     return module

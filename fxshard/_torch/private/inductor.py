@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import fx
@@ -59,10 +59,8 @@ def compile_clocks() -> dict[str, float]:
     return {name: sum(seconds) for name, seconds in compilation_time_metrics.items()}
 
 
-@contextlib.contextmanager
-def activation_memory_budget(share: float) -> Iterator[None]:
+def activation_memory_budget(share: float) -> AbstractContextManager[Any]:
     """What torch's partitioner may save of what it would, in graphs that are compiled meanwhile. torch 2.11, 2.13."""
     from torch._functorch import config
 
-    with config.patch(activation_memory_budget=share):  # type: ignore[attr-defined]
-        yield
+    return config.patch(activation_memory_budget=share)  # type: ignore[attr-defined, no-any-return]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, FxshardError
 from fxshard._torch.progress import long_work
-from fxshard.frontend.lowering.collectives import collective
-from fxshard.frontend.lowering.host_values import changes_on_host
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.kernels.compile_ahead import compile_ahead
 from fxshard.passes.sharding_plan import ShardingPlan
@@ -168,3 +168,41 @@ def _segment(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
     segment = module.get_submodule(str(call.target))
     assert isinstance(segment, fx.GraphModule)
     return segment
+
+
+def collective(node: fx.Node) -> Callable[[list[Any]], tuple[Any]]:
+    """Calls the operator of a node with the values of ``node.all_input_nodes``, and gives its one result."""
+    call, args, kwargs = node.target, node.args, node.kwargs
+    assert callable(call)
+    inputs = node.all_input_nodes
+
+    def run(values: list[Any]) -> tuple[Any]:
+        given = dict(zip(inputs, values, strict=True))
+        values.clear()
+        return (call(*fx.map_arg(args, given.__getitem__), **fx.map_arg(kwargs, given.__getitem__)),)
+
+    return run
+
+
+def changes_on_host(module: fx.GraphModule, device: torch.device) -> bool:
+    """Whether a program draws random numbers on another device than its own, or copies something there.
+
+    A captured kernel would go on with the number that it was given, and the copy be read before it is made. All else
+    that is computed there is computed from constants: with inputs on the CPU nothing is captured.
+    """
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return any(_changes(node, device) for graph in graphs for node in graph.nodes)
+
+
+def _changes(node: fx.Node, device: torch.device) -> bool:
+    made = _devices(node)
+    # What has a result on the device runs there, also attention, which may return its random state on the host.
+    if node.op != "call_function" or node.target is operator.getitem or not made or device in made:
+        return False
+    called = private.operator_of(node)
+    random = called is None or torch.Tag.nondeterministic_seeded in called.tags
+    return random or any(device in _devices(given) for given in node.all_input_nodes)
+
+
+def _devices(node: fx.Node) -> set[torch.device]:
+    return {value.device for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)}

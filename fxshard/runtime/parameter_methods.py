@@ -1,18 +1,77 @@
-"""``parameter.full_tensor()``: torch's own assumes rows cut as ``torch.chunk`` does, and ours may be cut otherwise."""
+"""What sharded parameters have methods of their own for: hooks, and ``full_tensor()``.
+
+Hooks that run after a gradient is there run on the sharded one, as with FSDP2: autograd never sees it. torch's own
+``full_tensor()`` assumes rows cut as ``torch.chunk`` does, and ours may be cut otherwise.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fxshard._torch import private
 from fxshard._torch.errors import StateError
+from fxshard.runtime.uneven_rows import gather_rows
 
 if TYPE_CHECKING:
     from fxshard.runtime.bucket import Bucket
+
+Hook = Callable[[torch.Tensor], None]
+
+
+class RegisterAfterAccumulation:
+    """What a sharded parameter has as ``register_post_accumulate_grad_hook``.
+
+    The hook is called with the parameter once in every backward that reduces a gradient for it, when that backward is
+    over: ``parameter.grad`` is the sharded gradient.
+    """
+
+    def __init__(self, bucket: Bucket, position: int) -> None:
+        self._bucket, self._position = weakref.ref(bucket), position
+
+    def __call__(self, hook: Hook) -> RemovableHandle:
+        bucket = self._bucket()
+        if bucket is None or not bucket.plan.trainable:
+            raise StateError("a hook on a parameter that gets no gradient: it is frozen, or its model is gone")
+        hooks = bucket.hooks.setdefault(self._position, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def __reduce__(self) -> Any:
+        return _of_a_copy, ()
+
+
+class RefusedHook:
+    """What a sharded parameter has as ``register_hook``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, hook: Any) -> NoReturn:
+        raise StateError(
+            f"{self._name!r} is sharded: hooks of register_hook would get a gradient of this rank's that never exists "
+            "by itself. Use register_post_accumulate_grad_hook, which gets the parameter with its reduced, sharded "
+            "gradient"
+        )
+
+    def __reduce__(self) -> Any:
+        return _of_a_copy, ()
+
+
+def _of_a_copy() -> Callable[..., NoReturn]:
+    return _refuse_copy
+
+
+def _refuse_copy(hook: Any) -> NoReturn:
+    raise StateError(
+        "this is a copy of a parameter of a sharded model: make an nn.Parameter of its values to register a hook"
+    )
 
 
 def whole_parameters(bucket: Bucket) -> tuple[torch.Tensor, ...]:
@@ -44,13 +103,7 @@ class FullTensor:
             return self._of_all_parts(bucket, bucket.local(self._name).detach())
         assert group is not None
         counts = [layout.fragment(rank, self._name).numel for rank in range(layout.ranks)]
-        local = bucket.local(self._name).detach().view(-1)
-        padded = local.new_zeros(max(counts))
-        padded[: len(local)] = local
-        gathered = local.new_empty(layout.ranks * len(padded))
-        private.all_gather(gathered, padded, group, async_op=False)
-        parts = gathered.view(layout.ranks, -1)
-        whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        whole = gather_rows(bucket.local(self._name).detach().view(-1), counts, group)
         return self._of_all_parts(bucket, whole.view(layout.slots[layout.index[self._name]].spec.shape))
 
     def _of_all_parts(self, bucket: Bucket, part: torch.Tensor) -> torch.Tensor:
