@@ -36,8 +36,7 @@ def seeded_by_rank() -> nn.Module:
 
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
 SETTINGS: dict[str, dict[str, Any]] = {
-    "bf16 mean": {"precision": BF16},
-    "bf16 sum, ZeRO-0": {"precision": BF16, "reduction": "sum", "zero": 0},
+    "bf16 mean, ZeRO-0": {"precision": BF16, "zero": 0},
     "sum, no overlap, no arena": {"reduction": "sum", "overlap": False, "arena": False},
 }
 
@@ -57,14 +56,14 @@ def details() -> dict[str, Any]:
     for zero in range(4):
         optimizer = fxshard.AdamW(lr=1e-2, eps=EPS)
         model = fxshard.compile(seeded_by_rank(), mesh=mesh, zero=zero, lowering="eager", optimizer=optimizer)
-        for step in range(5):
+        for step in range(3):
             model(*batch_of(step)).backward()
             if (zero, step) == (3, 0):
                 found["gradients"]["mean"] = full_gradients(model)
             model.optimizer.step()
             model.optimizer.zero_grad()
         found[f"ZeRO-{zero}"] = model.full_state_dict()
-    found["FSDP2"] = fsdp2_run(Stack, lr=1e-2, mesh=mesh).params
+    found["FSDP2"] = fsdp2_run(Stack, steps=3, lr=1e-2, mesh=mesh).params
 
     model.load_state_dict(Stack().state_dict())
     model(*batch_of(0)).backward()
@@ -107,7 +106,7 @@ def plain_gradients(steps: int = 1) -> dict[str, torch.Tensor]:
 def test_all_stages_train_as_one_process_and_fsdp2_do(found: list[dict[str, Any]]) -> None:
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS, fused=True)
-    for step in range(5):
+    for step in range(3):
         parts = [stack_batch(step, rank) for rank in range(4)]
         model(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
         optimizer.step()

@@ -57,8 +57,7 @@ def tied_run() -> Run:
     ("world", "make", "zeros"),
     [
         (2, Stack, ALL),
-        (2, single, (3,)),
-        (3, Stack, (1, 3)),
+        (3, Stack, (2,)),
         *(thorough(world, make, ALL) for world, make in ((2, single), (2, short), (3, Stack), (4, Stack))),
     ],
 )
