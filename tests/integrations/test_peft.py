@@ -96,12 +96,13 @@ def peft_trainer(folder: Path) -> Any:
     from fxshard.integrations.transformers import sharded
 
     args = TrainingArguments(
-        str(folder), per_device_train_batch_size=1, max_steps=4, logging_steps=1, eval_strategy="steps", eval_steps=2,
-        save_steps=2, learning_rate=0.3, lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True,
+        str(folder), per_device_train_batch_size=1, per_device_eval_batch_size=1, max_steps=4, logging_steps=1,
+        eval_strategy="steps", eval_steps=2, save_steps=2,
+        learning_rate=0.3, lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True,
         load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
     )  # fmt: skip
     own = sharded(Trainer, lowering="eager")
-    return own(model=adapted(False, True), args=args, train_dataset=rows(12), eval_dataset=rows(2))
+    return own(model=adapted(False, False), args=args, train_dataset=rows(12), eval_dataset=rows(2))
 
 
 def resumed_adapters(folder: str) -> dict[str, Any]:

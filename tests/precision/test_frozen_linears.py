@@ -31,13 +31,12 @@ def by_definition(weight: torch.Tensor, format: str) -> torch.Tensor:
     out = torch.empty(weight.shape)
     for source, target in zip(weight.float().view(-1, BLOCK), out.view(-1, BLOCK), strict=True):
         largest = source.abs().max()
-        for i, x in enumerate(source):
-            if format == "int8":
-                scale = largest / 127
-                target[i] = torch.round(x / scale) * scale if scale else 0.0
-            else:
-                near = [abs(float(x / largest) - value) for value in NORMAL_FLOATS] if largest else [0.0]
-                target[i] = torch.tensor(NORMAL_FLOATS[near.index(min(near))]) * largest
+        if format == "int8":
+            scale = largest / 127
+            target.copy_(torch.round(source / scale) * scale if scale else source)
+            continue
+        nearest = [min(NORMAL_FLOATS, key=lambda value: abs(x - value)) for x in (source / largest).tolist()]
+        target.copy_(torch.tensor(nearest) * largest if largest else source)
     return out
 
 
