@@ -24,7 +24,6 @@ from tests.pool import Pool
 from tests.test_budget import captured
 from tests.thorough import thorough
 from tests.toy import Llama, batch
-from tests.training import VOCAB as LARGE
 from tests.training import full_gradients
 
 VOCAB = 64
@@ -134,14 +133,10 @@ def test_a_sweep_has_the_budgets_from_which_a_step_is_faster() -> None:
 @pytest.mark.shows("M2")
 def test_nothing_that_a_budget_leaves_untried_is_faster() -> None:
     """A sweep tries every split in every arena, a budget only what may be faster than the best so far."""
-    inputs = batch(0, 2, 0, LARGE)
-    torch.manual_seed(0)
-    model = Llama(vocab=LARGE, dim=32, layers=3, heads=4, hidden=88)
-    trades = sweep(model, inputs, world_size=2, hardware=SLOW, lowering="eager", optimizer=fxshard.AdamW())
+    trades = sweep(Marked(), data(), world_size=2, hardware=SLOW, lowering="eager", optimizer=fxshard.AdamW())
     assert any(trade.offloaded for trade in trades) and any(trade.recomputed for trade in trades)
     for trade in trades[::3]:
-        options = {"ranks": 2, "hardware": SLOW, "memory_budget": trade.bytes, "optimizer": fxshard.AdamW()}
-        found = captured("llama").schedule(**options).simulate(SLOW).step_seconds
+        found = planned(Marked(), hardware=SLOW, memory_budget=trade.bytes).simulate(SLOW).step_seconds
         assert found == pytest.approx(trade.seconds, rel=1e-12), trade
 
 

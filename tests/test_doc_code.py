@@ -26,6 +26,7 @@ from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.passes.context import PassContext
 from tests.checkpoint.test_megatron import as_megatron_has_it
 from tests.checkpoint.test_megatron import save as save_as_megatron
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -116,7 +117,13 @@ def nothing_left() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in NOT_RUN])
+TESTED_ELSEWHERE = ("docs/howto/huggingface.md", "docs/howto/peft.md", "docs/howto/trainer.md")
+"""Examples and tests of integrations do the same on the same models, which take long to capture."""
+
+
+@pytest.mark.parametrize(
+    "page", [thorough(page) if page in TESTED_ELSEWHERE else page for page in WITH_CODE if page not in NOT_RUN]
+)
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("nothing_left")
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
