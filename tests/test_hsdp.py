@@ -34,6 +34,8 @@ def seeded_by_rank() -> nn.Module:
 
 # -- scaling, norms, state, schedule, memory: one trip to the ranks ----------------------------------------------------
 
+ZEROS = (0, 1, 3)
+"""Two, which differs from three only in what stays gathered, is in ``test_stages``, and planned below."""
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 mean, ZeRO-0": {"precision": BF16, "zero": 0},
@@ -53,7 +55,7 @@ def details() -> dict[str, Any]:
         model(*batch_of(0)).backward()
         found["gradients"][name] = full_gradients(model)
 
-    for zero in range(4):
+    for zero in ZEROS:
         optimizer = fxshard.AdamW(lr=1e-2, eps=EPS)
         model = fxshard.compile(seeded_by_rank(), mesh=mesh, zero=zero, lowering="eager", optimizer=optimizer)
         for step in range(3):
@@ -113,14 +115,13 @@ def test_all_stages_train_as_one_process_and_fsdp2_do(found: list[dict[str, Any]
         optimizer.zero_grad()
     for rank in found:
         for name, value in model.state_dict().items():
-            for zero in range(4):
+            for zero in ZEROS:
                 mine = rank[f"ZeRO-{zero}"][name]
                 assert (mine - value).norm() / value.norm() < 1e-6, f"ZeRO-{zero} {name}"
                 assert (mine - rank["FSDP2"][name]).norm() / value.norm() < 1e-6, f"ZeRO-{zero} {name}"
                 assert torch.equal(mine, found[0][f"ZeRO-{zero}"][name]), "replicas differ"
             # Reduce-scatter and all-reduce add in the same order: (0 + 1) + (2 + 3).
             assert torch.equal(rank["ZeRO-1"][name], rank["ZeRO-3"][name])
-            assert torch.equal(rank["ZeRO-2"][name], rank["ZeRO-3"][name])
 
 
 @pytest.mark.shows("S9")

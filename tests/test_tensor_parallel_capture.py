@@ -157,7 +157,6 @@ CASES = (
     recomputed_and_made_on_the_meta_device,
     loss_over_parts_of_logits,
     a_buffer_and_the_backend_by_its_name,
-    a_method,
 )
 
 
@@ -171,7 +170,7 @@ def run(cases: Sequence[Callable[[DeviceMesh], Found]]) -> dict[str, Found]:
 
 
 @pytest.mark.shows("T1")
-@pytest.mark.parametrize("cases", [CASES, thorough([folded])], ids=["captured", "folded"])
+@pytest.mark.parametrize("cases", [CASES, thorough([a_method, folded])], ids=["captured", "more"])
 def test_losses_and_gradients_are_the_plain_models(ranks: Pool, cases: Sequence[Callable[[DeviceMesh], Found]]) -> None:
     for found in ranks(2, run, cases):
         assert len(found) == len(cases)
