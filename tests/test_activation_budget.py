@@ -94,7 +94,9 @@ def test_an_error_promises_nothing_that_is_refused() -> None:
 
 @pytest.mark.shows("M2")
 @pytest.mark.parametrize(
-    ("name", "ranks", "machine"), [("llama", 2, SLOW), thorough("wide", 64, PRESETS["h200"])], ids=["llama", "wide"]
+    ("name", "ranks", "machine"),
+    [thorough("llama", 2, SLOW), thorough("wide", 64, PRESETS["h200"])],
+    ids=["llama", "wide"],
 )
 def test_more_memory_is_never_a_slower_step(name: str, ranks: int, machine: Hardware) -> None:
     def under(budget: int | None) -> Schedule:

@@ -118,7 +118,7 @@ def test_what_is_not_left_to_the_planner_stays() -> None:
 
 
 @pytest.mark.shows("M2")
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     optimizer=st.sampled_from([HOST, ANY, fxshard.Muon(offload="auto"), fxshard.NorMuon(state="auto")]),
     machine=st.sampled_from([H200, FAST, SLOW]),

@@ -141,7 +141,7 @@ LIMIT = {"ours": 0.5, "grouped": 0.5, "llama": 0.15, "neox": 0.6, "checkpointed"
 @pytest.mark.parametrize(
     ("kind", "micro", "zero"),
     [
-        ("neox", 1, 1),
+        thorough("neox", 1, 1),
         ("checkpointed", 2, 3),
         thorough("ours", 2, 3),
         thorough("grouped", 1, 2),

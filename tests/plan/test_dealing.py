@@ -188,7 +188,7 @@ def trained(zero: int) -> tuple[list[str], int, int]:
 
 
 @pytest.mark.shows("X1")
-@pytest.mark.parametrize("zero", [thorough(1), 2])
+@pytest.mark.parametrize("zero", [thorough(1), thorough(2)])
 def test_training_with_buckets_that_span_layers(ranks: Pool, zero: int) -> None:
     for wrong, exchanges, spanning in ranks(2, trained, zero):
         assert wrong == [] and exchanges == 0 and spanning > 0
