@@ -160,9 +160,10 @@ def test_a_captured_step_is_scheduled_as_plan_does_it(budget: int | None) -> Non
 
 
 @pytest.mark.shows("P6")
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "machine", "ranks"),
+    [(name, machine, RANKS[(i + j) % 3]) for i, name in enumerate(MODELS) for j, machine in enumerate(MACHINES)],
+)
 def test_never_worse_than_one_ahead(name: str, machine: str, ranks: int) -> None:
     no_worse(name, ranks, PRESETS[machine])
 
@@ -222,6 +223,6 @@ def test_budgets_and_residency_change_no_bit(ranks: Pool) -> None:
         options: dict[str, Any] = {"optimizer": fxshard.AdamW(), "hardware": "cpu", "lowering": "eager"}
         fxshard.plan(Stack(), stack_batch(0, 0), world_size=2, memory_budget=1, **options)
     least = caught.value.smallest
-    for runs in ranks(2, variants, {"tight": least, "loose": 10 * least}):
+    for runs in ranks(2, variants, {"tight": least}):
         for name, run in runs.items():
             assert run.same(runs["default"]), name

@@ -117,8 +117,8 @@ def nothing_left() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
-TESTED_ELSEWHERE = ("docs/howto/huggingface.md", "docs/howto/peft.md", "docs/howto/trainer.md")
-"""Examples and tests of integrations do the same on the same models, which take long to capture."""
+TESTED_ELSEWHERE = tuple(f"docs/howto/{name}.md" for name in ("budget", "huggingface", "peft", "trainer"))
+"""Examples, and tests of budgets and integrations, do the same; these take long to capture."""
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def both(kind: str, options: dict[str, Any], *, padded: bool = False) -> tuple[l
 
 
 @pytest.mark.shows("E3", "H5")
-@pytest.mark.parametrize("kind", ["gpt2 with dropout and cache", thorough("gemma3, resized"), thorough("llama")])
+@pytest.mark.parametrize("kind", list(map(thorough, ("gpt2 with dropout and cache", "gemma3, resized", "llama"))))
 def test_dense_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
     """On batches with padding, in one graph, although GPT-2 logs a warning on its way to the loss.
 

@@ -107,6 +107,7 @@ def test_gradients_that_are_left_out_are_left_out_of_replays() -> None:
     assert same(models) and counts(models[0])[1] >= 6
 
 
+@pytest.mark.thorough
 def test_a_transformer_trains_the_same() -> None:
     models = pair(lambda: llama(layers=1), optimizer=fxshard.Muon(lr=1e-2))
     x = torch.randint(0, 96, (4, 2, 16), generator=torch.Generator().manual_seed(0))

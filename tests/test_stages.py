@@ -24,10 +24,9 @@ def stages(make: Make, zeros: tuple[int, ...]) -> tuple[dict[int, Run], Run]:
 def variants(zero: int) -> dict[str, Run]:
     return {
         "default": sharded_run(Stack, zero=zero, steps=2),
-        "no prefetch": sharded_run(Stack, zero=zero, steps=2, prefetch=0),
+        "no prefetch, no arena": sharded_run(Stack, zero=zero, steps=2, prefetch=0, arena=False),
         "deep prefetch": sharded_run(Stack, zero=zero, steps=2, prefetch=3),
         "no overlap": sharded_run(Stack, zero=zero, steps=2, overlap=False),
-        "no arena": sharded_run(Stack, zero=zero, steps=2, arena=False),
     }
 
 

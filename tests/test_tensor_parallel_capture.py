@@ -216,6 +216,7 @@ def by_tp_plan() -> tuple[float, float, float]:
     return *losses, max(float((mine[name] - grad).norm() / grad.norm()) for name, grad in theirs.items())  # type: ignore[return-value]
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("T1")
 def test_a_plan_of_transformers(ranks: Pool) -> None:
     for mine, theirs, off in ranks(2, by_tp_plan):
