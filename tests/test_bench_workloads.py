@@ -76,6 +76,7 @@ def tiny_qlora(quantized: bool = True) -> tuple[nn.Module, dict[str, torch.Tenso
     return fxshard.quantize_frozen(model, "nf4") if quantized else model, {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.mark.thorough
 def test_qlora_trains_as_a_contender() -> None:
     """With the losses of plain PyTorch on the same codes, and not those of weights that were not rounded."""
     pytest.importorskip("peft", reason="needs the integrations extra")

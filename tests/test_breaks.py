@@ -155,7 +155,6 @@ class BreaksFirst(nn.Module):
         return untraced(self.linear.weight, x) + self.linear(x)
 
 
-@pytest.mark.shows("S17")
 class Talkative(nn.Module):
     def __init__(self) -> None:
         super().__init__()

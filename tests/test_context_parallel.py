@@ -20,7 +20,7 @@ from tests.pool import Pool
 from tests.thorough import thorough
 from tests.training import EPS, full_gradients
 
-VOCAB, DIM, HEADS, LENGTH, STEPS = 16, 16, 4, 16, 3
+VOCAB, DIM, HEADS, LENGTH, STEPS = 16, 16, 4, 16, 2
 
 
 class Layer(nn.Module):

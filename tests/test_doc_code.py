@@ -26,6 +26,7 @@ from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.passes.context import PassContext
 from tests.checkpoint.test_megatron import as_megatron_has_it
 from tests.checkpoint.test_megatron import save as save_as_megatron
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -116,7 +117,13 @@ def nothing_left() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in NOT_RUN])
+TESTED_ELSEWHERE = tuple(f"docs/howto/{name}.md" for name in ("budget", "huggingface", "peft", "trainer"))
+"""Examples, and tests of budgets and integrations, do the same; these take long to capture."""
+
+
+@pytest.mark.parametrize(
+    "page", [thorough(page) if page in TESTED_ELSEWHERE else page for page in WITH_CODE if page not in NOT_RUN]
+)
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("nothing_left")
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

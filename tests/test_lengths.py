@@ -19,7 +19,7 @@ from tests.toy import Llama
 from tests.training import EPS
 
 VOCAB = 96
-BATCHES = 12
+BATCHES = 8
 MOST_GRAPHS = 6
 
 

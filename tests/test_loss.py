@@ -75,7 +75,7 @@ def plain_run(make: Any, ranks: int, steps: int) -> Run:
 
 # -- sharded ---------------------------------------------------------------------------------------------------------
 
-STEPS = 3
+STEPS = 2
 
 
 def stages(make: Any, zeros: list[int]) -> list[Run]:
@@ -83,7 +83,9 @@ def stages(make: Any, zeros: list[int]) -> list[Run]:
 
 
 @pytest.mark.shows("H4")
-@pytest.mark.parametrize(("make", "zeros"), [(Language, [0, 3]), (Tied, [1, 2])])
+@pytest.mark.parametrize(
+    ("make", "zeros"), [(Language, [3]), (Tied, [1]), thorough(Language, [0, 1, 2]), thorough(Tied, [0, 2, 3])]
+)
 def test_two_ranks_train_like_plain_pytorch(ranks: Pool, make: Any, zeros: list[int]) -> None:
     expected = plain_run(make, 2, STEPS)
     for runs in ranks(2, stages, make, zeros):

@@ -32,9 +32,9 @@ def with_torch_optimizers(zero: int) -> dict[str, tuple[Run, Run]]:
     for name, make_optimizer in choices.items():
         plain = Stack()
         model.load_state_dict(plain.state_dict())
-        mine = train(model, make_optimizer(model.parameters()), steps=3)
+        mine = train(model, make_optimizer(model.parameters()), steps=2)
         optimizer = make_optimizer(plain.parameters())
-        for step in range(3):
+        for step in range(2):
             plain(*all_data_for(plain, step, dist.get_world_size())).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -153,6 +153,7 @@ def assert_same(kept: Trained, run: Trained) -> None:
     assert all(torch.equal(run.grads[name], kept.grads[name]) for name in kept.grads)
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("M4")
 def test_results_are_the_same_bits(ranks: Pool) -> None:
     for kept, run in ranks(2, both, least(Checkpointed), Checkpointed, timeout=240):
@@ -160,7 +161,7 @@ def test_results_are_the_same_bits(ranks: Pool) -> None:
         assert "on the host from forward to backward: " in run.report
 
 
-@pytest.mark.shows("M1", "M3")
+@pytest.mark.shows("M1", "M3", "M4")
 def test_memory_is_given_back_and_the_peak_is_as_predicted(ranks: Pool) -> None:
     """On one rank: to reduce between CPUs takes memory of its own, which no device needs."""
     ((kept, run),) = ranks(1, both, least(ranks=1), llama, timeout=240)

@@ -67,7 +67,7 @@ def compiled() -> list[str]:
         model = fxshard.compile(wide(), zero=zero, optimizer=choice, lowering="eager")
         matrices = {name: p for name, p in wide().named_parameters() if p.ndim == 2}
         wanted = {name: Reference(name, p, "8bit", p.shape[-1]) for name, p in matrices.items()}
-        for step in range(4):
+        for step in range(2):
             loss = model(*wide_batch(step, dist.get_rank()))
             plain = wide()
             plain.load_state_dict(model.full_state_dict())
@@ -94,7 +94,7 @@ def test_compiled_steps_follow_the_reference(ranks: Pool) -> None:
 def replicated() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found = []
-    for shared, place in ((True, "none"), (True, "host"), (False, "none")):
+    for shared, place in ((True, "host"), (False, "none")):
         choice = fxshard.AdamW(lr=LR, state="8bit", offload=place, over_replicas=shared)
         model = sharded(choice, zero=2, mesh=mesh)
         after = train(model, range(3))
@@ -111,10 +111,10 @@ def muon_on_ranks() -> list[str]:
     found = []
     for layout, place in (("rows", "none"), ("rows", "host"), ("auto", "none")):
         model = fxshard.shard(wide(), optimizer=fxshard.Muon(lr=LR, state="8bit", offload=place), zero=3, layout=layout)
-        for step in range(3):
+        for step in range(2):
             deliver(model, random_gradients(wide(), step))
             model.optimizer.step()
-        after, wanted = model.full_state_dict(), momentum_reference("8bit", range(3))
+        after, wanted = model.full_state_dict(), momentum_reference("8bit", range(2))
         found += [f"{layout} {place} {name}" for name in wanted if not torch.equal(after[name], wanted[name])]
     return found
 

@@ -35,7 +35,7 @@ def packed(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.shows("H3")
-@pytest.mark.parametrize(("attention", "windows"), [("sdpa", None), ("sdpa", True), thorough("eager", None)])
+@pytest.mark.parametrize(("attention", "windows"), [thorough("sdpa", None), ("sdpa", True), thorough("eager", None)])
 def test_documents_in_a_row_train_as_documents_apart(attention: str, windows: bool | None) -> None:
     generator = torch.Generator().manual_seed(1)
     debug = fxshard.Debug(window_attention=windows)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -62,28 +61,15 @@ def fail_without_group() -> None:
     raise RuntimeError("connection closed by peer")
 
 
-def leave() -> None:
-    sys.exit("enough")
-
-
 def unpicklable() -> object:
     return lambda: None
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_results_come_by_rank(ranks: Pool, n: int) -> None:
+@pytest.mark.parametrize("n", [1, 4])
+def test_results_come_by_rank_from_one_group(ranks: Pool, n: int) -> None:
     assert ranks(n, place, tag="here") == [(rank, n, "here") for rank in range(n)]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_ranks_share_a_group(ranks: Pool, n: int) -> None:
     for result in ranks(n, total):
         assert torch.equal(result, torch.full((3,), n * (n + 1) / 2))
-
-
-def test_tensors_travel_by_value(ranks: Pool) -> None:
-    x = torch.arange(100_000)
-    assert all(torch.equal(x, result) for result in ranks(2, torch.clone, x))
 
 
 def test_workers_are_kept(ranks: Pool) -> None:
@@ -127,16 +113,9 @@ def test_failure_ends_ranks_that_go_on(ranks: Pool) -> None:
     assert ranks(2, place) == [(0, 2, ""), (1, 2, "")]
 
 
-def test_timeout_names_the_late_ranks(ranks: Pool) -> None:
-    with pytest.raises(RankTimeout, match="ranks 1 did not finish in 5 s") as caught:
-        ranks(2, sleep, 1, timeout=5)
-    assert "in sleep" in caught.value.stacks[1]
-    assert ranks(2, place) == [(0, 2, ""), (1, 2, "")]
-
-
 def test_collective_without_its_peer_ends(ranks: Pool) -> None:
-    with pytest.raises(RankTimeout, match="ranks 0 did not finish") as caught:
-        ranks(2, wait_for_missing, timeout=5)
+    with pytest.raises(RankTimeout, match="ranks 0 did not finish in 2 s") as caught:
+        ranks(2, wait_for_missing, timeout=2)
     assert "all_reduce" in caught.value.stacks[0]
     assert ranks(2, place) == [(0, 2, ""), (1, 2, "")]
 
@@ -171,12 +150,6 @@ def test_worker_that_could_not_join_is_replaced(ranks: Pool) -> None:
         ranks(1, fail_without_group)
     after = ranks(2, process)
     assert before[0] not in after and before[1] in after
-
-
-def test_sys_exit_is_a_failure(ranks: Pool) -> None:
-    with pytest.raises(RankError, match="enough") as caught:
-        ranks(1, leave)
-    assert caught.value.types == {0: "SystemExit"}
 
 
 def test_result_that_cannot_travel_is_a_failure(ranks: Pool) -> None:

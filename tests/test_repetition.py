@@ -111,6 +111,19 @@ def test_what_does_not_repeat_is_traced_whole(make: Callable[[], nn.Module]) -> 
     assert same((make(), (torch.ones(4, 16),))) == 0
 
 
+@pytest.mark.shows("A4")
+def test_compilations_do_not_grow_with_depth() -> None:
+    """``test_huggingface`` has it for a model of ``transformers``. Five layers are all traced."""
+    found = []
+    for layers in (5, 9):
+        model = fxshard.compile(Odd(layers, layers - 1), lowering="eager")
+        model(torch.ones(4, 16)).backward()
+        found.append(model.report.compilations)
+    fewer, more = found
+    assert fewer.layers_folded == 0 < more.layers_folded
+    assert more.segments > fewer.segments and more.compiled == fewer.compiled
+
+
 @pytest.mark.shows("P2")
 def test_the_first_and_the_last_layer_may_differ() -> None:
     assert same((Odd(8, 7), (torch.ones(4, 16),))) > 0

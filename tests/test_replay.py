@@ -37,6 +37,7 @@ from tests.replaying import (
 )
 from tests.stack import Stack, batch
 from tests.test_unused_gradients import ONE_UNIT, Results
+from tests.thorough import thorough
 from tests.toy import batch as tokens
 from tests.training import llama
 
@@ -106,6 +107,7 @@ def test_gradients_that_are_left_out_are_left_out_of_replays() -> None:
     assert same(models) and counts(models[0])[1] >= 6
 
 
+@pytest.mark.thorough
 def test_a_transformer_trains_the_same() -> None:
     models = pair(lambda: llama(layers=1), optimizer=fxshard.Muon(lr=1e-2))
     x = torch.randint(0, 96, (4, 2, 16), generator=torch.Generator().manual_seed(0))
@@ -134,7 +136,7 @@ def offloading() -> dict[str, Any]:
     return {"memory_budget": caught.value.smallest, "activations": "offload"}
 
 
-@pytest.mark.parametrize("options", [dict, pytest.param(offloading, marks=pytest.mark.shows("M4"))])
+@pytest.mark.parametrize("options", [thorough(dict), pytest.param(offloading, marks=pytest.mark.shows("M4"))])
 @torch._functorch.config.patch(donated_buffer=False)  # or torch refuses retain_graph
 def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right(options: Callable[[], dict[str, Any]]) -> None:
     """Each of these comes after two steps, which were captured, and is followed by two that must be right too."""
@@ -214,7 +216,7 @@ def test_a_take_belongs_to_what_was_gathered_before() -> None:
     assert same(models) and counts(models[0])[0] == 4
 
 
-@pytest.mark.parametrize("how", ["no_sync", "zeroed"])
+@pytest.mark.parametrize("how", ["no_sync", thorough("zeroed")])
 def test_accumulation_is_captured_too(how: str) -> None:
     models = pair()
     for number in range(5):
@@ -318,7 +320,7 @@ def test_inputs_that_were_expanded() -> None:
     assert counts(models[0]) == (2, 4) and same(models)
 
 
-@pytest.mark.parametrize("kind", [cleared_by_hand, replaced])
+@pytest.mark.parametrize("kind", [thorough(cleared_by_hand), replaced])
 def test_gradients_may_be_cleared_or_replaced_at_any_time(kind: Act) -> None:
     """A backward that adds to gradients is no replay of one that does not; and forward never touches them."""
     models = pair()

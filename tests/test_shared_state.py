@@ -153,10 +153,10 @@ def muons(path: Path) -> tuple[list[str], list[tuple[int, int]], list[str]]:
     for zero, layout, kind in ((1, "auto", fxshard.Muon), (3, "whole", fxshard.NorMuon), (3, "rows", fxshard.Muon)):
         options: dict[str, Any] = {"mesh": mesh, "zero": zero, "layout": layout}
         choices = [kind(lr=1e-2, adamw=EACH, over_replicas=shared) for shared in (True, False)]
-        models = [fxshard.shard(llama(layers=4), optimizer=choice, **options) for choice in choices]
+        models = [fxshard.shard(llama(layers=2), optimizer=choice, **options) for choice in choices]
         for model in models:
             for seed in range(2):
-                deliver(model, random_gradients(llama(layers=4), seed))
+                deliver(model, random_gradients(llama(layers=2), seed))
                 model.optimizer.step()
                 model.optimizer.zero_grad()
         mine, theirs = (model.full_state_dict() for model in models)
@@ -169,10 +169,10 @@ def muons(path: Path) -> tuple[list[str], list[tuple[int, int]], list[str]]:
             wrong.append(f"{held[-1][0]} bytes held, {planned} planned")
         if layout != "rows":
             fxshard.save(models[0], path / layout)
-            other = fxshard.shard(llama(layers=4), optimizer=kind(lr=1e-2, adamw=EACH), zero=2)
+            other = fxshard.shard(llama(layers=2), optimizer=kind(lr=1e-2, adamw=EACH), zero=2)
             fxshard.load(other, path / layout)
             for model in (models[0], other):
-                deliver(model, random_gradients(llama(layers=4), 5))
+                deliver(model, random_gradients(llama(layers=2), 5))
                 model.optimizer.step()
             mine, theirs = models[0].full_state_dict(), other.full_state_dict()
             wrong += [f"loaded {layout} {n}" for n in theirs if not torch.allclose(mine[n], theirs[n], atol=1e-5)]

@@ -94,22 +94,21 @@ def sharded_step(model: fxshard.ShardedModule, seed: int) -> dict[str, torch.Ten
     return step(model, model.optimizer, seed, lambda grads: deliver(model, grads))
 
 
-PAIRS = [(Indexed, Stacked), (Stacked, Indexed)]
-WRAPPED = [(False, False), (True, False), (False, True)]
+CASES = [(Indexed, Stacked, False, False), (Stacked, Indexed, True, False), (Indexed, Stacked, False, True)]
+"""What is saved and what loads it, and whether each of them is wrapped."""
 
 
 def through_files(path: Path) -> list[str]:
     wrong = []
-    for one, other in PAIRS:
-        for here, there in WRAPPED:
-            torch.manual_seed(dist.get_rank())
-            first = fxshard.shard(make(one, here), optimizer=CHOICE, zero=3, layout="rows")
-            sharded_step(first, 1)
-            where = path / f"{one.__name__}-{here}-{there}"
-            fxshard.save(first, where)
-            second = fxshard.shard(make(other, there), optimizer=CHOICE, zero=2)
-            fxshard.load(second, where)
-            wrong += same(sharded_step(second, 2), sharded_step(first, 2))
+    for one, other, here, there in CASES:
+        torch.manual_seed(dist.get_rank())
+        first = fxshard.shard(make(one, here), optimizer=CHOICE, zero=3, layout="rows")
+        sharded_step(first, 1)
+        where = path / f"{one.__name__}-{here}-{there}"
+        fxshard.save(first, where)
+        second = fxshard.shard(make(other, there), optimizer=CHOICE, zero=2)
+        fxshard.load(second, where)
+        wrong += same(sharded_step(second, 2), sharded_step(first, 2))
     return wrong
 
 
@@ -122,21 +121,20 @@ def test_save_and_load(ranks: Pool, tmp_path: Path) -> None:
 def through_state_dicts() -> list[str]:
     """From a plain model and its optimizer into a sharded one of the other layout."""
     wrong = []
-    for one, other in PAIRS:
-        for here, there in WRAPPED:
-            torch.manual_seed(0)
-            plain = make(one, here)
-            optimizer = CHOICE.build(plain)
+    for one, other, here, there in CASES:
+        torch.manual_seed(0)
+        plain = make(one, here)
+        optimizer = CHOICE.build(plain)
 
-            def give(grads: dict[str, torch.Tensor], plain: nn.Module = plain) -> None:
-                for name, grad in grads.items():
-                    plain.get_parameter(name).grad = grad
+        def give(grads: dict[str, torch.Tensor], plain: nn.Module = plain) -> None:
+            for name, grad in grads.items():
+                plain.get_parameter(name).grad = grad
 
-            step(plain, optimizer, 1, give)
-            model = fxshard.shard(make(other, there), optimizer=CHOICE, zero=3)
-            model.load_state_dict(copy.deepcopy(plain.state_dict()))
-            model.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            wrong += same(sharded_step(model, 2), step(plain, optimizer, 2, give))
+        step(plain, optimizer, 1, give)
+        model = fxshard.shard(make(other, there), optimizer=CHOICE, zero=3)
+        model.load_state_dict(copy.deepcopy(plain.state_dict()))
+        model.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        wrong += same(sharded_step(model, 2), step(plain, optimizer, 2, give))
     return wrong
 
 

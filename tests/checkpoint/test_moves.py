@@ -78,12 +78,13 @@ def test_any_number_of_ranks_to_any_other(ranks: Pool, tmp_path: Path) -> None:
     for world in WORLDS[1:]:
         assert same(contents[1], contents[world]) == [], world
     for world in WORLDS:
-        for rank, found in enumerate(ranks(world, loaded, paths)):
+        sources = (world, WORLDS[world % len(WORLDS)])  # as many ranks, and one more or all the others less
+        for rank, found in enumerate(ranks(world, loaded, {source: paths[source] for source in sources})):
             for source, (after, extra, notes) in found.items():
                 assert same(after, originals[source][0][1]) == [], f"{source} → {world}"
                 assert extra == {"rank": rank if source == world else 0}
                 assert bool(notes) is (source != world)  # random states belong to ranks
-        for source in WORLDS:
+        for source in sources:
             again = plain_contents(tmp_path / f"from-{source}-on-{world}")
             assert same(again, contents[source]) == [], f"{source} → {world}"
 

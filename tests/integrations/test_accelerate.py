@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxshard
-from tests.integrations.launched import launched, llama, rows
+from tests.integrations.launched import launched, rows
 from tests.pool import Pool
 
 pytest.importorskip("accelerate", reason="needs Accelerate: pip install accelerate")
@@ -23,7 +23,9 @@ class Loop:
     """A training loop as Accelerate's documentation writes it: optimizer and scheduler are made before ``prepare``."""
 
     def __init__(self, accelerator: Any) -> None:
-        model = llama()
+        from tests.integrations.tiny import tiny
+
+        model = tiny()
         self.accelerator = accelerator
         groups = [
             {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -119,10 +121,11 @@ def test_a_saved_state_continues_bitwise(by_rank: list[Found]) -> None:
 
 def refusals() -> list[str]:
     from fxshard.integrations.accelerate import Accelerator
+    from tests.integrations.tiny import tiny
 
     found = []
     with launched():
-        model = llama()
+        model = tiny()
         optimizer = torch.optim.AdamW(model.parameters())
         model(**{name: row[None] for name, row in rows(1)[0].items()}).loss.backward()
         optimizer.step()

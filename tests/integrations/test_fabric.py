@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import fxshard
-from tests.integrations.launched import launched, llama, rows
+from tests.integrations.launched import launched, rows
 from tests.pool import Pool
 
 pytest.importorskip("lightning_fabric", reason="needs Lightning Fabric: pip install lightning-fabric")
 
-STEPS = 6
+STEPS = 4
 
 
 class Loop:
@@ -23,9 +23,11 @@ class Loop:
     def __init__(self, strategy: Any) -> None:
         from lightning_fabric import Fabric
 
+        from tests.integrations.tiny import tiny
+
         self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         self.fabric.launch()
-        model = llama()
+        model = tiny()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         self.model, self.optimizer = self.fabric.setup(model, optimizer)
@@ -89,7 +91,7 @@ def refused() -> str:
         fabric = Fabric(accelerator="cpu", devices=1, strategy=FxshardStrategy(), precision="bf16-mixed")
         fabric.launch()
         with pytest.raises(fxshard.ConfigError) as caught:
-            fabric.setup(llama())
+            fabric.setup(torch.nn.Linear(2, 2))
     return str(caught.value)
 
 

@@ -16,7 +16,7 @@ from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.plan.domain import data_parallel
 from fxshard.plan.hardware import hardware
 
-LAYERS = 12
+LAYERS = 10
 DIM = 64
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
@@ -35,7 +35,7 @@ def partitioned(model: Llama, absent: AbsentLayers) -> None:
 
 def test_the_schedule_is_that_of_all_layers() -> None:
     model, adamw = llama(), fxshard.AdamW()
-    assert AbsentLayers.of("layers", LAYERS) == AbsentLayers("layers", range(5, 8))
+    assert AbsentLayers.of("layers", LAYERS) == AbsentLayers("layers", range(5, LAYERS - 4))
     step = bench.capture(model, (TOKENS, TOKENS), lowering="eager")
     assert step.partitions[0].layers_folded == LAYERS - 5
     found = step.schedule(ranks=8, hardware="h200", optimizer=adamw)
@@ -44,7 +44,7 @@ def test_the_schedule_is_that_of_all_layers() -> None:
     assert (found.peak_bytes, found.arena_bytes) == (whole.peak_bytes, whole.arena_bytes)
 
 
-@pytest.mark.parametrize("layer", [3, 6])
+@pytest.mark.parametrize("layer", [3, 5])
 def test_a_layer_that_differs_is_found_whether_it_is_captured_or_absent(layer: int) -> None:
     model = llama()
     with torch.device("meta"):

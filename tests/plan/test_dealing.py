@@ -170,7 +170,7 @@ def trained(zero: int) -> tuple[list[str], int, int]:
     for step in range(2):
         model(*my_data_for(model, step)).backward()
         plain.zero_grad()
-        plain(*all_data_for(plain, step, 3)).backward()
+        plain(*all_data_for(plain, step, 2)).backward()
         grads = full_gradients(model)
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
@@ -188,13 +188,13 @@ def trained(zero: int) -> tuple[list[str], int, int]:
 
 
 @pytest.mark.shows("X1")
-@pytest.mark.parametrize("zero", [thorough(1), 2])
+@pytest.mark.parametrize("zero", [thorough(1), thorough(2)])
 def test_training_with_buckets_that_span_layers(ranks: Pool, zero: int) -> None:
-    for wrong, exchanges, spanning in ranks(3, trained, zero):
-        assert wrong == [] and exchanges == 0 and spanning > 1
+    for wrong, exchanges, spanning in ranks(2, trained, zero):
+        assert wrong == [] and exchanges == 0 and spanning > 0
 
 
 def test_blocks_are_blocks() -> None:
-    """The toy has seven matrices in a layer: on three ranks no layer comes out even by itself."""
+    """The toy has seven matrices in a layer: on two or three ranks no layer comes out even by itself."""
     block = Block(32, 4, 88)
     assert sum(p.ndim == 2 for p in block.parameters()) == 7

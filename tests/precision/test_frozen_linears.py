@@ -3,7 +3,6 @@ weights, bytes at rest and on the wire as planned, and nothing else kept."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard._torch import private
 from fxshard.frontend.frozen_linears import FrozenLinear
 from fxshard.kernels.blockwise import BLOCK, NORMAL_FLOATS, dequantize, nf4_pairs, quantize
-from fxshard.schedule.events import Kind, Phase
 from tests.measuring import NewBytes
 from tests.pool import Pool
+from tests.precision.traffic import gathered
 from tests.thorough import thorough
 
 DIM, HIDDEN, RANK, LAYERS, STEPS = 64, 128, 4, 2, 3
@@ -31,13 +29,12 @@ def by_definition(weight: torch.Tensor, format: str) -> torch.Tensor:
     out = torch.empty(weight.shape)
     for source, target in zip(weight.float().view(-1, BLOCK), out.view(-1, BLOCK), strict=True):
         largest = source.abs().max()
-        for i, x in enumerate(source):
-            if format == "int8":
-                scale = largest / 127
-                target[i] = torch.round(x / scale) * scale if scale else 0.0
-            else:
-                near = [abs(float(x / largest) - value) for value in NORMAL_FLOATS] if largest else [0.0]
-                target[i] = torch.tensor(NORMAL_FLOATS[near.index(min(near))]) * largest
+        if format == "int8":
+            scale = largest / 127
+            target.copy_(torch.round(source / scale) * scale if scale else source)
+            continue
+        nearest = [min(NORMAL_FLOATS, key=lambda value: abs(x - value)) for x in (source / largest).tolist()]
+        target.copy_(torch.tensor(nearest) * largest if largest else source)
     return out
 
 
@@ -155,32 +152,12 @@ def traffic(format: str) -> dict[str, Any]:
         debug=fxshard.Debug(keep_resident=False),
     )  # fmt: skip
     held = new.count()
-    wire: Counter[str] = Counter()
-    phase, gather = ["forward"], private.all_gather
-
-    def counted(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        wire[phase[0]] += output.numel() * output.itemsize
-        return gather(output, *args, **kwargs)
-
-    private.all_gather = counted
-    try:
-        loss = model(*batch(0, BF16))
-        phase[0] = "backward"
-        loss.backward()
-    finally:
-        private.all_gather = gather
-    planned: Counter[str] = Counter()
-    base: Counter[str] = Counter()
-    for _, event in model.schedule.of(Kind.UNSHARD):
-        used_in = "backward" if event.phase is Phase.BACKWARD else "forward"
-        planned[used_in] += event.bytes
-        if any(name.endswith(("codes", "scales")) for name in event.params):
-            base[used_in] += event.bytes
+    planned, wire, base = gathered(model, batch(0, BF16), ("codes", "scales"))
     return {
         "held": held,
-        "planned": dict(planned),
-        "wire": dict(wire),
-        "base": dict(base),
+        "planned": planned,
+        "wire": wire,
+        "base": base,
         "at rest": sum(plan.at_rest().param for plan in model._sharding.plans),
         "measured": model.bytes_at_rest()["param"],
         "saved": model.schedule.saved_bytes,

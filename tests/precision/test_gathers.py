@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fxshard
-from fxshard._torch import private
 from fxshard.plan.gather_modes import Gather
 from fxshard.runtime.bucket import Bucket
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.precision.nets import net, single, this_ranks_tokens
+from tests.precision.traffic import Bytes, gathered
 from tests.thorough import thorough
 from tests.training import EPS, Run, full_gradients, mean_over_ranks, with_debug
 
@@ -145,38 +145,14 @@ def test_recomputation_in_backward_gathers_both_copies(ranks: Pool) -> None:
         assert "both" in brought
 
 
-def moved(zero: int, precision: fxshard.Precision) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Bytes of gathers of one step, by phase: as the schedule says, as the collectives got them, and of MXFP8 alone."""
-    model = compiled(zero, "auto", precision=precision, keep_resident=False)
-    wire: Counter[str] = Counter()
-    phase = ["forward"]
-    gather = private.all_gather
-
-    def counted(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        wire[phase[0]] += output.numel() * output.itemsize
-        return gather(output, *args, **kwargs)
-
-    private.all_gather = counted
-    try:
-        loss = model(*this_ranks_tokens(0))
-        phase[0] = "backward"
-        loss.backward()
-    finally:
-        private.all_gather = gather
-    planned: Counter[str] = Counter()
-    of_linears: Counter[str] = Counter()
-    for _, event in model.schedule.of(Kind.UNSHARD):
-        # What an optimizer step gathers is what the next forward starts with; the first forward gathers it itself.
-        used_in = "backward" if event.phase is Phase.BACKWARD else "forward"
-        planned[used_in] += event.bytes
-        if any(name.endswith(("up.weight", "down.weight")) for name in event.params):
-            of_linears[used_in] += event.bytes
-    return dict(planned), dict(wire), dict(of_linears)
+def moved(precision: fxshard.Precision) -> tuple[Bytes, ...]:
+    model = compiled(3, "auto", precision=precision, keep_resident=False)
+    return gathered(model, this_ranks_tokens(0), ("up.weight", "down.weight"))
 
 
 def traffic() -> tuple[Any, Any]:
     plain = fxshard.Precision(param=BF16, reduce=torch.float32)
-    return moved(3, plain), moved(3, fxshard.MXFP8())
+    return moved(plain), moved(fxshard.MXFP8())
 
 
 @pytest.mark.shows("Q9", "Q11")
