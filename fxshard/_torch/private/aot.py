@@ -43,6 +43,11 @@ class Traced:
         return int(written + made + len(meta.tokens))
 
     @property
+    def written_inputs(self) -> tuple[int, ...]:
+        """Positions of inputs that get a new value after forward, as buffers that forward changes."""
+        return tuple(self._joint._aot_state.fw_metadata.mutated_inp_runtime_indices)
+
+    @property
     def static_inputs(self) -> tuple[int, ...]:
         """Positions of inputs that stay where they are between calls."""
         return tuple(self._joint._aot_state.fw_metadata.static_input_indices or ())
