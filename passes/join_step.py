@@ -20,6 +20,8 @@ LAST = "fxshard_last"
 """Marks what stands at the end of forward, in the order of backward."""
 SHARED = "fxshard_shared"
 """Marks what layers of backward share."""
+AGAIN = "fxshard_again"
+"""Of what backward computes again: the node of forward that it is."""
 
 Parts = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -45,8 +47,10 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tup
     own = sorted(_computing(backward.graph), key=lambda node: node not in shared)
     if not own:
         return None
+    named = {node.name: env[node] for node in early}  # both were cut from one graph: equal names are equal nodes
     for node in own:
         env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta[AGAIN] = named.get(node.name)
         env[node].meta[BACKWARD] = True
         env[node].meta[SHARED] = node in shared
     gradients = fx.map_arg(backward.graph.output_node().args[0], env.__getitem__)
@@ -154,6 +158,6 @@ def _part(
 
 def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
     copy = graph.node_copy(node, env.__getitem__)
-    for mark in (BACKWARD, LAST, SHARED):
+    for mark in (BACKWARD, LAST, SHARED, AGAIN):
         copy.meta.pop(mark, None)
     return copy

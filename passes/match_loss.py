@@ -232,8 +232,9 @@ def _leaves_last(index: tuple[Any, ...], dims: int) -> bool:
         return False
     if any(isinstance(part, fx.Node) and value(part) is not None for each in index for part in _bounds(each)):
         return False
-    whole = slice(None)
-    return index[-1] is Ellipsis or index[-1] == whole or (Ellipsis not in index and len(index) < dims)
+    if index[-1] is Ellipsis:
+        return len(index) <= dims
+    return index[-1] == slice(None) or (Ellipsis not in index and len(index) < dims)
 
 
 def _bounds(index: Any) -> tuple[Any, ...]:

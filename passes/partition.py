@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxshard._torch import private
@@ -17,6 +18,7 @@ from fxshard.passes.stages import Captured, Partitioned
 from fxshard.passes.unfold_layers import unfold_evaluation, unfold_step
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.activations import peak_bytes, step_activations
+from fxshard.schedule.aliases import is_view
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.offloads import Recomputed
@@ -81,6 +83,7 @@ class _Joint:
         )
         results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
         saved = frozenset(node.name for node in results[outputs:])
+        _copy_written(forward, outputs, captured.written)
         if captured.folded is not None:
             whole = unfold_step(captured.folded, forward, backward, outputs)
             if whole is None:
@@ -126,6 +129,27 @@ class _Joint:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         mark(graph, marks)
         return private.graph_module(self.graph, graph)
+
+
+def _copy_written(forward: fx.GraphModule, outputs: int, written: Sequence[int]) -> None:
+    """Of what forward saves, copy inputs that get a new value after it: backward needs the one that forward read."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    changing = {inputs[i] for i in written}
+    end = forward.graph.output_node()
+    results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
+    for i, node in enumerate(results[outputs:], outputs):
+        if isinstance(node, fx.Node) and _viewed(node) in changing:
+            with forward.graph.inserting_before(end):
+                results[i] = forward.graph.call_function(torch.ops.aten.clone.default, (node,))
+                results[i].meta.update(node.meta)
+    end.args = (tuple(results),)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of, or the node itself."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _left_out(captured: Captured) -> tuple[frozenset[ParamRef], int]:

@@ -29,6 +29,8 @@ class Captured:
     """Positions of inputs that stay where they are between calls."""
     folded: Folded | None = None
     """Layers that were left out of the graph."""
+    written: tuple[int, ...] = ()
+    """Positions of the inputs that get a new value after forward."""
 
     @property
     def traced_refs(self) -> tuple[ParamRef | None, ...]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.passes.fold_layers import Folded
-from fxshard.passes.join_step import Parts, cut, join
+from fxshard.passes.join_step import AGAIN, Parts, cut, join
 from fxshard.passes.repeats import Member, described, references, skeleton
 from fxshard.schedule.aliases import readers
 
@@ -79,9 +79,28 @@ class _Line:
             return False
         if self.has_backward and not self._find_backward():
             return False
-        return self._equal(f[1], f[2], self.fw_period) and (
-            not self.backward or self._equal(self.backward[2], self.backward[3], self.bw_period)
+        return (
+            self._equal(f[1], f[2], self.fw_period)
+            and (not self.backward or self._equal(self.backward[2], self.backward[3], self.bw_period))
+            and not self._bridges()
         )
+
+    def _bridges(self) -> bool:
+        """Whether backward computes again, in one go, what reaches over the layers that were left out.
+
+        Values that go from layer to layer without a parameter may all be computed again where backward begins. Such a
+        chain has as many links as the folded model has layers, and no copy of a stretch makes it longer.
+        """
+        f, g = self.forward, self.backward
+        for position in range(self.boundary, len(self.nodes) - 1):
+            again = self.nodes[position].meta.get(AGAIN)
+            if again is None:
+                continue
+            if (not g or position < g[3]) and f[1] <= self.at[again] < f[2]:
+                return True
+            if g and position >= g[1] and f[2] <= self.at[again] < f[3] and self.before(position) is None:
+                return True
+        return False
 
     def _equal(self, low: int, high: int, length: int) -> bool:
         """Whether two stretches are equal; ``low`` is where that of the earlier layer begins."""
@@ -115,6 +134,11 @@ class _Line:
                 if (position >= self.boundary) == backward and user.op != "output":
                     found[member[0]] = min(found.get(member[0], position), position)
         return [found[layer] for layer in layers if layer in found]
+
+    def before(self, position: int) -> fx.Node | None:
+        """What stands one layer before a position of backward, if it is alike."""
+        found = self.nodes[position - self.bw_period]
+        return found if self.alike(self.nodes[position], found) else None
 
     def alike(self, low: fx.Node, high: fx.Node) -> bool:
         """Whether two nodes do the same to what lies one period apart; ``low`` is the earlier layer's."""
@@ -232,8 +256,7 @@ class _Unfolding:
             return self.line.nodes[position + pair]
         if not self.line.backward or position < self.line.backward[1]:
             return None
-        before = self.line.nodes[position - self.line.bw_period]
-        return before if self.line.alike(self.line.nodes[position], before) else None
+        return self.line.before(position)
 
     def _resolve(self, ref: fx.Node, other: fx.Node | None, shift: int) -> fx.Node | None:
         """What ``ref`` is for a layer moved by ``shift``. ``other`` is what the next or previous layer has there.

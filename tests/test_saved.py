@@ -66,3 +66,32 @@ def test_copies_that_products_read_are_made_again(lowering: str) -> None:
     outputs = model.graphs["forward"].graph.output_node().all_input_nodes
     saved = [node.meta["val"].numel() for node in outputs if node.op != "placeholder"]
     assert sorted(numel for numel in saved if numel > 1) == sorted([*[8, 8 * 64] * 3, *[8 * 32] * 3])
+
+
+class Trailing(nn.Module):
+    """Reads a buffer, and then changes it: backward needs the value that was read."""
+
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x)) - 0.1 * self.average
+        self.average.lerp_(x.detach().mean(0), 0.1)
+        return x.square().mean()
+
+
+def test_a_buffer_that_forward_changes_is_saved_as_it_was_read() -> None:
+    torch.manual_seed(0)
+    plain, twin = Trailing(), Trailing()
+    twin.load_state_dict(plain.state_dict())
+    model = fxshard.compile(twin, lowering="eager")
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        plain(x).backward()
+        model(x).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(model.full_state_dict()["average"], plain.average)

@@ -109,7 +109,9 @@ def _captured(
     with private.traced(graph, inputs, decompositions) as traced:
         private.split_coalesced(traced.graph.graph)
         note_groups(traced.graph.graph)
-        yield Captured(traced.graph, (*constants, *refs), traced.outputs, traced.static_inputs, folded), traced
+        every = (*constants, *refs)
+        static, written = traced.static_inputs, traced.written_inputs
+        yield Captured(traced.graph, every, traced.outputs, static, folded, written), traced
 
 
 def graph_inputs(graph: fx.GraphModule) -> list[Any]:

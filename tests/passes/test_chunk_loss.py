@@ -209,6 +209,11 @@ def listed(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(h, w)[:, [0, 3]].flatten(0, 1), y[:, [0, 3]].flatten())
 
 
+def one_class(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """Of as many tokens as there are classes: the index takes a class, and tokens are last."""
+    return F.cross_entropy(F.linear(h, w[:LENGTH])[:, :, 0, ...], y[:, 0].clamp_min(0) % LENGTH)
+
+
 LEFT: dict[str, tuple[Loss, str]] = {
     "weights of classes": (lambda h, w, b, y: rows(F.linear(h, w), y, weight=b.detach().abs()), "weight="),
     "label smoothing": (lambda h, w, b, y: rows(F.linear(h, w), y, label_smoothing=0.1), "label_smoothing="),
@@ -231,6 +236,7 @@ LEFT: dict[str, tuple[Loss, str]] = {
     "scaled by a tensor": (lambda h, w, b, y: rows(F.linear(h, w) * b[0], y), "stands between"),
     "another function": (lambda h, w, b, y: rows(F.linear(h, w).relu(), y), "stands between"),
     "fewer classes": (fewer_classes, "stands between"),
+    "one class": (one_class, "stands between"),
     "classes reordered": (lambda h, w, b, y: rows(F.linear(h, w).flip(-1), y), "stands between"),
     "rows by a list": (listed, "stands between"),
     "tokens in another order": (

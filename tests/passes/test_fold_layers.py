@@ -183,6 +183,35 @@ def folded(model: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> int:
     return count
 
 
+class Beside(nn.Module):
+    """A value goes from layer to layer beside the stream, without a parameter; the end multiplies by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        beside = torch.sin(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+            beside = beside + 0.1
+        return self.head(x + torch.sin(beside)).square().mean()
+
+
+def test_what_backward_computes_again_of_all_layers_has_all_of_them() -> None:
+    """Gradients are plain PyTorch's where backward begins with the way of a value through every layer."""
+    model, x = Beside(), torch.randn(4, WIDTH)
+    sharded = fxshard.compile(copy.deepcopy(model), lowering="eager")
+    sharded(x).backward()
+    model(x).backward()
+    for mine, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def some(names: dict[str, Any], *always: str) -> list[Any]:
     return [name if name in always else thorough(name) for name in names]
 

@@ -49,12 +49,20 @@ class Traced:
         """How many outputs are forward's; gradients follow. None where there is no backward."""
         if not self.trains:
             return None
-        meta = self._joint._aot_state.fw_metadata
-        subclasses = self._joint._aot_graph_capture.maybe_subclass_meta
-        inner = subclasses.fw_metadata if subclasses is not None else meta
-        written = len(inner.mutated_inp_runtime_indices)
+        inner, tokens = self._inner, self._joint._aot_state.fw_metadata.tokens
         made = inner.num_outputs + inner.num_intermediate_bases + inner.num_outputs_rng_offset
-        return int(written + made + len(meta.tokens))
+        return int(len(self.written_inputs) + made + len(tokens))
+
+    @property
+    def _inner(self) -> Any:
+        """What AOTAutograd knows of the graph, whose inputs are those inside of tensor subclasses."""
+        subclasses = self._joint._aot_graph_capture.maybe_subclass_meta
+        return subclasses.fw_metadata if subclasses is not None else self._joint._aot_state.fw_metadata
+
+    @property
+    def written_inputs(self) -> tuple[int, ...]:
+        """Positions of inputs that get a new value after forward, as buffers that forward changes."""
+        return tuple(self._inner.mutated_inp_runtime_indices)
 
     @property
     def static_inputs(self) -> tuple[int, ...]:

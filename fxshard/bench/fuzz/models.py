@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fxshard.bench.fuzz.layers import Drawn
+
 WIDTH = 8
 
 
@@ -52,6 +54,23 @@ class Counting(nn.Module):
         if self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
         return torch.relu(self.linear(x - self.mean))
+
+
+class Trailing(nn.Module):
+    """Reads a buffer, and changes it afterwards."""
+
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x)) - 0.1 * self.average
+        if self.training:
+            self.average.lerp_(x.detach().mean(0), 0.1)
+        return x
 
 
 class Halves(nn.Module):
@@ -98,10 +117,13 @@ def _both(x: torch.Tensor, first: Callable[[Any], Any], second: Callable[[Any], 
     return second(first(x))
 
 
-def _deep(choice: random.Random) -> Deep | None:
-    """One model in ten has one."""
-    if choice.random() >= 0.1:
+def _deep(choice: random.Random) -> Deep | Drawn | None:
+    """One model in ten has equal layers, and one in ten has such as were drawn."""
+    share = choice.random()
+    if share >= 0.2:
         return None
+    if share >= 0.1:
+        return Drawn(choice, WIDTH)
     layers, regions = choice.randint(7, 9), choice.choice(["none", "layers", "across"])
     return Deep(layers, regions, choice.choice([None, *range(layers)]), detached=choice.random() < 0.5)
 
@@ -113,6 +135,7 @@ BLOCKS = {
     "gated": Gated,
     "scaled": Scaled,
     "counting": Counting,
+    "trailing": Trailing,
 }
 
 
