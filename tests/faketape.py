@@ -100,6 +100,10 @@ class FakeTape:
 
         return replay, result
 
+    def delete(self) -> None:
+        self._destroy({_storage(tensor) for tensor in self._protected()})
+        self._pool.clear()
+
     def pool_bytes(self) -> tuple[int, int]:
         size = sum(tensor.untyped_storage().nbytes() for tensor in self._pool.values())
         return size, size

@@ -71,6 +71,23 @@ def test_steps_are_captured_once_and_replayed() -> None:
     assert same(models)
 
 
+def test_without_its_graphs_a_model_goes_on() -> None:
+    """Not while a backward is still to come, whose activations lie in their memory."""
+    models = pair(precision=BF16)
+    for number in range(3):
+        both(models, step(number))
+    loss = models[0](*batch(3, 0))
+    with pytest.raises(fxshard.StateError, match="a backward still needs"):
+        models[0].delete_cuda_graphs()
+    del loss
+    captured = counts(models[0])
+    models[0].delete_cuda_graphs()
+    for number in range(3, 6):
+        both(models, step(number))
+    assert counts(models[0]) == captured and reasons(models[0])["delete_cuda_graphs was called"] == 6
+    assert same(models)
+
+
 @pytest.mark.shows("F7")
 def test_float8_weights_are_scaled_and_quantized_in_every_replay() -> None:
     models = pair(single, precision=fxshard.Float8(smallest=0))

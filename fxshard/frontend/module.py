@@ -282,6 +282,17 @@ class ShardedModule(nn.Module):
         missing, unexpected = state.load(own, state_dict, self._sharding.buckets, strict=strict)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
+    def delete_cuda_graphs(self) -> None:
+        """Let go of what ``cuda_graphs=True`` captured; the model runs without from then on.
+
+        NCCL ends no process group while graphs have its collectives: ``destroy_process_group`` would wait for ever.
+
+        >>> model.delete_cuda_graphs()
+        >>> torch.distributed.destroy_process_group()
+        """
+        if self._sharding.engine.replays is not None:
+            self._sharding.engine.replays.delete()
+
     def parameters_changed(self) -> None:
         """Say that parameters were written in a way that torch does not count. To be called on every rank.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ def compile_ahead(graphs: Iterable[fx.GraphModule], device: torch.device) -> thr
     """Begin to compile the kernels of all operators in ``graphs`` that run on ``device``; None where there are none."""
     if device.type != "cuda" or not has_triton():
         return None
-    calls = {_described(call): call for graph in graphs for call in kernel_calls(graph.graph)}
+    found = (call for graph in graphs for call in kernel_calls(graph.graph))
+    # Before the thread starts: the device of a fake tensor is another while its mode, in its own thread, runs a kernel.
+    blank = [(operator, tree_map_only(torch.Tensor, Blank.of, args)) for operator, args in found]
+    calls = {repr(call): call for call in blank}
     if not calls:
         return None
     thread = threading.Thread(target=_compile, args=(list(calls.values()), device), name="fxshard kernels")
@@ -50,17 +54,24 @@ def _is_symbolic(value: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def _described(call: Call) -> str:
-    operator, args = call
-    return f"{operator} {tree_map_only(torch.Tensor, lambda t: (t.dtype, t.shape, t.stride()), args)}"
+@dataclass(frozen=True)
+class Blank:
+    """What a tensor looks like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Blank:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def tensor(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 def _compile(calls: list[Call], device: torch.device) -> None:
     with torch.cuda.device(device), torch.no_grad(), private.fake_tensors(), only_compiling():
         for operator, args in calls:
-            COMPILED_AHEAD[operator](*tree_map_only(torch.Tensor, _another, args))
-
-
-def _another(value: torch.Tensor) -> torch.Tensor:
-    """Of a fake mode of its own: the one that ``value`` was traced with is in use."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            COMPILED_AHEAD[operator](*tree_map_only(Blank, Blank.tensor, args))

@@ -72,6 +72,13 @@ class CudaTape:
         self._graphs.append(graph)
         return graph.replay, result
 
+    def delete(self) -> None:
+        """Let go of all graphs. Nothing is captured after that."""
+        torch.cuda.synchronize(self.device)
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+
     def tensor_at(self, place: Place) -> torch.Tensor:
         """The tensor at an address, which the tape's memory keeps for it."""
         return place.over(torch.as_tensor(_Bytes(place), device=self.device))

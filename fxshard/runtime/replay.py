@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxshard._torch import private
-from fxshard._torch.errors import CaptureError, ConfigError, FxshardError
+from fxshard._torch.errors import CaptureError, ConfigError, FxshardError, StateError
 from fxshard._torch.log import LOG
 from fxshard.runtime.cuda_tape import CudaTape, Place
 from fxshard.runtime.hollow import address, is_hollow
@@ -127,6 +127,7 @@ class Replays:
     def __init__(self, tape: CudaTape) -> None:
         self._tape = tape
         self._loan: Loan | None = None
+        self._deleted = False
         self.captured = 0
         self.replayed = 0
         self.run_through: Counter[str] = Counter()
@@ -159,6 +160,16 @@ class Replays:
         size, used = self._tape.pool_bytes()
         return Captures(self.captured, self.replayed, dict(self.run_through), size, size - used)
 
+    def delete(self) -> None:
+        """Let go of all captured programs; from now on every program runs through."""
+        if self.closed():
+            raise StateError(
+                "delete_cuda_graphs: a backward still needs what a captured forward saved; run it, or let go of its "
+                "loss, first"
+            )
+        self._loan, self._deleted = None, True
+        self._tape.delete()
+
     # -- which of the three ------------------------------------------------------------------------------------------
 
     def _claim(self, given: list[Any]) -> Loan | str:
@@ -171,6 +182,8 @@ class Replays:
 
     def _hindrance(self, engine: Engine, program: Program, given: list[Any], claimed: Loan | str | None) -> str | None:
         """Why a program runs through, whatever was captured."""
+        if self._deleted:
+            return "delete_cuda_graphs was called"
         if isinstance(claimed, str):
             return claimed
         if program.runs == 0:

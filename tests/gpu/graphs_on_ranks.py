@@ -37,6 +37,7 @@ def train(zero: int, config: fxshard.bench.models.LlamaConfig, graphs: bool) -> 
     if graphs and dist.get_rank() == 0:
         print(f"zero {zero}, {config.experts} experts: {counts(model)} {reasons(model)}", flush=True)
     assert not graphs or counts(model)[1] >= 4
+    model.delete_cuda_graphs()
     return left + [value.to_local() for value in model.parameters()]
 
 

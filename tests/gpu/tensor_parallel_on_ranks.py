@@ -38,6 +38,8 @@ def losses(make: Any, device: torch.device, steps: int = 6) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         found.append(float(loss.detach()))
+    if isinstance(model, fxshard.ShardedModule):
+        model.delete_cuda_graphs()  # before NCCL's communicators are destroyed
     return found
 
 
