@@ -21,10 +21,10 @@ def curve(trades: Sequence[Trade], arguments: argparse.Namespace) -> str:
     from fxshard.schedule.schedule import size
 
     slowest = max(trade.seconds for trade in trades)
-    lines = [f"simulated step on {arguments.world_size} × {arguments.hardware}, by memory_budget", ""]
+    lines = [heading(arguments), ""]
     title = "optimizer state; computed again in backward, or on the host"
     lines.append(f"{'budget':>12}{'step':>12}{'arena':>12}   {'':<30} {title}")
-    for trade in _apart(trades):
+    for trade in apart(trades):
         bar = "█" * round(30 * trade.seconds / slowest)
         again = ", ".join(each.name for each in trade.recomputed)
         if trade.offloaded:
@@ -34,7 +34,12 @@ def curve(trades: Sequence[Trade], arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _apart(trades: Sequence[Trade]) -> Iterator[Trade]:
+def heading(arguments: argparse.Namespace) -> str:
+    """What the curve is of."""
+    return f"simulated step on {arguments.world_size} × {arguments.hardware}, by memory_budget"
+
+
+def apart(trades: Sequence[Trade]) -> Iterator[Trade]:
     """Those that are faster than the one before by what can be seen, the last, and those that change the format."""
     shown: Trade | None = None
     for trade in trades:

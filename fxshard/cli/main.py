@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from fxshard._torch.progress import Report, progress
 from fxshard.bench import command as bench
 from fxshard.bench.target import UsageError, about, load, parallelizing, shortened
 from fxshard.cli import doctor, search
-from fxshard.cli.budget import curve, decided
+from fxshard.cli.budget import apart, curve, decided, heading
 
 if TYPE_CHECKING:
     from torch import nn
@@ -207,6 +208,8 @@ def _positive(text: str) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    if arguments.sweep and (arguments.json is not None or arguments.trace is not None):
+        raise UsageError("--sweep has no schedule to write: leave out --json and --trace, or give one --budget SIZE")
     written = [Path(out) for out in (arguments.html, arguments.trace, arguments.json) if out not in (None, "-")]
     for path in written:  # before planning for a minute
         if not path.absolute().parent.is_dir():
@@ -230,7 +233,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
             simulation = simulate(found, machine)
     if simulation is None:
+        from fxshard.cli import budget_page
+
         print(curve(found, arguments))
+        page = partial(budget_page.to_html, found, list(apart(found)), heading(arguments), machine.memory_bytes)
+        _write([(arguments.html, page)])
     else:
         _show(found, simulation, arguments, machine, about(arguments.target, arguments.layers, inputs))
     return 0
@@ -318,11 +325,17 @@ def _show(
     else:
         print(about)
         _print(schedule, simulation, machine)
-    outputs: list[tuple[str | Path | None, Callable[[], str]]] = [
-        (arguments.json if arguments.json != "-" else None, lambda: to_json(schedule)),
-        (arguments.html, lambda: to_html(schedule, simulation, machine, about)),
-        (arguments.trace, lambda: to_chrome_trace(schedule, simulation)),
-    ]
+    _write(
+        [
+            (arguments.json if arguments.json != "-" else None, lambda: to_json(schedule)),
+            (arguments.html, lambda: to_html(schedule, simulation, machine, about)),
+            (arguments.trace, lambda: to_chrome_trace(schedule, simulation)),
+        ]
+    )
+
+
+def _write(outputs: Sequence[tuple[str | Path | None, Callable[[], str]]]) -> None:
+    """Those for which there is a path."""
     for path, text in outputs:
         if path is None:
             continue

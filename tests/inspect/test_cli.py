@@ -88,6 +88,15 @@ def test_a_sweep_prints_step_time_over_budgets(planned: Planned, capsys: pytest.
     assert len(planned) == 1
 
 
+def test_a_sweep_is_a_page_too(planned: Planned, tmp_path: Path) -> None:
+    """The curve has both budgets, the table what each decides."""
+    assert cli.main(["inspect", "llama-8b", "--layers", "1", "--sweep", "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<title>1.00 GiB: 200.00 ms</title>" in page and "<title>2.00 GiB: 100.00 ms</title>" in page
+    assert 'points="70.0,70.0 830.0,70.0 830.0,180.0"' in page  # down to half the height at the second budget
+    assert "<td>layers.*.mlp.up mm</td>" in page and "<td>nothing</td>" in page and "The device has 131" in page
+
+
 def test_activations_are_those_of_compile(planned: Planned) -> None:
     tight = ["inspect", "llama-8b", "--layers", "1", "--budget", "60GiB"]
     assert cli.main(tight) == cli.main([*tight, "--activations", "recompute"]) == 0
@@ -147,6 +156,7 @@ def test_a_factory_of_the_users(target: str, planned: Planned, models: Path) -> 
         (["llama-8b", "--hardware", "abacus"], "known are a100, h100, h200"),
         (["llama-8b", "--layers", "1", "--budget", "1KiB"], "the smallest feasible is 11.5 MiB"),
         (["llama-8b", "--layers", "1", "--activations", "offload"], "add --budget SIZE or --sweep"),
+        (["llama-8b", "--layers", "1", "--sweep", "--json", "-"], "--sweep has no schedule to write"),
         (["nowhere:build"], "there is no module 'nowhere'"),
         (["nowhere.py:build"], "there is no file nowhere.py"),
         (["mine:biuld"], "mine has no function 'biuld'; its functions are build, bare, number, fails"),
