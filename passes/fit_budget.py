@@ -12,7 +12,7 @@ makes updates least longer among those that fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -32,11 +32,11 @@ from fxshard.passes.offload_saved import SavedKind, offload_saved, saved_kinds
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.kept_state import KeptState, ways_to_keep
 from fxshard.plan.state import AUTO, FORMATS
-from fxshard.schedule.events import Phase
+from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.offloads import Offloaded, Recomputed
 from fxshard.schedule.record import resident_bytes
 from fxshard.schedule.schedule import Schedule
-from fxshard.schedule.simulate import Simulation, simulate
+from fxshard.schedule.simulate import Simulation, event_seconds, simulate
 
 GROWTH = 2
 """From what is added to the smallest arena to what is added for the next try."""
@@ -101,10 +101,23 @@ class Split:
         """
         if not self.recomputed:
             return list(range(1, len(self.kinds) + 1))
-        computed = [event for _, event in self.draft.stretches[Phase.FORWARD]]
-        forward = sum(self.machine.compute_seconds(e.flops, e.traffic, e.dtype, e.float8_flops) for e in computed)
         copying = accumulate(kind.offloaded.seconds for kind in self.kinds)
-        return sorted({sum(seconds <= forward for seconds in copying), len(self.kinds)} - {0})
+        return sorted({sum(seconds <= self.computing[Phase.FORWARD] for seconds in copying), len(self.kinds)} - {0})
+
+    @cached_property
+    def computing(self) -> dict[Phase, float]:
+        """Seconds that forward and backward compute."""
+        schedule, found = self.scheduled(self.decide(self.least), self.ways()[0]), dict.fromkeys(self.graphs, 0.0)
+        for event, seconds in zip(schedule.events, event_seconds(schedule, self.machine), strict=True):
+            if event.kind is Kind.COMPUTE and event.phase in found:
+                found[event.phase] += seconds
+        return found
+
+    def outlasting(self, count: int) -> float:
+        """Seconds by which copies of so many kinds take longer than what is computed meanwhile: forward ends when they
+        have left, and they come back while backward runs."""
+        copying = sum(kind.offloaded.seconds for kind in self.kinds[:count])
+        return sum(max(0.0, copying - seconds) for seconds in self.computing.values())
 
     def freed(self, count: int) -> int:
         """Bytes of so many kinds: with them on the host, a rank holds at most so much less."""
@@ -212,13 +225,15 @@ def fit_budget(splits: Iterable[Split], budget: int) -> Fit:
     left_out: list[tuple[Split, int]] = []
     for split in splits:
         search = search or _Search(budget, _allowed(split, budget))
-        search.consider(split)
+        done = search.consider(split)
         search.bound = split
         for count in split.on_host if not search.is_over() else ():
-            if search.frees_too_little(split, count):
-                left_out.append((split, count))
-            elif search.consider(split.offloading(count)):
+            if search.copies_too_much(split, count) or len(done) == len(split.arenas):
                 break  # what has more on the host only copies more
+            if search.frees_too_little(split, count, done):
+                left_out.append((split, count))
+            else:
+                done |= search.consider(split.offloading(count), done)
         if search.is_over():
             break
     assert search is not None
@@ -280,26 +295,29 @@ class _Search:
     smallest: tuple[int, Split, KeptState] | None = None
     """The least that something needs, and what that is."""
 
-    def consider(self, split: Split) -> bool:
-        """Try the arenas in which a split may be better; whether all of them fit with state in the fastest way."""
+    def consider(self, split: Split, done: Set[int] = frozenset()) -> set[int]:
+        """Try the arenas in which a split may be better. Those, by number, in which no split that only copies more can
+        be: where it fits with state in the fastest way, or is too slow. ``done``: where this is known."""
         kept = split.smallest(self.ways)
         least = split.taken(kept) + split.least
         if self.smallest is None or least < self.smallest[0]:
             self.smallest = least, split, kept
         if least > self.budget:
-            return False
-        all_fit = True
+            return set()
+        found: set[int] = set()
         for i, arena in enumerate(split.arenas):
-            if not self._may_be_faster(i):
+            if i in done or not self._may_be_faster(i):
+                found.add(i)
                 continue
             decisions = split.decide(arena)
             fitting = next((way for way in self.ways if split.needs(decisions, way) <= self.budget), None)
-            all_fit &= fitting is self.ways[0]
+            if fitting is self.ways[0]:
+                found.add(i)
             if fitting is None or not self._may_update(fitting):
                 continue
             if self.best is None or split.seconds(arena, fitting) < self.best.seconds:
                 self.best = Fit(split, decisions, fitting, split.seconds(arena, fitting))
-        return all_fit
+        return found
 
     def is_over(self) -> bool:
         """Whether nothing that computes as much as the last split, or more, can be faster."""
@@ -309,12 +327,16 @@ class _Search:
             return True
         return not any(map(self._may_be_faster, range(len(self.bound.arenas))))
 
-    def frees_too_little(self, split: Split, count: int) -> bool:
+    def copies_too_much(self, split: Split, count: int) -> bool:
+        """Whether a split cannot be better with so many kinds on the host, because copies take too long."""
+        return self.best is not None and self._computes() + split.outlasting(count) >= self.best.seconds
+
+    def frees_too_little(self, split: Split, count: int, done: Set[int]) -> bool:
         """Whether a split cannot be better with so many kinds on the host, because it would still not fit."""
         kept, freed = split.smallest(self.ways), split.freed(count)
         if self.best is None:
             return split.taken(kept) + split.least - freed > self.budget
-        faster = [arena for i, arena in enumerate(split.arenas) if self._may_be_faster(i)]
+        faster = [arena for i, arena in enumerate(split.arenas) if i not in done and self._may_be_faster(i)]
         return all(split.needs(split.decide(arena), kept) - freed > self.budget for arena in faster)
 
     def _may_be_faster(self, i: int) -> bool:

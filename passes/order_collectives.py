@@ -21,6 +21,7 @@ from fxshard._torch.errors import PassError
 from fxshard.passes.context import PassContext
 from fxshard.schedule.aliases import is_view
 from fxshard.schedule.collectives import GROUP, stamp
+from fxshard.schedule.events import event_of
 
 PURE = ("aten", "prims", "fxshard")
 """Whose operators do nothing but compute; one of a user's may count its calls."""
@@ -31,6 +32,8 @@ PYTHON = ("_operator", "math")
 def order_collectives(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     graph = module.graph
     starts = [node for node in graph.nodes if _is_start(node)]
+    if all(event_of(start) is not None for start in starts):
+        return module  # there is none, or this was done before the graph was copied, to be scheduled several times
     for start in starts:
         if GROUP not in start.meta or not isinstance(start.meta.get("val"), torch.Tensor):
             raise PassError(
@@ -38,7 +41,7 @@ def order_collectives(module: fx.GraphModule, context: PassContext) -> fx.GraphM
                 "that was not known when the model was captured; make one collective per tensor, in a group that "
                 "exists before the model is called"
             )
-    if starts and context.options.debug.overlap:
+    if context.options.debug.overlap:
         _start_when_ready(graph, starts)
         _wait_at_first_use(graph)
         for start in [node for node in graph.nodes if _is_start(node)]:
@@ -118,7 +121,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _start_early(start: fx.Node) -> None:
-    """Of the nodes between the last barrier and a collective, those that it does not need move behind it."""
+    """Of the nodes between the last barrier and a collective, those that it does not need move to after it."""
     needed = set(start.all_input_nodes)
     moved: list[fx.Node] = []
     node = start.prev

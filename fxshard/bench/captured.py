@@ -22,12 +22,14 @@ from fxshard.passes.context import PassContext
 from fxshard.passes.decide import Decisions, decide
 from fxshard.passes.fit_budget import Split, fit_budget
 from fxshard.passes.options import Options
+from fxshard.passes.order_collectives import order_collectives
 from fxshard.passes.order_prefetch import order_prefetch
 from fxshard.passes.plan_memory import plan_memory, with_slots
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.cost import node_traffic
 from fxshard.plan.domain import Domain, data_parallel
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.hardware import hardware as known
@@ -132,7 +134,7 @@ class Captured:
             tighter = self.partitions[-1].tighter()
             if tighter is None:
                 return None
-            self.partitions.append(tighter)
+            self.partitions.append(_prepared(tighter, self.context))
         return self.partitions[number]
 
     def _tie(self, graphs: Graphs, buckets: Sequence[BucketPlan]) -> None:
@@ -167,7 +169,7 @@ def capture(
     plan = ShardingPlan(buckets, budgeted, ranks=2, hardware=machine, one_graph=True, planned_experts="auto")
     partitioned = _partitioned(model, inputs, plan)
     context = replace(plan, options=options).context(next(iter(partitioned.graphs)))
-    return Captured(model, [partitioned], context, precision, zero)
+    return Captured(model, [_prepared(partitioned, context)], context, precision, zero)
 
 
 def _partitioned(model: nn.Module, inputs: Sequence[Any], plan: ShardingPlan) -> Partitioned:
@@ -177,6 +179,15 @@ def _partitioned(model: nn.Module, inputs: Sequence[Any], plan: ShardingPlan) ->
         return partition_model(model, inputs, plan, absent=absent)
     except LayersDifferError:
         return partition_model(model, inputs, plan)
+
+
+def _prepared(partitioned: Partitioned, context: PassContext) -> Partitioned:
+    """What does not depend on buckets is done before graphs are copied for each choice of them, in place."""
+    for phase, module in partitioned.graphs.items():
+        order_collectives(module, replace(context, phase=phase))
+        for node in module.graph.nodes:
+            node_traffic(node)  # noted on it
+    return partitioned
 
 
 def _fsdp2(timeline: Timeline, context: PassContext) -> Decisions:

@@ -91,7 +91,8 @@ class Search:
     ) -> list[Found]:
         """What was found for each choice, the fastest first; what does not fit comes last."""
         found: list[Found] = []
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # torch is imported once
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
             # Those that take longest first.
             jobs = {pool.submit(_of_tensor_size, self, ranks): ranks for ranks in sorted(tensor, reverse=True)}
@@ -112,14 +113,10 @@ def _of_tensor_size(search: Search, ranks: int) -> list[Found]:
             shape = {"dp": search.world_size // ranks, "tp": ranks}
             model = parallelized(model, parallelize, stack.enter_context(planned_mesh(shape, "cuda")).mesh)
         captured = capture(model, inputs, precision=PRECISION, hardware=search.machine)
-        gc.collect()
-        gc.freeze()  # this process is for the search alone
         found = []
-        for number, choice in enumerate(search.choices(ranks)):
+        for choice in search.choices(ranks):
             found.append(_simulated(captured, choice, search.machine))
             captured.inserted.clear()  # no other choice has the same events
-            if number % 2:
-                gc.collect()  # graphs are cycles; each collection takes a second
         return found
 
 

@@ -60,7 +60,8 @@ def _search(arguments: argparse.Namespace) -> int:
             parallelizing(arguments.target, model)
         wanted = Search(arguments.target, arguments.world_size, machine, arguments.layers, stages)
         report(f"capturing {arguments.target}")
-        found = wanted.run(tensor, min(len(tensor), os.cpu_count() or 1), report)
+        processes = min(len(tensor), (os.cpu_count() or 1) + 1)  # one more: no core idles while the last sizes run
+        found = wanted.run(tensor, processes, report)
     tokens = inputs[0].numel() * arguments.world_size if inputs else arguments.world_size
     print(table(found, tokens))
     return 0

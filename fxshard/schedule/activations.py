@@ -55,12 +55,14 @@ class Activations:
     ) -> None:
         self.nodes = list(graph.nodes)
         self._at = {node: i for i, node in enumerate(self.nodes)}
-        self._inlined = _inlined(self.nodes) if fused else set()
-        self._in_place = fused
+        self._stretch = _stretches(self.nodes)
+        views = {node for node in self.nodes if is_view(node)}
+        self._fused = {node for node in self.nodes if computes(node) and _fuses(node)} if fused else set()
+        self._inlined = _inlined(self._fused, views, self._stretch)
         self.root: dict[fx.Node, fx.Node] = {}
         first: dict[str, fx.Node] = {}
         for node in self.nodes:
-            self.root[node] = self.root[node.all_input_nodes[0]] if is_view(node) else node
+            self.root[node] = self.root[node.all_input_nodes[0]] if node in views else node
             if memory and node.op == "placeholder" and node.name in memory:
                 self.root[node] = first.setdefault(memory[node.name], node)
         # Parameters' gradients go to their buckets, whether the nodes that write them there are inserted yet or not.
@@ -99,7 +101,7 @@ class Activations:
         return found
 
     def _count(self, alive: int) -> None:
-        stretch = _stretches(self.nodes)
+        stretch = self._stretch
         for i, node in enumerate(self.nodes):
             own = self.owned(node)
             made = own or _parts_bytes(node)
@@ -107,7 +109,7 @@ class Activations:
             freed = sum(self.owned(each) for each in dead)
             # A compiled pointwise node writes over what dies in it, if that is its stretch's own.
             reused = 0
-            if self._in_place and _fuses(node):
+            if node in self._fused:
                 here = [each for each in dead if stretch[each] == stretch[node] and each.op != "placeholder"]
                 reused = sum(map(self.owned, here))
             self.during[node] = alive + max(0, made - reused)
@@ -191,17 +193,13 @@ def _stretches(nodes: list[fx.Node]) -> dict[fx.Node, int]:
     return found
 
 
-def _inlined(nodes: list[fx.Node]) -> set[fx.Node]:
+def _inlined(fused: set[fx.Node], views: set[fx.Node], stretch: Mapping[fx.Node, int]) -> set[fx.Node]:
     """Values that a compiler never writes: all that read them are fused into the same kernels."""
-    stretch = _stretches(nodes)
-    fuses = {node: computes(node) and _fuses(node) for node in nodes}
-    views = {node: is_view(node) for node in nodes}
     found: set[fx.Node] = set()
-    for node in nodes:
-        if fuses[node] and not views[node]:
-            read_by = [reader for reader in readers([node]) if not views[reader]]
-            if read_by and all(fuses[reader] and stretch[reader] == stretch[node] for reader in read_by):
-                found.add(node)
+    for node in fused - views:
+        read_by = [reader for reader in readers([node]) if reader not in views]
+        if read_by and all(reader in fused and stretch[reader] == stretch[node] for reader in read_by):
+            found.add(node)
     return found
 
 

@@ -14,6 +14,10 @@ GROUP = "group_name"
 """The argument of a functional collective that names its process group."""
 
 
+_COLLECTIVES: dict[int, tuple[torch._ops.OpOverload, str | None]] = {}
+"""Names of operators that start a collective, by their identity: every node is asked, and their own hash is slow."""
+
+
 def _operator(node: fx.Node) -> torch._ops.OpOverload | None:
     return node.target if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) else None
 
@@ -27,10 +31,13 @@ def is_wait(node: fx.Node) -> bool:
 def collective_name(node: fx.Node) -> str | None:
     """``all_reduce``, ``all_to_all_single``, … where a node starts a functional collective. torch 2.11, 2.13."""
     target = _operator(node)
-    if target is None or target.namespace not in ("_c10d_functional", "_dtensor"):
+    if target is None:
         return None
-    named = any(argument.name == GROUP for argument in target._schema.arguments)
-    return target._opname if named else None
+    if id(target) not in _COLLECTIVES:
+        own = target.namespace in ("_c10d_functional", "_dtensor")
+        named = own and any(argument.name == GROUP for argument in target._schema.arguments)
+        _COLLECTIVES[id(target)] = target, target._opname if named else None
+    return _COLLECTIVES[id(target)][1]
 
 
 COALESCED = {
