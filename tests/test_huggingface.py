@@ -47,6 +47,7 @@ def make(kind: str) -> nn.Module:
     return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SMALL, **experts))
 
 
+TOKENS = torch.arange(32).view(2, 16)
 LAYERS = {"gpt2 with dropout and cache": "transformer.h"}
 
 
@@ -120,19 +121,42 @@ def test_expert_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
         assert mine == pytest.approx(peer, rel=1e-5)
 
 
-def compilations(layers: int, **options: object) -> Compilations:
+def compilations(layers: int) -> Compilations:
     model = fxshard.compile(llama(num_hidden_layers=layers, use_cache=True), lowering="eager")
-    tokens = torch.arange(32).view(2, 16)
-    model(input_ids=tokens, labels=tokens, **options).loss.backward()
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     assert not model.report.attention.masked, "a mask that the model makes is recognised"
     assert model.report.compilations.captures == 1
     return model.report.compilations
 
 
 @pytest.mark.shows("A4")
-@pytest.mark.parametrize(("layers", "options"), [(7, {"use_cache": False}), thorough(9, {})])
-def test_compilations_do_not_grow_with_depth(layers: int, options: dict[str, object]) -> None:
-    """With the default key/value cache, which every layer returns, and without it. Five layers are all traced."""
-    fewer, more = compilations(5, **options), compilations(layers, **options)
+@pytest.mark.parametrize("layers", [7, thorough(9)])
+def test_compilations_do_not_grow_with_depth(layers: int) -> None:
+    """With ``use_cache`` left at its default, which is for generation. Five layers are all traced."""
+    fewer, more = compilations(5), compilations(layers)
     assert (fewer.layers_folded, more.layers_folded) == (0, layers - 5)
     assert more.segments > fewer.segments and more.compiled == fewer.compiled
+
+
+def test_a_loss_needs_no_key_value_cache() -> None:
+    """Unless it is asked for. What generates one token after another gets it, as ever."""
+    plain = llama(num_hidden_layers=1, use_cache=True)
+    keys = plain(input_ids=TOKENS).past_key_values.layers[0].keys.detach()
+    model = fxshard.compile(plain, lowering="eager")
+    for inputs in ({"labels": TOKENS}, {}):
+        assert model(input_ids=TOKENS, **inputs).past_key_values is None
+    asked = model(input_ids=TOKENS, labels=TOKENS, use_cache=True).past_key_values
+    torch.testing.assert_close(asked.layers[0].keys.detach(), keys)
+    with torch.no_grad():
+        given = model.eval()(input_ids=TOKENS).past_key_values
+        assert torch.equal(given.layers[0].keys, asked.layers[0].keys)
+        assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
+
+
+def test_a_loss_of_adapters_needs_no_key_value_cache() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    adapted = peft.get_peft_model(
+        llama(num_hidden_layers=1, use_cache=True), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    model = fxshard.compile(adapted, lowering="eager")
+    assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None

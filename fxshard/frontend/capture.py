@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError, FxshardError, StateError
-from fxshard._torch.private.attention import inside_context_parallel
+from fxshard._torch.private.attention import context_parallel_device
 from fxshard.frontend.layerdrop import NoneBelowZero, has_layerdrop
 
 
@@ -48,17 +48,17 @@ def capture(
 
 
 def refuse_context_parallel() -> None:
-    """An error inside the block of torch's ``context_parallel``.
+    """An error inside the block of torch's ``context_parallel`` on a CPU.
 
     It replaces ``scaled_dot_product_attention`` by a function that wraps arguments in DTensors, for which torch has
     ring attention around three CUDA kernels, and none on a CPU: Dynamo cannot capture it there. Asked for at each call,
     so that nothing depends on whether torch notices that a graph was captured outside of the block.
     """
-    if inside_context_parallel():
+    if context_parallel_device() == "cpu":
         raise ConfigError(
-            "the model was called inside torch's context_parallel(), which replaces scaled_dot_product_attention while "
-            "its block lasts; what it puts there is not captured. Leave the block out: cut sequences "
-            "with fxshard.integrations.context_parallel.ContextParallel(mesh).shard(...), which cuts them as "
+            "the model was called inside torch's context_parallel() with a mesh of CPUs; torch has ring attention for "
+            "CUDA alone. Leave the block out: cut sequences with "
+            "fxshard.integrations.context_parallel.ContextParallel(mesh).shard(...), which cuts them as "
             "context_parallel does, and call its attention() in the model"
         )
 

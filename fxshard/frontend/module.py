@@ -16,6 +16,7 @@ from fxshard.frontend import likeness, state
 from fxshard.frontend.backend import Backend
 from fxshard.frontend.capture import FAILURES, cast_floats, explained
 from fxshard.frontend.emptied import refuse_uses
+from fxshard.frontend.key_value_cache import without_cache
 from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
 from fxshard.frontend.profiling import profiled
 from fxshard.frontend.report import Compilations, Report
@@ -121,6 +122,7 @@ class ShardedModule(nn.Module):
                 "this model is sharded but not compiled, and its parameters are not in memory: "
                 'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
             )
+        kwargs = without_cache(self._inner, args, kwargs)
         try:
             with self._reads or contextlib.nullcontext(), hooks_for_activations():
                 result = self._compiled(*args, **kwargs)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import torch
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
 _gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 """``all_gather_tensor_autograd``, which torch 2.13 renamed."""
 
 
-def inside_context_parallel() -> bool:
-    """Whether torch's ``context_parallel`` has replaced ``scaled_dot_product_attention`` now. torch 2.11, 2.13."""
+def context_parallel_device() -> str | None:
+    """Where the mesh is for which torch's ``context_parallel`` has replaced ``scaled_dot_product_attention``; None
+    outside of its block. torch 2.11, 2.13."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
-    return module is not None and F.scaled_dot_product_attention in module._replaced_functions
+    if module is None or F.scaled_dot_product_attention not in module._replaced_functions:
+        return None
+    mesh: DeviceMesh = inspect.getclosurevars(F.scaled_dot_product_attention).nonlocals["device_mesh"]
+    return mesh.device_type
 
 
 def gathered(tensor: torch.Tensor, group: str) -> torch.Tensor:
