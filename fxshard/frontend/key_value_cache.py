@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +23,23 @@ def without_cache(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     """The keyword arguments of a call, with ``use_cache=False`` where a loss is computed and nothing else is said."""
     said = CACHE in kwargs or kwargs.get("past_key_values") is not None or len(args) > 1
     computes_loss = kwargs.get("labels") is not None or (model.training and torch.is_grad_enabled())
-    if said or not computes_loss or not _takes_cache(type(_of_transformers(model))):
+    if said or not computes_loss or not _takes_cache(model):
         return dict(kwargs)
     return {**kwargs, CACHE: False}
 
 
-def _of_transformers(model: nn.Module) -> nn.Module | None:
-    """The model of ``transformers`` that a model is, or that peft's adapters were put into."""
+def _takes_cache(model: nn.Module) -> bool:
+    """Whether a model is one of ``transformers``, or peft's adapters in one, whose forward may fill a cache."""
     transformers = sys.modules.get("transformers")
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner if transformers is not None and isinstance(inner, transformers.PreTrainedModel) else None
+    base: Any = getattr(model, "get_base_model", lambda: model)
+    inner = base()
+    return (
+        transformers is not None
+        and isinstance(inner, transformers.PreTrainedModel)
+        and _names_cache(type(inner).forward)
+    )
 
 
 @functools.cache
-def _takes_cache(kind: type) -> bool:
-    forward = getattr(kind, "forward", None)
-    return forward is not None and CACHE in inspect.signature(forward).parameters
+def _names_cache(forward: Callable[..., Any]) -> bool:
+    return CACHE in inspect.signature(forward).parameters
