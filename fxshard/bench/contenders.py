@@ -122,6 +122,7 @@ CONTENDERS: dict[str, Make] = {
     "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
     "fxshard-zero0": lambda model, precision: ours(model, precision, 0),
     "fxshard-float8": lambda model, _: ours(model, fxshard.Float8(), 3),
+    "fxshard-float8-zero2": lambda model, _: ours(model, fxshard.Float8(), 2),
     "fxshard-float8-graphs": lambda model, _: ours(model, fxshard.Float8(), 3, cuda_graphs=True),
     "fxshard-float8-row": lambda model, _: ours(model, fxshard.Float8(scaling="row", weight_gradient="bf16"), 3),
     "fxshard-float8-experts": lambda model, _: ours(model, fxshard.Float8(experts=("*",)), 3),
