@@ -66,8 +66,8 @@ def _unscaled(node: fx.Node) -> Any:
 
 def _distributed(node: Any) -> fx.Node | None:
     """The DTensor that a node is this rank's part of, or is, unchanged."""
-    if not isinstance(node, fx.Node) or node.target not in ("to_local", "redistribute"):
-        return None
+    if not isinstance(node, fx.Node) or _name(node).removeprefix("prim_") not in ("to_local", "redistribute"):
+        return None  # torch 2.11 calls functions of its own, prim_to_local and prim_redistribute
     source = node.args[0]
     assert isinstance(source, fx.Node)
     before, after = value(source), value(node)
@@ -107,11 +107,15 @@ def _terms(node: fx.Node) -> list[fx.Node]:
     scaled = what == "mul" or (what == "div" and operands == [node.args[0]])
     picked = what == "index" and sum(value(each) is not None for each in node.all_input_nodes) > 1  # any heads
     if picked or not (what in MOVES or node.target in ALSO or (scaled and len(operands) == 1)):
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
         raise NotLinear(
-            f"{name} at {place(node)} lies between them and their linear layer, and does more than move, rotate, scale"
+            f"{_name(node)} at {place(node)} lies between them and their linear layer, "
+            "and does more than move, rotate, scale"
         )
     return operands
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def _rows(view: fx.Node, made: fx.Node) -> torch.Tensor:

@@ -97,10 +97,11 @@ def _at_least(found: str, least: str) -> Found:
 
 def _version(package: str, least: str) -> Found:
     try:
-        importlib.import_module(package)
+        module = importlib.import_module(package)
     except ImportError as error:
         return State.BAD, f"cannot be imported: {error}"
-    return _at_least(importlib.metadata.version(package), least)
+    # torch's own says which CUDA it was built for; what it was installed as may not.
+    return _at_least(getattr(module, "__version__", None) or importlib.metadata.version(package), least)
 
 
 def _extra(package: str, purpose: str) -> Found:
