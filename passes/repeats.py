@@ -7,6 +7,7 @@ the same kind, each layer to its own.
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -189,9 +190,23 @@ def _describe(value: Any) -> Hashable:
     return type(value).__name__
 
 
+@dataclass(frozen=True)
+class _Closure:
+    """A function that was made for one call, with what it holds: Dynamo of torch 2.11 makes one for each call of a
+    method of a DTensor, with the placements inside."""
+
+    code: types.CodeType
+    held: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.code)
+
+
 def _operation(module: fx.GraphModule, node: fx.Node) -> tuple[Hashable, ...]:
     """What a node does to what it refers to. Subgraphs that compute the same are the same."""
     target: Hashable = node.target
+    if isinstance(target, types.FunctionType) and target.__closure__:
+        target = _Closure(target.__code__, tuple(cell.cell_contents for cell in target.__closure__))
     if node.op == "get_attr":
         held = _attribute(module, str(node.target))
         target = structure(held) if isinstance(held, fx.GraphModule) else node.target

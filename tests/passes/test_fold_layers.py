@@ -323,3 +323,22 @@ def test_sizes_that_depend_on_values_are_not_folded() -> None:
     graph.output((x,))
     module = fx.GraphModule(nn.Module(), graph)
     assert fold_layers(module, [None]) is None
+
+
+@pytest.mark.parametrize(("odd", "folds"), [(None, True), (3, False)])
+def test_functions_made_for_each_call_are_told_apart_by_what_they_hold(odd: int | None, folds: bool) -> None:
+    """As Dynamo of torch 2.11 makes them for methods of DTensors."""
+
+    def scaling(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, weight: factor * x * weight
+
+    graph = fx.Graph()
+    weights = [graph.placeholder(f"weight{layer}") for layer in range(LAYERS)]
+    x = graph.placeholder("x")
+    for layer, weight in enumerate(weights):
+        x = graph.call_function(scaling(3.0 if layer == odd else 2.0), (x, weight))
+    graph.output((x,))
+    for node in graph.nodes:
+        node.meta["example_value"] = torch.empty(4)
+    found = fold_layers(fx.GraphModule(nn.Module(), graph), ["weight"] * LAYERS + [None])
+    assert (found is not None) == folds
