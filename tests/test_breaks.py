@@ -183,6 +183,40 @@ def test_a_break_ahead_of_the_first_graph_is_refused() -> None:
             step(torch.ones(2, 4))
 
 
+class LayerNormMLP(nn.Module):
+    """A stand-in for Transformer Engine's module of that name, whose ``forward`` Dynamo is told to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1_weight, self.fc2_weight = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+
+    @torch.compiler.disable()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.gelu(F.linear(x, self.fc1_weight)), self.fc2_weight)
+
+
+class WithModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.mlp, self.last = nn.Linear(8, 8), LayerNormMLP(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.mlp(self.first(x))).square().mean()
+
+
+def test_a_module_that_is_left_alone_is_refused_by_name_or_runs_between_graphs() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(fxshard.CaptureError, match=r"LayerNormMLP\.forward(?s:.)*fullgraph=False"):
+        fxshard.compile(WithModule(), lowering="eager")(x)
+    plain, model = WithModule(), fxshard.compile(WithModule(), lowering="eager", fullgraph=False)
+    plain(x).backward()
+    model(x).backward()
+    torch.testing.assert_close(full_gradients(model), {name: p.grad for name, p in plain.named_parameters()})
+    assert set(model.report.eager_reads) == {"mlp.fc1_weight", "mlp.fc2_weight"}  # the second was filled with the first
+    assert not model.report.unused_parameters
+
+
 @torch.compiler.disable
 def sneaky(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x * weight.data.sum() + x * weight.detach().t().sum()

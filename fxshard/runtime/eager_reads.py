@@ -65,8 +65,14 @@ class EagerReads(private.OperatorObserver):
     def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
         """Called ahead of each operation that runs outside a graph."""
         for value in tree_leaves((args, kwargs)):
-            if type(value) in (torch.Tensor, nn.Parameter) and is_hollow(value):
-                place = self._place.get(id(value)) or self._copies.get(id(value), (None, None))[1]
+            if type(value) not in (torch.Tensor, nn.Parameter):
+                continue
+            place = self._place.get(id(value))
+            if not is_hollow(value):
+                if place is not None and operator is not torch.ops.aten.detach.default:
+                    self._note(place)  # it was filled with others of its bucket
+            else:
+                place = place or self._copies.get(id(value), (None, None))[1]
                 if place is None:
                     raise StateError(
                         f"{user_code()}: code outside the captured graphs applies {operator} to the memory of "
@@ -83,10 +89,15 @@ class EagerReads(private.OperatorObserver):
     def _remember(self, place: Place, result: torch.Tensor) -> None:
         self._copies[id(result)] = (result, place)
 
+    def _note(self, place: Place) -> None:
+        name = self._engine.buckets[place[0]].plan.params[place[1]]
+        if name not in self.places:
+            self.places[name] = user_code()
+
     def _fill(self, place: Place) -> None:
-        index, position = place
+        index, _ = place
         bucket = self._engine.buckets[index]
-        self.places.setdefault(bucket.plan.params[position], user_code())
+        self._note(place)
         if is_hollow(self._hollow[place]):
             views = self._engine.unsharded(index)
             for i, view in enumerate(views):
