@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from multiprocessing import forkserver
 
 from fxshard._torch.progress import progress
 from fxshard.bench.target import UsageError
@@ -46,6 +47,9 @@ def _search(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--zero {arguments.zero}: there are stages 0 to 3")
     with progress(2 + len(tensor)) as report:
         report("importing torch")
+        # Where the processes of the search come from; it imports torch meanwhile.
+        forkserver.set_forkserver_preload(["fxshard.bench.search"])
+        forkserver.ensure_running()
         from fxshard._torch.errors import ConfigError
         from fxshard.bench.search import Search, table
         from fxshard.bench.target import load, parallelizing
