@@ -92,7 +92,6 @@ class Search:
         """What was found for each choice, the fastest first; what does not fit comes last."""
         found: list[Found] = []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # torch is imported once
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
             # Those that take longest first.
             jobs = {pool.submit(_of_tensor_size, self, ranks): ranks for ranks in sorted(tensor, reverse=True)}

@@ -47,7 +47,7 @@ def _search(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--zero {arguments.zero}: there are stages 0 to 3")
     with progress(2 + len(tensor)) as report:
         report("importing torch")
-        # Where the processes of the search come from; it imports torch meanwhile.
+        # Where the processes of the search come from: it imports torch once for all of them, and meanwhile.
         forkserver.set_forkserver_preload(["fxshard.bench.search"])
         forkserver.ensure_running()
         from fxshard._torch.errors import ConfigError
