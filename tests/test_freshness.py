@@ -64,7 +64,7 @@ def unsaid(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def changed(zero: int) -> dict[str, Any]:
-    """Steps with a change behind each, beside plain PyTorch; then a change that nobody can see."""
+    """Steps with a change after each, next to plain PyTorch; then a change that no counter sees."""
     model = fxshard.compile(Stack(), zero=zero, optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
     plain, rank = Stack(), dist.get_rank()
     found: dict[str, Any] = {}
@@ -117,3 +117,29 @@ def test_a_copy_of_another_precision_is_seen_too() -> None:
     unsaid(model.parameters())
     with pytest.raises(fxshard.StateError, match=r"parameters_changed\(\)"):
         model(x, y)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_copies_in_float8_are_compared_with_the_masters(scaling: Any, zero: int) -> None:
+    """Evaluation uses what the last forward quantized, as long as masters are what they were then."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 128, bias=False))
+    precision = fxshard.Float8(scaling=scaling, smallest=1)
+    model = fxshard.compile(plain, zero=zero, lowering="eager", precision=precision)
+    x = torch.randn(16, 128)
+    weight = model.get_parameter("0.weight")
+    with torch.no_grad():
+        weight[0, 0] = 1.75  # the largest there is: quantized, it is the largest of float8
+    before = model(x).detach()
+    assert torch.equal(model(x), before)
+    weight.data[0, 0] = 1.75 * (1 + 2**-9)  # rounding to bf16 hides it
+    assert torch.equal(model(x), before)
+    weight.data[0, 0] = 4.0  # with the old scale it would be quantized to the same
+    with pytest.raises(fxshard.StateError, match=r"parameters_changed\(\)"):
+        model(x)
+    model.parameters_changed()
+    assert not torch.equal(model(x), before)
+    weight.data[1, 1] *= 1.5
+    with pytest.raises(fxshard.StateError, match=r"parameters_changed\(\)"):
+        model(x)

@@ -29,7 +29,8 @@ def shapes(layers: int, dim: int, hidden: int) -> list[tuple[int, int]]:
 def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, Callable[[], object]]:
     """What a step is made of, each by itself."""
     grads = [parameter.grad for parameter in params if parameter.grad is not None]
-    momenta = [torch.zeros_like(parameter) for parameter in params]
+    # Not zeros: products of zeros take less power, and the device is at its limit with others.
+    momenta = [grad.clone() for grad in grads]
     directions = orthogonalize(momenta, form=choice.form)
     factors = [rule.scale_factor(parameter.shape, choice.scale) for parameter in params]
     iteration = triples(choice.coefficients, choice.steps)

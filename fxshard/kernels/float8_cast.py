@@ -45,9 +45,15 @@ def cast_into(
     plain: torch.Tensor | None = None,
     turned: torch.Tensor | None = None,
 ) -> None:
-    """Cast a matrix, rounded to bf16 first, into memory that is there; what is None is not written."""
+    """Cast a matrix, or a stack of them with scales for each, rounded to bf16 first, into memory that is there; what is
+    None is not written.
+    """
     if runs_on(value.device):
         _launch(value.contiguous(), scales, plain, turned)
+        return
+    if value.ndim == 3:
+        for i, (matrix, own) in enumerate(zip(value, scales, strict=True)):
+            cast_into(matrix, own, None if plain is None else plain[i], None if turned is None else turned[i])
         return
     some = plain if plain is not None else turned
     assert some is not None
@@ -59,18 +65,18 @@ def cast_into(
 
 
 def _launch(value: torch.Tensor, scales: torch.Tensor, plain: torch.Tensor | None, turned: torch.Tensor | None) -> None:
-    rows, columns = value.shape
+    *stack, rows, columns = value.shape
     if value.numel() == 0:
         return
     some = plain if plain is not None else turned
     assert some is not None
-    strides = tuple(scales.stride(dim) if scales.shape[dim] > 1 else 0 for dim in (0, 1))
-    each = tuple(scales.shape[dim] > 1 and tile(scales.shape[dim], value.shape[dim]) == 1 for dim in (0, 1))
+    strides = tuple(scales.stride(dim) if scales.shape[dim] > 1 else 0 for dim in (-2, -1))
+    each = tuple(scales.shape[dim] > 1 and tile(scales.shape[dim], value.shape[dim]) == 1 for dim in (-2, -1))
     whole = rows % BLOCK == 0 and columns % BLOCK == 0
     constants = (*each, LARGEST[some.dtype], plain is not None, turned is not None, whole, BLOCK, BLOCK)
     tensors = (value, scales, some if plain is None else plain, some if turned is None else turned)
-    numbers = (rows, columns, *strides)
-    grid = (-(-rows // BLOCK), -(-columns // BLOCK), 1)
+    numbers = (rows, columns, *strides, scales.stride(0) if stack else 0)
+    grid = (-(-rows // BLOCK), -(-columns // BLOCK), *(stack or (1,)))
     key = (value.device.index, pointers(*tensors), numbers, constants)
     with torch.cuda.device(value.device):
         _launches()(key, grid, (*tensors, *numbers, *constants))

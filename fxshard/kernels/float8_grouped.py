@@ -40,15 +40,11 @@ def quantize_stack(value: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.
     """A stack ``[experts, rows, columns]`` for products that sum over ``axis`` of its matrices: payload, with that
     dimension last, and scales ``[experts, the other]``.
     """
-    lies = value if axis == ROWWISE else value.mT
-    scales = scales_of(torch.linalg.vector_norm(lies, torch.inf, 2, dtype=torch.float32), E4M3)
-    data = torch.empty(lies.shape, dtype=E4M3, device=value.device)
-    if axis == ROWWISE:
-        cast_into(value.flatten(0, 1), scales.view(-1, 1), plain=data.flatten(0, 1))
-    else:
-        for matrix, own, into in zip(value, scales, data, strict=True):
-            cast_into(matrix, own.unsqueeze(0), turned=into)
-    return data, scales
+    summed = 1 + axis
+    scales = scales_of(torch.linalg.vector_norm(value, torch.inf, summed, keepdim=True, dtype=torch.float32), E4M3)
+    data = torch.empty(value.shape if axis == ROWWISE else value.mT.shape, dtype=E4M3, device=value.device)
+    cast_into(value, scales, **{"plain" if axis == ROWWISE else "turned": data})
+    return data, scales.squeeze(summed)
 
 
 def stack(data: list[torch.Tensor], scales: list[torch.Tensor], axis: int) -> tuple[torch.Tensor, torch.Tensor]:

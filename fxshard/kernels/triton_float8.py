@@ -8,15 +8,20 @@ import triton.language as tl
 
 @triton.jit
 def cast_tile(
-    value, scales, plain, turned, rows, columns, row_stride, column_stride,
+    value, scales, plain, turned, rows, columns, row_stride, column_stride, matrix_stride,
     PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr, LARGEST: tl.constexpr, PLAIN: tl.constexpr,
     TURNED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row-major matrix through bf16 to float8, as it lies and transposed.
+    """A tile of a row-major matrix, of one or of a stack of them, through bf16 to float8, as it lies and transposed.
 
-    With a scale ``PER_ROW`` or ``PER_COLUMN`` a tile has a line of scales, otherwise one; ``row_stride`` and
-    ``column_stride`` are those of the scales, 0 where all rows or columns share them.
+    With a scale ``PER_ROW`` or ``PER_COLUMN`` a tile has a line of scales, otherwise one; the strides are those of the
+    scales, 0 where all rows or columns share them.
     """
+    matrix = tl.program_id(2).to(tl.int64)
+    value += matrix * rows * columns
+    plain += matrix * rows * columns
+    turned += matrix * rows * columns
+    scales += matrix * matrix_stride
     # Tiles one below the other run together: what is written transposed by them lies side by side.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

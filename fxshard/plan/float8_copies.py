@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from fxshard.kernels.float8 import BLOCK, COLUMNWISE, E4M3, ROWWISE, Scaling, largest_of
+from fxshard.kernels.float8 import BLOCK, COLUMNWISE, E4M3, LARGEST, ROWWISE, Scaling, largest_of, spread
 from fxshard.kernels.float8_cast import cast_into
 from fxshard.plan.buckets import BucketPlan
 from fxshard.plan.gather_modes import Copies
@@ -92,6 +92,18 @@ class Float8Copies:
             self._fills = list(self._places(master))
         for rows, scales, payload in self._fills:
             cast_into(rows, scales, plain=payload)
+
+    def differ_from(self, master: torch.Tensor) -> torch.Tensor:
+        """Whether this rank's rows, quantized with the same scales, would be anything else than what rests here, or
+        too large for these scales.
+        """
+        found = [torch.zeros((), dtype=torch.bool, device=master.device)]
+        for rows, scales, payload in self._fills:
+            again = torch.empty_like(payload)
+            cast_into(rows, scales, plain=again)
+            found.append((again.view(torch.uint8) != payload.view(torch.uint8)).any())
+            found.append((rows.bfloat16().abs() > LARGEST[E4M3] * spread(scales, rows.shape)).any())
+        return torch.stack(found).any()
 
     def _places(self, master: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(rows of a weight, their scales, where they go) for each copy."""

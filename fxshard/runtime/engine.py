@@ -309,7 +309,8 @@ class Engine:
 
     def note_gathered(self, bucket: Bucket) -> None:
         """A bucket that stays in memory holds what the shards hold now."""
-        if bucket.lags and bucket.stale and not self.frame.capturing:
+        rests_float8 = isinstance(bucket.copies, Float8Copies)  # the copies themselves say what was quantized
+        if bucket.lags and bucket.stale and not self.frame.capturing and not rests_float8:
             self._unseen.gathered(bucket)
         bucket.gathered()
 
@@ -393,4 +394,5 @@ class Engine:
 
     def reuses(self, indices: Iterable[int]) -> None:
         """Code outside programs goes on using what ``unsharded`` gave it: refuse where that is not current."""
-        self._unseen.compare(self.buckets[index] for index in indices if self.buckets[index].full is None)
+        kept = (self.buckets[index] for index in indices if self.buckets[index].full is None)
+        self._unseen.compare(kept, at_rest=False)

@@ -2,8 +2,9 @@
 
 Version counters see almost every change (``optimizer_steps``). They do not see writes through ``parameter.data``,
 through ``torch._foreach`` functions on DTensors, or by a user's kernel. So where a program uses what was gathered
-earlier, this rank's part of it is compared with the shard. Where that part is not at hand (still under way, quantized,
-given away, or the shard itself), the bits of the shard are added up when it is gathered, and again: a pass more.
+earlier, this rank's part of it is compared with the shard, rounded or quantized to float8 again. Where that part is not
+at hand (still under way, quantized otherwise, given away, or the shard itself), the bits of the shard are added up when
+it is gathered, and again: a pass more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from fxshard._torch.errors import StateError
+from fxshard.plan.float8_copies import Float8Copies
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import Streams, Token
 
@@ -37,14 +39,18 @@ class Unseen:
         else:
             self._then[plan.index] = _sum_of_bits(bucket.master)
 
-    def compare(self, buckets: Iterable[Bucket]) -> None:
-        """These are used as they were gathered."""
-        chosen = [bucket for bucket in buckets if bucket.plan.index in self._then]
-        if chosen:
-            differ = [_differs(self._then[bucket.plan.index], bucket.master) for bucket in chosen]
-            differs = torch.empty(len(chosen), dtype=torch.bool, pin_memory=self._pin)
-            differs.copy_(torch.stack(differ), non_blocking=True)
-            self._open.append((self._streams.mark(), differs, [bucket.plan.name for bucket in chosen]))
+    def compare(self, buckets: Iterable[Bucket], *, at_rest: bool = True) -> None:
+        """These are used as they were gathered; ``at_rest``: as copies at rest where they rest in float8."""
+        differ: dict[str, torch.Tensor] = {}
+        for bucket in buckets:
+            if at_rest and isinstance(bucket.copies, Float8Copies):
+                differ[bucket.plan.name] = bucket.copies.differ_from(bucket.master)
+            elif bucket.plan.index in self._then:
+                differ[bucket.plan.name] = _differs(self._then[bucket.plan.index], bucket.master)
+        if differ:
+            differs = torch.empty(len(differ), dtype=torch.bool, pin_memory=self._pin)
+            differs.copy_(torch.stack(list(differ.values())), non_blocking=True)
+            self._open.append((self._streams.mark(), differs, list(differ)))
         self._look()
 
     def _look(self) -> None:
