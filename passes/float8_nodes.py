@@ -29,7 +29,13 @@ from fxshard.kernels.float8 import (
     Scaling,
 )
 from fxshard.kernels.float8_grouped import float8_grouped_mm, float8_quantize_stack, float8_stack
-from fxshard.kernels.float8_ops import float8_cast_both, float8_cast_turned, float8_mm, float8_quantize
+from fxshard.kernels.float8_ops import (
+    float8_cast_both,
+    float8_cast_turned,
+    float8_mm,
+    float8_quantize,
+    float8_transposed,
+)
 from fxshard.passes.matrix_products import Operand, Product, inherit, stacked
 from fxshard.passes.mxfp8_nodes import Copy, unpacked
 from fxshard.plan.gather_modes import Float8Recipe
@@ -126,7 +132,7 @@ class Float8Nodes:
         data, scales = unpacked(self._graph, float8_quantize, (value, str(scaling), copy), self._user)
         if axis == ROWWISE:
             return data, scales
-        return self._contiguous(self._call(_aten.permute.default, data, [1, 0])), self._turned(scales)
+        return self._call(float8_transposed, data), self._turned(scales)
 
     def _largest(self, value: fx.Node, axis: int) -> fx.Node:
         """The bits of largest magnitudes, whose order is theirs, as of float32.
@@ -191,10 +197,10 @@ class Float8Nodes:
 
     def _turned(self, scales: fx.Node) -> fx.Node:
         one = scales.meta["val"].numel() == 1
-        return scales if one else self._contiguous(self._call(_aten.permute.default, scales, [1, 0]))
-
-    def _contiguous(self, node: fx.Node) -> fx.Node:
-        return self._call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+        if one:
+            return scales
+        turned = self._call(_aten.permute.default, scales, [1, 0])
+        return self._call(_aten.clone.default, turned, memory_format=torch.contiguous_format)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self._graph.call_function(target, args, kwargs)

@@ -1,4 +1,5 @@
-"""Casting to float8 on a GPU: one Triton kernel that reads each value once and writes it as it lies and transposed.
+"""Casting to float8 on a GPU: one Triton kernel that reads each value once and writes it as it lies and transposed, and
+one that transposes what is float8 already.
 
 Triton is imported when a kernel is first needed: a CPU build of torch has none.
 """
@@ -37,6 +38,20 @@ def cast_both(value: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> 
     turned = torch.empty(value.shape[::-1], dtype=dtype, device=value.device)
     cast_into(value, scales, plain, turned)
     return plain, turned
+
+
+def transposed(data: torch.Tensor) -> torch.Tensor:
+    """A matrix of bytes, transposed."""
+    if not runs_on(data.device):
+        return data.view(torch.uint8).t().contiguous().view(data.dtype)
+    rows, columns = data.shape
+    out = torch.empty((columns, rows), dtype=data.dtype, device=data.device)
+    constants = (rows % BLOCK == 0 and columns % BLOCK == 0, BLOCK, BLOCK)
+    tensors = data.view(torch.uint8), out.view(torch.uint8)
+    key = (data.device.index, pointers(*tensors), rows, columns, constants)
+    with torch.cuda.device(data.device):
+        _transposes()(key, (-(-rows // BLOCK), -(-columns // BLOCK), 1), (*tensors, rows, columns, *constants))
+    return out
 
 
 def cast_into(
@@ -87,3 +102,10 @@ def _launches() -> Launches:
     from fxshard.kernels.triton_float8 import cast_tile
 
     return Launches(cast_tile, num_warps=WARPS)
+
+
+@functools.cache
+def _transposes() -> Launches:
+    from fxshard.kernels.triton_float8 import transpose_tile
+
+    return Launches(transpose_tile, num_warps=WARPS)

@@ -12,7 +12,7 @@ import torch
 
 from fxshard.kernels import float8_products as products
 from fxshard.kernels.float8 import E4M3, Scaling, largest_of, scale_shape, scales_of
-from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
+from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned, transposed
 from fxshard.kernels.ops import define
 
 
@@ -63,6 +63,12 @@ float8_quantize = define(
 )
 float8_cast_turned = define(f"float8_cast_turned{_CAST} -> Tensor", cast_turned, _fake_turned, contiguous=True)
 float8_cast_both = define(f"float8_cast_both{_CAST} -> (Tensor, Tensor)", cast_both, _fake_both, contiguous=True)
+float8_transposed = define(
+    "float8_transposed(Tensor data) -> Tensor",
+    transposed,
+    lambda data: data.new_empty((data.shape[1], data.shape[0])),
+    contiguous=True,
+)
 float8_mm = define(
     f"float8_mm({_OPERANDS}, ScalarType dtype) -> Tensor", _multiply, _fake_multiply, flops=_flops, contiguous=True
 )

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""The Triton kernel of ``float8_cast``."""
+"""The Triton kernels of ``float8_cast``."""
 
 import triton
 import triton.language as tl
@@ -55,3 +55,19 @@ def cast_tile(
             tl.store(turned + other_way, tl.trans(payload))
         else:
             tl.store(turned + other_way, tl.trans(payload), mask=tl.trans(inside))
+
+
+@triton.jit
+def transpose_tile(
+    value, turned, rows, columns, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """A tile of a row-major matrix of bytes, transposed."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    other_way = column.to(tl.int64)[:, None] * rows + row[None, :]
+    if WHOLE:
+        tl.store(turned + other_way, tl.trans(tl.load(value + at)))
+    else:
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        tl.store(turned + other_way, tl.trans(tl.load(value + at, mask=inside)), mask=tl.trans(inside))

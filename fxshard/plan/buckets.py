@@ -17,7 +17,7 @@ from fxshard.plan.choice import LayoutKind, choose_layout, crosses, span_units
 from fxshard.plan.dealing import Dealt, Member, deal
 from fxshard.plan.domain import UNKNOWN, ZERO, BytesPerRank, Domain, DomainOf, Placement
 from fxshard.plan.gather_modes import Copies, Float8Recipe, Gather
-from fxshard.plan.layout import Layout, TensorSpec
+from fxshard.plan.layout import Layout, TensorSpec, aligned
 from fxshard.plan.matrices import matrix_cost
 from fxshard.plan.parts import Cuts
 from fxshard.plan.precision import Precision
@@ -26,6 +26,10 @@ from fxshard.plan.state import StateChoice, bytes_of_moments, staging_bytes
 from fxshard.plan.tuning import LARGEST_SHARE
 from fxshard.plan.units import Unit
 from fxshard.plan.whole import check_padding
+
+SCALES = 4
+"""The scales of a weight begin at a multiple of so many, 16 bytes: Inductor compiles for inputs that do, and copies
+others before every call."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,23 @@ class BucketPlan:
         return tuple(scale_shape(shape, self.float8.scaling, axis) for shape in shapes for axis in axes)
 
     @property
+    def scale_spans(self) -> tuple[tuple[int, int], ...]:
+        """Where each lies among the scales of the bucket: its first, and the one after its last."""
+        spans, start = [], 0
+        for rows, columns in self.scale_shapes:
+            spans.append((start, start + rows * columns))
+            start += aligned(rows * columns, SCALES)
+        return tuple(spans)
+
+    @property
+    def scale_count(self) -> int:
+        """How many scales a bucket has room for."""
+        return aligned(self.scale_spans[-1][1], SCALES) if self.scale_shapes else 0
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of those scales, which every rank holds."""
-        return sum(rows * columns * torch.float32.itemsize for rows, columns in self.scale_shapes)
+        return self.scale_count * torch.float32.itemsize
 
     @property
     def grad_bytes(self) -> int:

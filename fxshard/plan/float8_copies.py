@@ -8,7 +8,6 @@ anything is quantized, so every rank has all scales, and owners quantize their r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 
 import torch
 
@@ -43,10 +42,6 @@ class Float8Copies:
 
     # -- scales ------------------------------------------------------------------------------------------------------
 
-    @property
-    def scale_count(self) -> int:
-        return sum(rows * columns for rows, columns in self.plan.scale_shapes)
-
     def bind(self, largest: torch.Tensor, scales: torch.Tensor) -> None:
         """Where the largest magnitudes and the scales of these weights lie, among those of all weights."""
         self.largest, self.scales = largest, scales
@@ -67,10 +62,8 @@ class Float8Copies:
 
     def _of_scales(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The matrices of scales in a flat tensor of them."""
-        ends = list(accumulate(rows * columns for rows, columns in self.plan.scale_shapes))
-        starts = [0, *ends[:-1]]
-        shapes = self.plan.scale_shapes
-        return [flat[a:b].view(shape) for a, b, shape in zip(starts, ends, shapes, strict=True)]
+        pairs = zip(self.plan.scale_spans, self.plan.scale_shapes, strict=True)
+        return [flat[begin:end].view(shape) for (begin, end), shape in pairs]
 
     def _scales_of_rows(self, scales: torch.Tensor, part: Fragment, axis: int) -> torch.Tensor:
         """The scales that some rows of a weight need."""

@@ -25,7 +25,7 @@ class WeightScales:
                 groups.setdefault(id(bucket.channels), []).append(bucket)
         self._groups = list(groups.values())
         self._buckets = [bucket for group in self._groups for bucket in group]
-        counts = [_copies(bucket).scale_count for bucket in self._buckets]
+        counts = [bucket.plan.scale_count for bucket in self._buckets]
         self._largest = torch.zeros(sum(counts), device=device)
         self._scales = torch.ones(sum(counts), device=device)
         places = zip(self._largest.split(counts), self._scales.split(counts), strict=True) if counts else ()
@@ -49,10 +49,10 @@ class WeightScales:
             self._measure()
             start = 0
             for group in self._groups:
-                count = sum(_copies(bucket).scale_count for bucket in group)
+                count = sum(bucket.plan.scale_count for bucket in group)
                 part = self._largest[start : start + count]
                 part.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # not every maximum of two knows NaN
-                group[0].channels.all_reduce(part, dist.ReduceOp.MAX, f"{phase} scales of {count} groups of weights")
+                group[0].channels.all_reduce(part, dist.ReduceOp.MAX, f"{phase} {count} scales of weights")
                 start += count
             # What is quantized is rounded to bf16 first, and the largest of what is rounded is the largest, rounded.
             self._scales.copy_(scales_of(self._largest.bfloat16(), E4M3))
@@ -74,8 +74,9 @@ class WeightScales:
             owned: list[tuple[int, torch.Tensor]] = []
             start = 0
             for bucket in self._buckets:
-                owned += [(start + i, rows) for i, _, rows in _copies(bucket).parts(bucket.master)]
-                start += _copies(bucket).scale_count
+                spans = bucket.plan.scale_spans
+                owned += [(start + spans[i][0], rows) for i, _, rows in _copies(bucket).parts(bucket.master)]
+                start += bucket.plan.scale_count
             places = torch.tensor([place for place, _ in owned], dtype=torch.int64, device=self._largest.device)
             self._owned = places, [rows for _, rows in owned]
         places, matrices = self._owned
@@ -104,7 +105,7 @@ class WeightScales:
     def _raise(self, infinite: torch.Tensor) -> None:
         if not infinite.any():
             return
-        counts = [_copies(bucket).scale_count for bucket in self._buckets]
+        counts = [bucket.plan.scale_count for bucket in self._buckets]
         names = [
             bucket.plan.name for bucket, part in zip(self._buckets, infinite.split(counts), strict=True) if part.any()
         ]

@@ -12,7 +12,7 @@ from fxshard.kernels import float8_products as products
 from fxshard.kernels.float8 import E4M3, E5M2, Scaling
 from fxshard.kernels.float8_cast import cast_both, cast_plain, cast_turned
 from fxshard.kernels.float8_grouped import float8_grouped_mm, float8_quantize_stack
-from fxshard.kernels.float8_ops import float8_mm, float8_mm_into, float8_quantize
+from fxshard.kernels.float8_ops import float8_mm, float8_mm_into, float8_quantize, float8_transposed
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -154,3 +154,9 @@ def test_training_follows_bf16(scaling: str, wgrad: str) -> None:
     assert trained(quantized) == pytest.approx(plain, rel=0.02)
     gathered = fxshard.Float8(scaling=scaling, weight_gradient=wgrad, smallest=0, gather="bf16")
     assert trained(gathered) == trained(quantized)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 384), (144, 272), (1, 16)])
+def test_bytes_are_transposed(rows: int, columns: int) -> None:
+    data = torch.randint(256, (rows, columns), device="cuda", dtype=torch.uint8).view(E4M3)
+    assert torch.equal(float8_transposed(data).view(torch.uint8), data.view(torch.uint8).t())

@@ -32,7 +32,7 @@ def test_scales_are_one_event_before_all_gathers(planned: Schedule) -> None:
     planned.verify()
     (first, *rest) = planned.events
     assert first.kind is Kind.SCALES and not any(event.kind is Kind.SCALES for event in rest)
-    assert first.bytes == 4 * len(first.params) == 16  # a scale for each weight
+    assert first.bytes == 16 * len(first.params) == 64  # a scale for each weight, and room up to the next 16 bytes
     assert fxshard.Schedule.from_json(planned.to_json()) == planned
     assert planned.accumulating().events[0].kind is Kind.SCALES
     planned.accumulating().verify()
