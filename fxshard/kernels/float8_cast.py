@@ -11,7 +11,7 @@ import functools
 import torch
 
 from fxshard.kernels.float8 import BLOCK, LARGEST, cast, tile
-from fxshard.kernels.launch import Launches, pointers
+from fxshard.kernels.launch import Launches, current, pointers
 from fxshard.kernels.quantize import runs_on
 
 WARPS = 8
@@ -49,7 +49,7 @@ def transposed(data: torch.Tensor) -> torch.Tensor:
     constants = (rows % BLOCK == 0 and columns % BLOCK == 0, BLOCK, BLOCK)
     tensors = data.view(torch.uint8), out.view(torch.uint8)
     key = (data.device.index, pointers(*tensors), rows, columns, constants)
-    with torch.cuda.device(data.device):
+    with current(data.device):
         _transposes()(key, (-(-rows // BLOCK), -(-columns // BLOCK), 1), (*tensors, rows, columns, *constants))
     return out
 
@@ -93,7 +93,7 @@ def _launch(value: torch.Tensor, scales: torch.Tensor, plain: torch.Tensor | Non
     numbers = (rows, columns, *strides, scales.stride(0) if stack else 0)
     grid = (-(-rows // BLOCK), -(-columns // BLOCK), *(stack or (1,)))
     key = (value.device.index, pointers(*tensors), numbers, constants)
-    with torch.cuda.device(value.device):
+    with current(value.device):
         _launches()(key, grid, (*tensors, *numbers, *constants))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ DIRECT = _TRITON.startswith("3.6.")
 that this was not tried with, each launch is an ordinary one."""
 
 
+_THERE = contextlib.nullcontext()
 _MODE = threading.local()
 _COMPILING = threading.Lock()
 """Held while a kernel is compiled, so that a first launch waits for a thread that is compiling it already."""
@@ -80,6 +82,11 @@ class Launches:
 def pointers(*tensors: torch.Tensor | None) -> Hashable:
     """What a kernel is compiled for of tensors whose addresses it is given."""
     return tuple([tensor is not None and (tensor.dtype, aligned(tensor)) for tensor in tensors])
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Launches inside go to ``device``. Entering ``torch.cuda.device`` takes as long as a launch: only where needed."""
+    return _THERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 @cache

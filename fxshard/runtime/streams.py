@@ -59,7 +59,7 @@ class CpuToken:
 class CudaToken:
     """A point on a CUDA stream."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, event: torch.cuda.Event, device: int | None) -> None:
         self._event, self._device = event, device
 
     def wait(self) -> None:
@@ -118,7 +118,7 @@ class CudaStreams(Streams):
     the host and back. A launch waits only for what it names."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device.index  # a number: torch takes long to see what a torch.device is
         self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce", "replicas", TENSOR, "host")}
 
     def mark(self) -> Token:
