@@ -31,7 +31,7 @@ from fxshard.passes.keep_resident import Order
 from fxshard.passes.offload_saved import SavedKind, offload_saved, saved_kinds
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.kept_state import KeptState, ways_to_keep
-from fxshard.plan.state import AUTO, FORMATS
+from fxshard.plan.state import AUTO
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.offloads import Offloaded, Recomputed
 from fxshard.schedule.record import resident_bytes
@@ -40,8 +40,6 @@ from fxshard.schedule.simulate import Simulation, event_seconds, simulate
 
 GROWTH = 2
 """From what is added to the smallest arena to what is added for the next try."""
-PARTS = 4
-"""Into which a sweep cuts the moments that may go to the host."""
 
 Graphs = dict[Phase, fx.GraphModule]
 
@@ -357,52 +355,3 @@ class _Search:
         assert self.bound is not None
         run = self.bound.simulated(self.bound.decide(self.bound.least), self.ways[0])
         return run.compute_seconds - self.bound.launches
-
-
-@dataclass(frozen=True)
-class Trade:
-    """A budget, and the fastest step that fits it."""
-
-    bytes: int
-    seconds: float
-    arena: int
-    recomputed: tuple[Recomputed, ...]
-    offloaded: tuple[Offloaded, ...] = ()
-    state: str = ""
-    """How optimizer state is kept, in words."""
-
-
-def trades(splits: Iterable[Split]) -> tuple[Trade, ...]:
-    """Step time over budget: from the smallest that works, every budget from which on a step is faster, or as fast with
-    optimizer state in more bits.
-
-    Of the ways to keep optimizer state, some that are evenly far apart; a budget in between may have a faster step.
-    """
-    found: list[tuple[Trade, int]] = []
-    for split in splits:
-        ways = _some(split.ways())
-        for each in (split, *map(split.offloading, split.on_host)):
-            for arena in each.arenas:
-                decisions, seconds = each.decide(arena), each.seconds(arena, ways[0])
-                for kept in ways:
-                    needs, about = each.needs(decisions, kept), seconds + kept.seconds - ways[0].seconds
-                    if kept is ways[0] or not any(t.bytes <= needs and t.seconds <= about for t, _ in found):
-                        step, size = each.simulated(decisions, kept).step_seconds, decisions.memory.bytes
-                        trade = Trade(needs, step, size, each.recomputed, each.offloaded, str(kept))
-                        found.append((trade, FORMATS.index(kept.format)))
-    faster: list[tuple[Trade, int]] = []
-    for trade, format in sorted(found, key=lambda each: (each[0].bytes, each[0].seconds, each[1])):
-        if not faster or (trade.seconds, format) < (faster[-1][0].seconds, faster[-1][1]):
-            faster.append((trade, format))
-    return tuple(trade for trade, _ in faster)
-
-
-def _some(ways: Sequence[KeptState]) -> list[KeptState]:
-    """Those that take less of the device than all that are as fast, and of those with moments on the host a few."""
-    less: list[KeptState] = []
-    for kept in ways:
-        if not less or kept.device_bytes < less[-1].device_bytes:
-            less.append(kept)
-    moving = [kept for kept in less if kept.on_host]
-    apart = max(len(moving) // PARTS, 1)
-    return [kept for kept in less if not kept.on_host] + moving[::-1][::apart][::-1]

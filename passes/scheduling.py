@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import fx
 
+from fxshard.passes.budget_trades import Trade, trades
 from fxshard.passes.context import PassContext
 from fxshard.passes.drop_inputs import drop_inputs
-from fxshard.passes.fit_budget import Split, Trade, fit_budget, trades
+from fxshard.passes.fit_budget import Split, fit_budget
 from fxshard.passes.pipeline import chosen, insert_events, order
 from fxshard.passes.run import blaming
 from fxshard.passes.sharding_plan import ShardingPlan

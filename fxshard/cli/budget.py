@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fxshard.passes.fit_budget import Trade
+    from fxshard.passes.budget_trades import Trade
     from fxshard.plan.hardware import Hardware
     from fxshard.schedule.schedule import Schedule
 

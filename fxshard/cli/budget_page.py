@@ -11,7 +11,7 @@ from fxshard.schedule.html import duration
 from fxshard.schedule.schedule import size
 
 if TYPE_CHECKING:
-    from fxshard.passes.fit_budget import Trade
+    from fxshard.passes.budget_trades import Trade
 
 WIDTH, HEIGHT, MARGIN = 900, 360, 70
 TICKS = 5

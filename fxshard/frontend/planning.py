@@ -27,8 +27,8 @@ from fxshard.frontend.tracing import graph_inputs, outputs_without_values, parti
 from fxshard.kernels.report import ExpertsReport
 from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
+from fxshard.passes.budget_trades import Trade
 from fxshard.passes.context import PassContext
-from fxshard.passes.fit_budget import Trade
 from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
 from fxshard.passes.pipeline import before_autograd

@@ -17,7 +17,7 @@ import fxshard
 from fxshard._torch.errors import ConfigError
 from fxshard.bench.presets import PRESETS, Moe, MoeConfig
 from fxshard.cli import main as cli
-from fxshard.passes.fit_budget import Trade
+from fxshard.passes.budget_trades import Trade
 from fxshard.plan.hardware import PRESETS as HARDWARE
 from fxshard.schedule.files import from_json
 from fxshard.schedule.offloads import Recomputed
