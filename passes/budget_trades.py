@@ -1,4 +1,4 @@
-"""Step, over all memory budgets: the fastest step that fits each. What ``fit_budget`` chooses from, shown as a curve."""
+"""Step, over all memory budgets: the fastest step that fits each; what ``fit_budget`` chooses from, as a curve."""
 
 from __future__ import annotations
 
