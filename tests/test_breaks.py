@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -183,6 +185,25 @@ def test_a_break_ahead_of_the_first_graph_is_refused() -> None:
             step(torch.ones(2, 4))
 
 
+def at_address(weight: torch.Tensor) -> torch.Tensor:
+    """What an extension reads: no operation of torch's has a part in it."""
+    return torch.tensor((ctypes.c_float * weight.numel()).from_address(weight.data_ptr())[:]).view(weight.shape)
+
+
+class Product(torch.autograd.Function):
+    """``x · weightᵀ`` by an extension, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ at_address(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ at_address(weight), grad.t() @ x
+
+
 class LayerNormMLP(nn.Module):
     """A stand-in for Transformer Engine's module of that name, whose ``forward`` Dynamo is told to leave alone."""
 
@@ -192,7 +213,7 @@ class LayerNormMLP(nn.Module):
 
     @torch.compiler.disable()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.gelu(F.linear(x, self.fc1_weight)), self.fc2_weight)
+        return Product.apply(F.gelu(Product.apply(x, self.fc1_weight)), self.fc2_weight)
 
 
 class WithModule(nn.Module):
@@ -205,16 +226,56 @@ class WithModule(nn.Module):
         return self.last(self.mlp(self.first(x))).square().mean()
 
 
-def test_a_module_that_is_left_alone_is_refused_by_name_or_runs_between_graphs() -> None:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+def test_a_module_that_is_left_alone_is_refused_by_name() -> None:
     with pytest.raises(fxshard.CaptureError, match=r"LayerNormMLP\.forward(?s:.)*fullgraph=False"):
-        fxshard.compile(WithModule(), lowering="eager")(x)
-    plain, model = WithModule(), fxshard.compile(WithModule(), lowering="eager", fullgraph=False)
-    plain(x).backward()
-    model(x).backward()
-    torch.testing.assert_close(full_gradients(model), {name: p.grad for name, p in plain.named_parameters()})
-    assert set(model.report.eager_reads) == {"mlp.fc1_weight", "mlp.fc2_weight"}  # the second was filled with the first
-    assert not model.report.unused_parameters
+        fxshard.compile(WithModule(), lowering="eager")(torch.randn(4, 8))
+
+
+def steps_of_an_extension(zero: int) -> dict[str, Any]:
+    plain, rank = WithModule(), dist.get_rank()
+    model = fxshard.compile(WithModule(), zero=zero, lowering="eager", fullgraph=False, optimizer=fxshard.AdamW(lr=0.1))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for number in range(3):
+        torch.stack([plain(inputs(number, other)) for other in range(2)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(inputs(number, rank)).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    pairs = zip(plain.state_dict().values(), model.full_state_dict().values(), strict=True)
+    return {
+        "same": all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs),
+        "reads": model.report.eager_reads,
+        "unused": model.report.unused_parameters,
+    }
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_parameters_of_a_module_that_is_left_alone_are_there(ranks: Pool, zero: int) -> None:
+    """What its extensions read, and when, is not seen: all of them are gathered before each forward."""
+    for found in ranks(2, steps_of_an_extension, zero):
+        assert found["same"] and not found["unused"]
+        where = "LayerNormMLP.forward, which Dynamo leaves alone"
+        assert found["reads"] == {"mlp.fc1_weight": where, "mlp.fc2_weight": where}
+
+
+def test_an_extension_in_a_module_that_is_not() -> None:
+    class Traced(LayerNormMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.compiler.disable(super().forward)(x)
+
+    def built() -> WithModule:
+        model = WithModule()
+        model.mlp = Traced()
+        model.mlp.load_state_dict(plain.mlp.state_dict())
+        return model
+
+    plain, x = WithModule(), torch.randn(4, 8)
+    with pytest.raises(fxshard.StateError, match=r"Traced 'mlp' \(.*test_breaks\.py:\d+\).*torch\.compiler\.disable"):
+        fxshard.compile(built(), lowering="eager", fullgraph=False)(x)
+    told = built()
+    told.mlp.forward = torch.compiler.disable(told.mlp.forward)  # type: ignore[method-assign]
+    torch.testing.assert_close(fxshard.compile(told, lowering="eager", fullgraph=False)(x), plain(x))
 
 
 @torch.compiler.disable

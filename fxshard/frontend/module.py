@@ -24,7 +24,7 @@ from fxshard.frontend.sharding import Sharding
 from fxshard.frontend.state import ParameterIdentity
 from fxshard.frontend.unsharded import Unsharded
 from fxshard.runtime.agreement import COMMUNICATION
-from fxshard.runtime.eager_reads import EagerReads
+from fxshard.runtime.eager_reads import EagerReads, unseen_read
 from fxshard.runtime.hollow import hooks_for_activations, is_hollow
 from fxshard.runtime.norms import clip_gradients, norms_by_name
 from fxshard.runtime.optimizer_steps import refuse_unreduced
@@ -65,7 +65,7 @@ class ShardedModule(nn.Module):
         """Run what ``compile`` gives from now on, and ask it again to reschedule; ``fxshard.compile`` calls this."""
         self._backend.one_graph, self._backend.allows_breaks = fullgraph, not fullgraph
         if not fullgraph:
-            self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places())
+            self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places(), self._inner)
         object.__setattr__(self, "_compile", compile)
         object.__setattr__(self, "_compiled", compile())  # an nn.Module too, and no submodule of ours
 
@@ -133,6 +133,9 @@ class ShardedModule(nn.Module):
         except RuntimeError as error:
             if "storage of size 0" in str(error):
                 raise StateError(_RETURNS_PARAMETER) from error
+            unseen = unseen_read(error, self._inner)
+            if unseen is not None:
+                raise self._failed(unseen) from error
             raise
         if any(is_hollow(leaf) for leaf in tree_leaves(result)):
             raise StateError(_RETURNS_PARAMETER)

@@ -2,6 +2,9 @@
 
 Dynamo leaves code that it cannot trace to Python. Between calls a parameter has no memory, and reading it there would
 read freed memory. While a model with graph breaks runs, every operation outside a graph is therefore looked at first.
+
+An extension that is given the address of a parameter is no operation of torch's. Modules whose forward Dynamo was told
+to leave alone, as those of Transformer Engine are, may call one: their parameters are unsharded before each forward.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class EagerReads(private.OperatorObserver):
     through autograd; each is averaged over the ranks and added to what the graphs reduced.
     """
 
-    def __init__(self, engine: Engine, hollow: dict[Place, nn.Parameter]) -> None:
+    def __init__(self, engine: Engine, hollow: dict[Place, nn.Parameter], model: nn.Module) -> None:
         super().__init__()
         self.places: dict[str, str] = {}
         """{parameter: file and line of the code that read it first}"""
@@ -47,12 +50,21 @@ class EagerReads(private.OperatorObserver):
         self._copies: dict[int, tuple[torch.Tensor, Place]] = {}
         self._filled: dict[int, int] = {}  # {bucket: version of the shard that was gathered}
         self._hooked: set[int] = set()
+        self._left_alone = {
+            self._place[id(parameter)]: f"{type(module).__name__}.forward, which Dynamo leaves alone"
+            for module in model.modules()
+            if private.leaves_alone(module.forward)
+            for parameter in module.parameters()
+            if id(parameter) in self._place
+        }
 
     def __enter__(self) -> EagerReads:
         for index, version in list(self._filled.items()):
             if self._engine.buckets[index].version != version:
                 self._empty(index)
         self._engine.reuses(self._filled)
+        for place, where in self._left_alone.items():
+            self._fill(place, where)
         self._engine.observed = True
         super().__enter__()
         return self
@@ -89,15 +101,15 @@ class EagerReads(private.OperatorObserver):
     def _remember(self, place: Place, result: torch.Tensor) -> None:
         self._copies[id(result)] = (result, place)
 
-    def _note(self, place: Place) -> None:
+    def _note(self, place: Place, where: str | None = None) -> None:
         name = self._engine.buckets[place[0]].plan.params[place[1]]
         if name not in self.places:
-            self.places[name] = user_code()
+            self.places[name] = where or user_code()
 
-    def _fill(self, place: Place) -> None:
+    def _fill(self, place: Place, where: str | None = None) -> None:
         index, _ = place
         bucket = self._engine.buckets[index]
-        self._note(place)
+        self._note(place, where)
         if is_hollow(self._hollow[place]):
             views = self._engine.unsharded(index)
             for i, view in enumerate(views):
@@ -119,6 +131,25 @@ class EagerReads(private.OperatorObserver):
             hollow = self._hollow[index, i]
             hollow.data = hollow_like(hollow)
         del self._filled[index]
+
+
+def unseen_read(error: RuntimeError, model: nn.Module) -> StateError | None:
+    """What to say where code between graphs was stopped at the address of a hollow parameter; None: it was not that."""
+    if "Cannot access data pointer of Tensor" not in str(error):
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = "the model", error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        module = frame.f_locals.get("self")
+        if id(module) in names:
+            found = f"{type(module).__name__} {names[id(module)]!r} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return StateError(
+        f"{found}: code between graphs took the address of a sharded parameter, which has no memory there. fxshard "
+        "gathers what operations of torch read, and cannot see an extension or numpy. Before fxshard.compile, set "
+        "module.forward = torch.compiler.disable(module.forward) for such modules: the parameters of a module that "
+        "Dynamo leaves alone are gathered before each forward"
+    )
 
 
 def _collect(engine: Engine, place: Place, parameter: torch.Tensor) -> None:

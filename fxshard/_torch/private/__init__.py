@@ -24,7 +24,14 @@ from fxshard._torch.private.collectives import (
     is_wait,
     split_coalesced,
 )
-from fxshard._torch.private.dynamo import graph_break, graph_input_example, module_path, open_inputs, without_logging
+from fxshard._torch.private.dynamo import (
+    graph_break,
+    graph_input_example,
+    leaves_alone,
+    module_path,
+    open_inputs,
+    without_logging,
+)
 from fxshard._torch.private.inductor import (
     activation_memory_budget,
     compile_clocks,

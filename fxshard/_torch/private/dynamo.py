@@ -109,3 +109,8 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     path = next(reversed(stack.values()))[0] if stack else ""
     return re.sub(r"^L\['(self|model|[^']*)'\]\.?", "", path) if isinstance(path, str) else ""
+
+
+def leaves_alone(function: Any) -> bool:
+    """Whether Dynamo was told to leave a function alone, by ``torch.compiler.disable``. torch 2.11, 2.13."""
+    return getattr(function, "_torchdynamo_disable", False)
