@@ -67,6 +67,8 @@ class Bucket:
         """The parameters, by position, that those micro-batches used."""
         self.discarded = False
         """Whether the last backward was for gradients of inputs alone."""
+        self.steps = 0
+        """Steps of optimizers over its parameters."""
         self.counts_steps = plan.resident
         """Whether steps of optimizers that gather what they change themselves count as changes, too."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
