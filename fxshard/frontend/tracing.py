@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
-from fxshard._torch.errors import StateError
+from fxshard._torch.errors import CaptureError, StateError
 from fxshard._torch.log import LOG
 from fxshard.frontend.absent_layers import AbsentLayers, LayersDifferError
 from fxshard.passes.fold_layers import Folded, fold_layers
@@ -112,7 +112,20 @@ def _captured(
         note_groups(traced.graph.graph)
         every = (*constants, *refs)
         static, written = traced.static_inputs, traced.written_inputs
+        _refuse_written(every, written, plan)
         yield Captured(traced.graph, every, traced.outputs, static, folded, written), traced
+
+
+def _refuse_written(refs: Sequence[ParamRef | None], written: Sequence[int], plan: ShardingPlan) -> None:
+    """Raise if forward changes parameters: it sees them gathered, and what it writes would not reach the shards."""
+    changed = [refs[i] for i in written]
+    names = [plan.buckets[ref.bucket].params[ref.position] for ref in changed if ref is not None]
+    if names:
+        raise CaptureError(
+            f"forward changes the parameter {names[0]!r} in place, but it sees a gathered copy of what the ranks hold. "
+            "Use a changed copy (weight.clamp(...) in place of clamp_), make it a buffer, or change it outside of "
+            "forward, below torch.no_grad()"
+        )
 
 
 def graph_inputs(graph: fx.GraphModule) -> list[Any]:

@@ -22,7 +22,7 @@ from fxshard.runtime.home import Home
 from fxshard.runtime.optimizer_steps import guard, mark
 from fxshard.runtime.parameter_methods import FullTensor, Hook, RefusedHook, RegisterAfterAccumulation
 from fxshard.runtime.rows import rows_of
-from fxshard.runtime.uneven_rows import Cut, uneven
+from fxshard.runtime.uneven_rows import Cut, tell_gradient, uneven
 
 
 def _nothing() -> None:
@@ -111,6 +111,8 @@ class Bucket:
             if self.mesh is not None and (self.plan.layout.ranks > 1 or part):
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
                 mark(parameter)
+                if parameter.requires_grad:
+                    torch.Tensor.register_post_accumulate_grad_hook(parameter, tell_gradient)
             hooks = RegisterAfterAccumulation(self, len(self.params))
             parameter.register_post_accumulate_grad_hook = hooks  # type: ignore[method-assign]
             parameter.register_hook = RefusedHook(fragment.name)  # type: ignore[method-assign]
