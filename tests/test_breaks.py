@@ -302,6 +302,28 @@ def test_a_read_through_data_is_seen_and_one_of_unknown_memory_refused() -> None
         model(x)
 
 
+@torch.compiler.disable
+def halve(weight: torch.Tensor, through_data: bool) -> None:
+    with torch.no_grad():
+        (weight.data if through_data else weight).mul_(0.5)
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_write_between_graphs_is_refused(read_before: bool, through_data: bool) -> None:
+    """It would change a gathered copy, and be lost."""
+
+    class Halving(Broken):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = sneaky(self.eager.weight, self.first(x)) if read_before else self.first(x)
+            halve(self.eager.weight, through_data)
+            return self.second(x)
+
+    model = fxshard.compile(Halving(), fullgraph=False, lowering="eager")
+    with pytest.raises(fxshard.StateError, match=r"test_breaks\.py:\d+: mul_ changes '"):
+        model(torch.ones(2, 8))
+
+
 class TwoWays(nn.Module):
     """The same layers in either order: two plans with other places for the same buckets."""
 

@@ -96,6 +96,27 @@ def test_untraceable_forward() -> None:
         model(torch.ones(2, 4))
 
 
+class Clamping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_forward_that_changes_a_parameter(trains: bool) -> None:
+    model = build(Clamping())
+    with (
+        torch.set_grad_enabled(trains),
+        pytest.raises(fxshard.CaptureError, match=r"changes the parameter 'linear\.weight'"),
+    ):
+        model(torch.ones(2, 4))
+
+
 def test_sharded_but_not_compiled() -> None:
     with pytest.raises(fxshard.StateError, match="not compiled"):
         fxshard.shard(Mlp())(torch.ones(2, 7))

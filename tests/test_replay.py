@@ -154,7 +154,6 @@ def offloading() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [thorough(dict), pytest.param(offloading, marks=pytest.mark.shows("M4"))])
-@torch._functorch.config.patch(donated_buffer=False)  # or torch refuses retain_graph
 def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right(options: Callable[[], dict[str, Any]]) -> None:
     """Each of these comes after two steps, which were captured, and is followed by two that must be right too."""
     models = pair(**options())
@@ -178,7 +177,6 @@ def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right(options: C
     } <= reasons(models[0]).keys()
 
 
-@torch._functorch.config.patch(donated_buffer=False)
 def test_backward_is_captured_behind_a_capture_of_its_forward_only() -> None:
     """Behind a replay the allocator takes the memory of activations for free. Nor may gradients be written there."""
     models = pair()

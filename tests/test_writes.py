@@ -181,6 +181,13 @@ class Frozen(nn.BatchNorm1d):
         return super().train(False)
 
 
+def test_a_sequential_is_one() -> None:
+    model = fxshard.compile(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 3)), lowering="eager")
+    assert len(model) == 3 and model[-1].weight is model.get_parameter("2.weight")
+    assert [type(layer).__name__ for layer in model] == ["Linear", "Tanh", "Linear"]
+    assert list(model[:2]) == list(model.children())[:2]
+
+
 def test_train_is_the_modules_own() -> None:
     model = fxshard.compile(nn.Sequential(nn.Linear(8, 8), Frozen(8)), lowering="eager")
     assert [module.training for module in model.train().modules()] == [True, True, False]

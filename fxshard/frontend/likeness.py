@@ -17,7 +17,7 @@ from torch import nn
 
 from fxshard._torch.errors import StateError
 from fxshard.frontend.capture import drop_input_gradient_hooks
-from fxshard.frontend.mirror import Mirror
+from fxshard.frontend.mirror import Mirror, item
 from fxshard.frontend.pretrained import save_pretrained
 from fxshard.runtime.borrowed import borrowed
 
@@ -122,8 +122,20 @@ def class_for(base: type[T], plain: type[nn.Module]) -> type[T]:
             forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
         )
         own.__doc__, own.__signature__ = plain.forward.__doc__, inspect.signature(plain.forward)
-        _CLASSES[plain] = type(f"Sharded{plain.__name__}", (base,), {"forward": own, "__module__": base.__module__})
+        members = {"forward": own, "__module__": base.__module__, **_container_methods(plain)}
+        _CLASSES[plain] = type(f"Sharded{plain.__name__}", (base,), members)
     return _CLASSES[plain]  # type: ignore[no-any-return]
+
+
+def _container_methods(plain: type[nn.Module]) -> dict[str, Any]:
+    """``model[0]``, ``len(model)`` and loops over a model that is an ``nn.Sequential``."""
+    if not issubclass(plain, nn.Sequential):
+        return {}
+    return {
+        "__getitem__": item,
+        "__len__": lambda self: len(self._modules),
+        "__iter__": lambda self: iter(self._modules.values()),
+    }
 
 
 _CLASSES: WeakKeyDictionary[type[nn.Module], Any] = WeakKeyDictionary()

@@ -199,7 +199,7 @@ def _class_for(plain: type[nn.Module]) -> type[Mirror]:
         for base in reversed([base for base in plain.__mro__ if base not in (nn.Module, object)]):
             members.update({name: ours for name, value in vars(base).items() if (ours := _member(base, name, value))})
         if hasattr(plain, "__getitem__") and issubclass(plain, nn.ModuleList | nn.Sequential):
-            members["__getitem__"] = _item
+            members["__getitem__"] = item
         found = _CLASSES[plain] = types.new_class(
             plain.__name__, (Mirror, plain), exec_body=lambda ns: ns.update(members)
         )
@@ -222,7 +222,8 @@ def _member(base: type, name: str, value: Any) -> Any:
     return None
 
 
-def _item(self: Mirror, index: int | slice) -> nn.Module:
+def item(self: nn.Module, index: int | slice) -> nn.Module:
+    """What a container of modules has at a place; for a slice, a list of its own."""
     children = list(self._modules.values())
     return nn.ModuleList(children[index]) if isinstance(index, slice) else children[index]  # type: ignore[arg-type,return-value]
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
+from fxshard._torch.errors import CaptureError, StateError
 from fxshard._torch.log import LOG
 from fxshard.frontend.absent_layers import AbsentLayers, LayersDifferError
 from fxshard.passes.fold_layers import Folded, fold_layers
@@ -42,8 +43,8 @@ class Step:
         forward = programs.get(Phase.FORWARD) or programs[Phase.EVAL]
         backward = programs.get(Phase.BACKWARD)
         run = self.traced.callable(graphs, forward.boxed(), backward.boxed() if backward is not None else None)
-        if backward is not None and backward.needs_losses:
-            run = tell_unused_results(run, backward)
+        if backward is not None:
+            run = prepare_backward(run, backward)
         if self.folded is None:
             return run
         kept = self.folded.kept
@@ -111,7 +112,20 @@ def _captured(
         note_groups(traced.graph.graph)
         every = (*constants, *refs)
         static, written = traced.static_inputs, traced.written_inputs
+        _refuse_written(every, written, plan)
         yield Captured(traced.graph, every, traced.outputs, static, folded, written), traced
+
+
+def _refuse_written(refs: Sequence[ParamRef | None], written: Sequence[int], plan: ShardingPlan) -> None:
+    """Raise if forward changes parameters: it sees them gathered, and what it writes would not reach the shards."""
+    changed = [refs[i] for i in written]
+    names = [plan.buckets[ref.bucket].params[ref.position] for ref in changed if ref is not None]
+    if names:
+        raise CaptureError(
+            f"forward changes the parameter {names[0]!r} in place, but it sees a gathered copy of what the ranks hold. "
+            "Use a changed copy (weight.clamp(...) in place of clamp_), make it a buffer, or change it outside of "
+            "forward, below torch.no_grad()"
+        )
 
 
 def graph_inputs(graph: fx.GraphModule) -> list[Any]:
@@ -146,15 +160,29 @@ def note_groups(graph: fx.Graph) -> None:
         node.meta[GROUP] = groups[name]
 
 
-def tell_unused_results(run: Callable[..., Any], backward: Program) -> Callable[..., Any]:
-    """``run`` as it is, but ``backward`` learns which results of it have no gradient."""
-
-    def tell(missing: frozenset[int]) -> None:
-        backward.without_loss = missing
+def prepare_backward(run: Callable[..., Any], backward: Program) -> Callable[..., Any]:
+    """``run`` as it is, but ``backward`` learns which results of it have no gradient, and what it cannot do is refused
+    before anything is sent.
+    """
 
     def call(*args: Any) -> Any:
+        steps = backward.steps_taken()
         results = run(*args)
+
+        def tell(missing: frozenset[int]) -> None:
+            if torch.is_grad_enabled():
+                raise StateError(_SECOND_ORDER)
+            backward.refuse_stepped(steps)
+            backward.without_loss = missing if backward.needs_losses else frozenset()
+
         private.before_backward(results, tell)
         return results
 
     return call
+
+
+_SECOND_ORDER = (
+    "create_graph=True: gradients of gradients do not go through a compiled backward (torch.compile makes none). "
+    "Call backward() or torch.autograd.grad without it; a penalty on gradients of inputs needs a model that is not "
+    "compiled"
+)

@@ -22,7 +22,7 @@ from fxshard.runtime.home import Home
 from fxshard.runtime.optimizer_steps import guard, mark
 from fxshard.runtime.parameter_methods import FullTensor, Hook, RefusedHook, RegisterAfterAccumulation
 from fxshard.runtime.rows import rows_of
-from fxshard.runtime.uneven_rows import Cut, uneven
+from fxshard.runtime.uneven_rows import Cut, tell_gradient, uneven
 
 
 def _nothing() -> None:
@@ -67,6 +67,8 @@ class Bucket:
         """The parameters, by position, that those micro-batches used."""
         self.discarded = False
         """Whether the last backward was for gradients of inputs alone."""
+        self.steps = 0
+        """Steps of optimizers over its parameters."""
         self.counts_steps = plan.resident
         """Whether steps of optimizers that gather what they change themselves count as changes, too."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
@@ -109,6 +111,8 @@ class Bucket:
             if self.mesh is not None and (self.plan.layout.ranks > 1 or part):
                 parameter.full_tensor = FullTensor(self, fragment.name)  # type: ignore[attr-defined]
                 mark(parameter)
+                if parameter.requires_grad:
+                    torch.Tensor.register_post_accumulate_grad_hook(parameter, tell_gradient)
             hooks = RegisterAfterAccumulation(self, len(self.params))
             parameter.register_post_accumulate_grad_hook = hooks  # type: ignore[method-assign]
             parameter.register_hook = RefusedHook(fragment.name)  # type: ignore[method-assign]

@@ -76,6 +76,7 @@ class EagerReads(private.OperatorObserver):
 
     def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
         """Called ahead of each operation that runs outside a graph."""
+        self._refuse_writes(operator, args, kwargs)
         for value in tree_leaves((args, kwargs)):
             if type(value) not in (torch.Tensor, nn.Parameter):
                 continue
@@ -97,6 +98,22 @@ class EagerReads(private.OperatorObserver):
                 if value is not self._hollow[place]:
                     value.data = self._hollow[place].data
         return None
+
+    def _refuse_writes(self, operator: Any, args: Any, kwargs: Any) -> None:
+        """Raise if a parameter is written: that is a gathered copy, or none yet, and the shards would not change."""
+        for value in tree_leaves(private.written_arguments(operator, args, kwargs) or []):
+            if not isinstance(value, torch.Tensor):
+                continue
+            filled = {private.memory_of(self._hollow[index, 0]): (index, 0) for index in self._filled}
+            place = self._place.get(id(value)) or self._copies.get(id(value), (None, None))[1]
+            place = place or filled.get(private.memory_of(value))
+            if place is not None:
+                name = self._engine.buckets[place[0]].plan.params[place[1]]
+                raise StateError(
+                    f"{user_code()}: {private.operator_name(operator)} changes {name!r}, or what is gathered with it, "
+                    "inside of forward, where parameters are copies of what the ranks hold: change it outside "
+                    "of forward, below torch.no_grad(), or make it a buffer"
+                )
 
     def _remember(self, place: Place, result: torch.Tensor) -> None:
         self._copies[id(result)] = (result, place)

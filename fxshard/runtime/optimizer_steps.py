@@ -157,6 +157,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _count_changes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     gathers_ahead = getattr(optimizer, "gathers_ahead", False)
-    changed = [bucket.master for bucket in buckets_of(optimizer) if bucket.counts_steps or not gathers_ahead]
+    buckets = buckets_of(optimizer)
+    for bucket in buckets:
+        bucket.steps += 1
+    changed = [bucket.master for bucket in buckets if bucket.counts_steps or not gathers_ahead]
     if changed:
         torch.autograd.graph.increment_version(changed)

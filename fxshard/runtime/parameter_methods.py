@@ -87,6 +87,22 @@ def whole_parameters(bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return tuple(bucket.tensor.whole(name, view) for name, view in zip(bucket.plan.params, views, strict=True))
 
 
+class _Whole(torch.autograd.Function):
+    """A parameter that was gathered. All ranks compute the same from it, so of its gradient each takes its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, whole: torch.Tensor, bucket: Bucket, name: str) -> torch.Tensor:
+        ctx.bucket, ctx.name = bucket, name
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        bucket, name = ctx.bucket, ctx.name
+        fragment, own = bucket.fragments[bucket.plan.layout.index[name]], bucket.part(name, gradient)
+        rows = own[fragment.row_start : fragment.row_stop] if own.ndim else own
+        return bucket.wrap(rows.reshape(-1).clone(), name), None, None, None
+
+
 class FullTensor:
     """What a sharded parameter has as ``full_tensor``. Collective among the ranks that share the parameter."""
 
@@ -94,10 +110,14 @@ class FullTensor:
         self._bucket, self._name = weakref.ref(bucket), name
 
     def __call__(self) -> torch.Tensor:
-        """The whole parameter, in the dtype that is kept, as a tensor of its own."""
+        """The whole parameter, in the dtype that is kept, as a tensor of its own. Autograd knows where it is from."""
         bucket = self._bucket()
         if bucket is None:
             _model_is_gone()
+        parameter = bucket.params[bucket.plan.layout.index[self._name]]
+        return _Whole.apply(parameter, self._gathered(bucket), bucket, self._name)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _gathered(self, bucket: Bucket) -> torch.Tensor:
         layout, group = bucket.plan.layout, bucket.channels.gather
         if layout.ranks == 1:
             return self._of_all_parts(bucket, bucket.local(self._name).detach())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fxshard._torch import private
+from fxshard._torch.errors import StateError
 from fxshard.runtime.engine import Engine
 from fxshard.runtime.hollow import is_hollow
 from fxshard.runtime.reductions import Needs
@@ -101,6 +102,8 @@ class Program:
         """Whether which gradients there are depends on the results of forward that a loss uses."""
         self.without_loss: frozenset[int] = frozenset()
         """Of a backward that is about to run: the results of forward, by number, that have no gradient."""
+        events = [each.event for each in lowered.instructions if each.event is not None]
+        self._reads = sorted({event.bucket_index for event in events if event.kind is Kind.WAIT})
         self._before_first_run = before_first_run
         self._engine = engine
         self._arena_bytes = lowered.arena_bytes
@@ -178,6 +181,22 @@ class Program:
         engine.end()
         self.runs += 1
         return tuple(registers[i] if i is not None else None for i in self._returns)
+
+    def steps_taken(self) -> list[int]:
+        """How many optimizer steps changed each bucket that the program reads."""
+        return [self._engine.buckets[index].steps for index in self._reads]
+
+    def refuse_stepped(self, steps: list[int]) -> None:
+        """Of a backward: raise if what it reads was changed since its forward, when ``steps`` were taken."""
+        counts = zip(self._reads, self.steps_taken(), steps, strict=True)
+        changed = [self._engine.buckets[index].plan.name for index, now, then in counts if now != then]
+        if changed:
+            some = ", ".join(changed[:3]) + ", …" * (len(changed) > 3)
+            raise StateError(
+                f"backward() of a forward that ran before the last optimizer.step(), which changed parameters that "
+                f"this backward reads ({some}): gradients would be those of neither the old nor the new values. Call "
+                "backward() for every loss before the step, or run the forward again after it"
+            )
 
     def boxed(self) -> BoxedCallable:
         """The program as AOTAutograd wants it: a function that says it takes its arguments in a list."""

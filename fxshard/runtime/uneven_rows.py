@@ -60,15 +60,23 @@ class UnevenRows(DTensor):
         if access == "__set__" or (access == "__get__" and func.__self__.__name__ not in COMPUTED):
             return private.PLAIN_RESULTS(func, types, args, kwargs or {})
         with _OnRows():
-            return private.PLAIN_RESULTS(func, types, args, kwargs or {})
+            result = private.PLAIN_RESULTS(func, types, args, kwargs or {})
+        if _left_rows(result) and any(_is_differentiated(t) for t in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map_only(UnevenRows, UnevenRows._differentiable, (args, kwargs or {}))
+            return func(*args, **kwargs)
+        return result
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor. Collective."""
-        return whole(self).full_tensor(grad_placements=grad_placements)
+        return self._differentiable().full_tensor(grad_placements=grad_placements)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As other DTensors, which are cut as torch does it. Collective."""
-        return whole(self).redistribute(*args, **kwargs)
+        return self._differentiable().redistribute(*args, **kwargs)
+
+    def _differentiable(self) -> DTensor:
+        """The whole tensor; what is computed from it has gradients for these rows. Collective."""
+        return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     # -- torch.distributed.checkpoint --------------------------------------------------------------------------------
 
@@ -112,6 +120,40 @@ class _OnRows(TorchDispatchMode):
             )
         args, kwargs = tree_map_only(UnevenRows, whole, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _Whole(torch.autograd.Function):
+    """The whole tensor, for what is differentiated: autograd runs DTensor's own rules in backward, ours in forward
+    only. All ranks compute the same from it, so of its gradient each takes its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: UnevenRows) -> torch.Tensor:
+        ctx.rows = rows.detach()
+        return whole(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> torch.Tensor:  # type: ignore[override]
+        rows, cut = ctx.rows, ctx.rows._cut
+        kept = [Replicate() if i == cut.along else p for i, p in enumerate(rows.placements)]
+        begin = sum(cut.counts[: rows.device_mesh.get_local_rank(cut.along)])
+        own = gradient.redistribute(placements=kept).to_local()[begin : begin + len(private.wrapped(rows))]
+        return uneven(private.as_dtensor(rows, own.clone()), cut)
+
+
+def _left_rows(result: Any) -> bool:
+    """Whether autograd has recorded something whose backward does not have the rows of its inputs."""
+    made = (t for t in tree_leaves(result) if isinstance(t, DTensor))
+    return torch.is_grad_enabled() and any(t.requires_grad and not isinstance(t, UnevenRows) for t in made)
+
+
+def _is_differentiated(value: Any) -> bool:
+    return isinstance(value, UnevenRows) and value.requires_grad
+
+
+def tell_gradient(parameter: torch.Tensor) -> None:
+    """Let a gradient that autograd accumulated, outside programs, know how its rows are cut: as its parameter's."""
+    if isinstance(parameter, UnevenRows) and type(parameter.grad) is DTensor:
+        uneven(parameter.grad, parameter._cut)
 
 
 def uneven(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:

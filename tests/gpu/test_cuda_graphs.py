@@ -82,7 +82,6 @@ def test_a_steady_loop_is_captured_once() -> None:
     assert same(models)
 
 
-@torch._functorch.config.patch(donated_buffer=False)  # or torch refuses retain_graph
 def test_whatever_a_loop_does_is_right() -> None:
     models = pair(Stack)
     for number in range(3):

@@ -68,7 +68,6 @@ def test_the_smallest_budget_uses_the_host() -> None:
 
 
 @pytest.mark.shows("M4")
-@torch._functorch.config.patch(donated_buffer=False)  # or torch refuses retain_graph
 def test_copies_to_the_host_and_back_are_captured() -> None:
     """Also where a replay would overwrite what another backward still has to read on the host."""
     budget = smallest(language_model, (32, 128), activations="offload")

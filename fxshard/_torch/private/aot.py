@@ -85,6 +85,8 @@ class Traced:
             fw_compiler=lambda *_: forward,
             bw_compiler=lambda *_: backward,
         )
+        # Programs write to nothing that forward saved, so autograd may keep it for another backward (retain_graph).
+        state.fw_metadata.bw_donated_idxs = []
         if not self._constants:
             return run
         constants = self._constants
@@ -139,6 +141,8 @@ def tangent_of(node: fx.Node) -> int | None:
 def before_backward(results: Sequence[Any], tell: Callable[[frozenset[int]], None]) -> None:
     """Ahead of each backward of a compiled graph that returned ``results``, ``tell`` gets the numbers of those that
     have no gradient there. AOTAutograd itself gives them zeros. torch 2.11, 2.13.
+
+    Gradients are recorded while it runs if backward was called with ``create_graph=True``.
     """
     places = {
         number: (value.grad_fn, value.output_nr)
