@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch.errors import CheckpointError, ConfigError
 from fxshard.frontend.exporting import SafetensorsWriter, whole_tensors
 from fxshard.frontend.frozen_linears import FrozenLinear
+from fxshard.runtime.borrowed import only_named
 
 if TYPE_CHECKING:
     from fxshard.frontend.module import ShardedModule
@@ -30,6 +33,7 @@ def save_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
     **unknown: Any,
 ) -> None:
     """Write a folder that ``from_pretrained`` reads: configuration, generation configuration, weights. Collective.
@@ -37,10 +41,13 @@ def save_pretrained(
     Units are gathered one after the other, and the first rank writes; its memory holds a unit and a file of at most
     ``max_shard_size``. ``dtype``: what floating-point weights are converted to; by default they are saved as they are
     kept, in full. Files of an earlier save in the same folder are replaced once all new ones are written. Of a peft
-    model the adapter is written, as peft does.
+    model the adapter is written, as peft does. ``state_dict``: whole tensors to write in place of the model's own.
+    ``is_main_process`` and ``save_function``, which scripts for Accelerate give, change nothing.
     """
+    unknown = {name: value for name, value in unknown.items() if name not in ("is_main_process", "save_function")}
+    _refuse_sharded(state_dict or {})
     if has_adapter(model._inner):
-        return save_adapter(model, save_directory, **unknown)
+        return save_adapter(model, save_directory, state_dict, **unknown)
     kept = next((part for part in model._inner.modules() if isinstance(part, FrozenLinear)), None)
     if kept is not None:
         raise ConfigError(
@@ -50,7 +57,7 @@ def save_pretrained(
     if unknown:
         raise ConfigError(
             f"save_pretrained({', '.join(unknown)}=...): a sharded model writes its own weights, from its first rank; "
-            "it takes save_directory, max_shard_size and dtype. Call it on every rank"
+            "it takes save_directory, max_shard_size, dtype and state_dict. Call it on every rank"
         )
     plain, agreement = model._inner, model._sharding.agreement
     final, size = Path(save_directory), _bytes(max_shard_size)
@@ -59,7 +66,10 @@ def save_pretrained(
     export = _Export(plain, aside, size, dtype) if first else None
     failed = _attempt(export.begin) if export is not None else None
     if not any(agreement.share(failed)):
-        for names, value in whole_tensors(model.state_dict(keep_vars=True), model._sharding.buckets):
+        own = model.state_dict(keep_vars=True)
+        for names, value in (
+            whole_tensors(own, model._sharding.buckets) if state_dict is None else _named_as(own, state_dict)
+        ):
             if export is not None and failed is None:  # after a failure the other ranks are still gathering
                 failed = _attempt(export.add, names, value)
         if export is not None and failed is None:
@@ -136,6 +146,25 @@ def _tied(plain: nn.Module) -> Collection[str]:
     return found or ()
 
 
+def _named_as(
+    own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors of a whole state dict, each once, with all the names that the model has for it."""
+    names: dict[int, list[str]] = {}
+    for name in state:
+        names.setdefault(id(own.get(name, state[name])), []).append(name)
+    for each in names.values():
+        yield tuple(each), state[each[0]]
+
+
+def _refuse_sharded(state: Mapping[str, torch.Tensor]) -> None:
+    if any(isinstance(value, DTensor) for value in state.values()):
+        raise ConfigError(
+            "save_pretrained(state_dict=...): these tensors are sharded; leave state_dict out, or take "
+            "model.full_state_dict()"
+        )
+
+
 def _as_stored(plain: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Tensors in the names and shapes of published files, where ``transformers`` (5 and later) keeps others in memory:
     its experts are stored one by one."""
@@ -149,10 +178,15 @@ def has_adapter(plain: nn.Module) -> bool:
     return hasattr(plain, "peft_config") and hasattr(plain, "get_base_model")
 
 
-def save_adapter(model: ShardedModule, save_directory: str | PathLike[str], **options: Any) -> None:
-    """Write what trains, as ``PeftModel.from_pretrained`` reads it. Collective; the first rank writes.
+def save_adapter(
+    model: ShardedModule,
+    save_directory: str | PathLike[str],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    **options: Any,
+) -> None:
+    """Write all adapters, as ``PeftModel.from_pretrained`` reads them. Collective; the first rank writes.
 
-    ``options``: those of peft's own ``save_pretrained``, but for ``state_dict``.
+    ``state_dict``: whole tensors to take in place of the model's own; ``options``: those of peft's ``save_pretrained``.
     """
     plain: Any = model._inner
     sharding = model._sharding
@@ -161,14 +195,34 @@ def save_adapter(model: ShardedModule, save_directory: str | PathLike[str], **op
         raise ConfigError(
             "no parameter trains, so there is no adapter to save: set is_trainable=True when it is loaded"
         )
-    names = {id(parameter) for bucket in trained for parameter in bucket.params}
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) in names}
+    own = model.state_dict(keep_vars=True)
+    wanted = {id(own[name]) for name in _of_adapters(plain, own)}
+    wanted |= {id(parameter) for bucket in trained for parameter in bucket.params}
+    gathered = [bucket for bucket in sharding.buckets if any(id(parameter) in wanted for parameter in bucket.params)]
+    there = wanted | {id(parameter) for bucket in gathered for parameter in bucket.params}
+    state = {name: value for name, value in own.items() if id(value) in there}
     first = sharding.channels.is_first
     whole: dict[str, torch.Tensor] = {}
-    for each, value in whole_tensors(state, trained):
-        if first:
+    for each, value in whole_tensors(state, gathered):
+        if first and id(own[each[0]]) in wanted:
             whole.update(dict.fromkeys(each, value.to("cpu", copy=True)))
-    failed = _attempt(partial(plain.save_pretrained, save_directory, state_dict=whole, **options)) if first else None
+    written = whole if state_dict is None else state_dict
+    with only_named(sharding.engine):
+        save = partial(plain.save_pretrained, save_directory, state_dict=written, **options)
+        failed = _attempt(save) if first else None
     problem = next((each for each in sharding.agreement.share(failed) if each), None)
     if problem is not None:
         raise CheckpointError(f"{save_directory} was not saved: {problem}")
+
+
+def _of_adapters(plain: Any, state: Collection[str]) -> list[str]:
+    """Names of what peft may write though it does not train: other adapters, and embeddings, which it writes where the
+    vocabulary was resized or an adapter is on them."""
+    embeddings = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        with contextlib.suppress(NotImplementedError, AttributeError):  # models without them
+            embeddings.append(getattr(plain.get_base_model(), get)())
+    modules = plain.named_modules(remove_duplicate=False)
+    prefixes = tuple(f"{name}." for name, module in modules if any(module is each for each in embeddings))
+    adapters = {*plain.peft_config}
+    return [name for name in state if name.startswith(prefixes) or adapters.intersection(name.split("."))]

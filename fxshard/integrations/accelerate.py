@@ -59,14 +59,29 @@ class Accelerator(accelerate.Accelerator):
         given = list(args)
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         for i, model in enumerate(args):
-            if isinstance(model, nn.Module) and trains(model) and model not in self._models:
+            if isinstance(model, ShardedModule):  # from fxshard.compile, or prepared before: so are its optimizers
+                self._sharded(model)
+            elif isinstance(model, nn.Module) and trains(model) and model not in self._models:
                 names = names_of(model)
-                for optimizer in optimizers:
+                for optimizer in (*optimizers, *self._optimizers):
                     check_unused(optimizer, names)
                 given[i] = sharded = self._sharded(model)
-                for optimizer in optimizers:
+                for optimizer in (*optimizers, *self._optimizers):
                     carry_over(optimizer, names, sharded)
+        for model in self._sharded_models():  # of an earlier call, which did not see these optimizers
+            names = names_of(model._inner)
+            for optimizer in optimizers:
+                check_unused(optimizer, names)
+                carry_over(optimizer, names, model)
         return super().prepare(*given, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model that trains; one that is only evaluated is prepared as Accelerate does."""
+        if not evaluation_mode and trains(model) and model not in self._models:
+            model = self._sharded(model)
+        return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
 
     def _sharded(self, model: nn.Module) -> ShardedModule:
         if not isinstance(model, ShardedModule):

@@ -21,7 +21,7 @@ def trains(model: nn.Module) -> bool:
 
 def check_unused(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     """Refuse an optimizer that has state of a plain model's parameters, before the model is sharded."""
-    if optimizer.state and owns(optimizer, names):
+    if any(state.get("step") != 0 for state in optimizer.state.values()) and owns(optimizer, names):
         raise ConfigError(
             f"this {type(optimizer).__name__} has state of the plain model's parameters: prepare it before its first "
             "step, or save the state and load it after prepare()"
@@ -36,9 +36,19 @@ def carry_over(optimizer: torch.optim.Optimizer, names: Mapping[int, str], model
     """
     sharded = dict(model.named_parameters())
     for group in optimizer.param_groups:
-        group["params"] = [
-            sharded[names[id(parameter)]] if id(parameter) in names else parameter for parameter in group["params"]
-        ]
+        for i, plain in enumerate(group["params"]):
+            if id(plain) in names:
+                group["params"][i] = shard = sharded[names[id(plain)]]
+                if plain in optimizer.state:
+                    optimizer.state[shard] = _first_state(optimizer.state.pop(plain), shard)
+
+
+def _first_state(state: Mapping[str, torch.Tensor], shard: torch.Tensor) -> dict[str, torch.Tensor]:
+    """State that an optimizer is made with, before any step: Adagrad's sums, which have one value everywhere."""
+    return {
+        name: value if name == "step" else torch.full_like(shard, value.flatten()[0].item(), requires_grad=False)
+        for name, value in state.items()
+    }
 
 
 def owns(optimizer: torch.optim.Optimizer, parameters: Mapping[int, object]) -> bool:

@@ -77,6 +77,16 @@ def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, 
         )
 
 
+@contextmanager
+def only_named(engine: Engine) -> Iterator[None]:
+    """For code that asks modules for the keys of their state dicts, and takes values from elsewhere: no weights."""
+    before, engine.lends = engine.lends, True
+    try:
+        yield
+    finally:
+        engine.lends = before
+
+
 class _FirstUses(private.OperatorObserver):
     """Gathers the bucket of each parameter that an operation is about to read."""
 

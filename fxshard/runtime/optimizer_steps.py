@@ -48,6 +48,10 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW)
 """Those whose fused kernels torch knows how to run on sharded tensors."""
 
 
+NEED_WHOLE = frozenset({"Adafactor"})
+"""Names of classes that others have, too (``TrainingArguments(optim="adafactor")``), and that look at matrices."""
+
+
 class ShardedParameter(DTensor):
     """A parameter of which ranks hold different rows."""
 
@@ -84,14 +88,15 @@ def mark(parameter: torch.Tensor) -> None:
 
 
 def check(optimizer: Optimizer, options: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` if torch's own class cannot update rows. Classes of others are theirs to judge."""
+    """Raise ``ConfigError`` if torch's own class cannot update rows. Most classes of others are theirs to judge."""
     kind = type(optimizer)
-    torchs = next(base for base in kind.__mro__ if f"{base.__module__}.".startswith("torch.optim."))
-    if torchs is Optimizer:
+    known = next(base for base in kind.__mro__ if base.__name__ in NEED_WHOLE or _is_torchs(base))
+    if known is Optimizer:
         return
     if not issubclass(kind, ELEMENTWISE):
+        name = f"{'torch.optim' if _is_torchs(known) else known.__module__}.{known.__name__}"
         raise ConfigError(
-            f"torch.optim.{torchs.__name__} needs whole parameters, and each rank holds some of their rows: "
+            f"{name} needs whole parameters, and each rank holds some of their rows: "
             f"use {_names(ELEMENTWISE)}, or optimizer=fxshard.Muon(...) for Muon; zero=0 keeps parameters whole"
         )
     if options.get("fused") and not issubclass(kind, FUSED):
@@ -99,6 +104,10 @@ def check(optimizer: Optimizer, options: dict[str, Any]) -> None:
             f"torch has no fused {kind.__name__} for sharded parameters (there is one of {_names(FUSED)}): leave out "
             "fused=True"
         )
+
+
+def _is_torchs(kind: type) -> bool:
+    return f"{kind.__module__}.".startswith("torch.optim.")
 
 
 def _names(classes: tuple[type[Optimizer], ...]) -> str:

@@ -119,6 +119,81 @@ def test_a_saved_state_continues_bitwise(by_rank: list[Found]) -> None:
         assert "optimizer.bin" not in files and "model.safetensors" not in files, "rank 0 has only a part of them"
 
 
+ORDERS = ("together", "model first", "optimizer first")
+
+
+def prepared(accelerator: Any, order: str) -> tuple[Any, Any]:
+    """A model, and an optimizer that is made for the plain one, and with state."""
+    from tests.integrations.tiny import tiny
+
+    model = tiny()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-1, initial_accumulator_value=0.1)
+    if order == "together":
+        return accelerator.prepare(model, optimizer)  # type: ignore[no-any-return]
+    if order == "model first":
+        return accelerator.prepare_model(model), accelerator.prepare(optimizer)
+    return tuple(reversed([accelerator.prepare(optimizer), accelerator.prepare(model)]))  # type: ignore[return-value]
+
+
+def in_an_order(folder: str, order: str) -> tuple[list[list[float]], bool, bool]:
+    """Losses with fxshard and with Accelerate alone; whether what was saved is the model; whether it is sharded."""
+    import accelerate
+
+    from fxshard.integrations.accelerate import Accelerator
+    from tests.integrations.tiny import Tiny
+
+    losses: list[list[float]] = []
+    for make in (accelerate.Accelerator, lambda cpu: Accelerator(cpu=cpu, options={"lowering": "eager"})):
+        with launched():
+            accelerator = make(cpu=True)
+            model, optimizer = prepared(accelerator, order)
+            losses.append([])
+            for batch in accelerator.prepare(DataLoader(rows(16), batch_size=2)):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(loss.item())
+            assert len(optimizer.state) == len(list(model.parameters()))
+            weights = accelerator.get_state_dict(model)
+            accelerator.unwrap_model(model).save_pretrained(  # as scripts for Accelerate write it
+                folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=weights
+            )
+            accelerator.wait_for_everyone()
+            saved = Tiny.from_pretrained(folder).state_dict()
+            accelerator.wait_for_everyone()
+    same = saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in saved)
+    return losses, same, isinstance(model, fxshard.ShardedModule)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_models_and_optimizers_are_prepared_in_any_order(ranks: Pool, tmp_path: Path, order: str) -> None:
+    for (peer, mine), saved, sharded in ranks(2, in_an_order, str(tmp_path), order):
+        assert mine == pytest.approx(peer, rel=1e-5) and len(set(mine)) == 4
+        assert saved and sharded
+
+
+def with_adafactor() -> str:
+    from transformers.optimization import Adafactor
+
+    from fxshard.integrations.accelerate import Accelerator
+    from tests.integrations.tiny import tiny
+
+    with launched():
+        accelerator, model = Accelerator(cpu=True, options={"lowering": "eager"}), tiny()
+        model, optimizer = accelerator.prepare(model, Adafactor(model.parameters()))
+        accelerator.backward(model(**{name: row[None] for name, row in rows(1)[0].items()}).loss)
+        with pytest.raises(fxshard.ConfigError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+def test_adafactor_is_refused_on_several_ranks(ranks: Pool) -> None:
+    assert all(
+        "transformers.optimization.Adafactor needs whole parameters" in each for each in ranks(2, with_adafactor)
+    )
+
+
 def refusals() -> list[str]:
     from fxshard.integrations.accelerate import Accelerator
     from tests.integrations.tiny import tiny

@@ -167,6 +167,41 @@ def quantized(folder: str, format: str) -> tuple[list[float], dict[str, torch.Te
     return losses, {name: value for name, value in model.full_state_dict().items() if "lora_" in name}
 
 
+def two_adapters() -> Any:
+    """One that trains, with the head and an adapter on the embeddings, and one that does not."""
+    from peft import LoraConfig, get_peft_model
+
+    from tests.integrations.tiny import tiny
+
+    first = LoraConfig(
+        r=4, target_modules=["q_proj", "embed_tokens"], modules_to_save=["head"], init_lora_weights=False
+    )
+    model = get_peft_model(tiny(), first)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    return model
+
+
+def saved_adapters(folder: str) -> None:
+    with launched():
+        model = fxshard.compile(two_adapters(), lowering="eager")
+        model.save_pretrained(Path(folder, "mine"))
+        # As scripts for Accelerate write it.
+        model.save_pretrained(Path(folder, "given"), is_main_process=True, state_dict=model.full_state_dict())
+
+
+def test_files_are_those_of_peft_with_other_adapters_heads_and_embeddings(ranks: Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    two_adapters().save_pretrained(tmp_path / "peft")
+    ranks(2, saved_adapters, str(tmp_path))
+    for file in ("adapter_model.safetensors", "other/adapter_model.safetensors"):
+        expected = load_file(tmp_path / "peft" / file)
+        for folder in ("mine", "given"):
+            written = load_file(tmp_path / folder / file)
+            assert written.keys() == expected.keys() and len(written) > 1
+            assert all(torch.equal(written[name], expected[name]) for name in written)
+
+
 @pytest.mark.parametrize("format", [thorough("int8"), "nf4"])
 def test_qlora_is_bitwise_lora_on_rounded_weights(ranks: Pool, tmp_path: Path, format: str) -> None:
     from peft import PeftModel

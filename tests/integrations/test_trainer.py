@@ -168,11 +168,15 @@ def best_and_smoothed(folder: str) -> dict[str, Any]:
         mine.train()
         found["mine"] = history(mine)
         found["best"] = mine.evaluate()["eval_loss"], mine.state.best_metric
+        mine.train()
+        found["mine again"] = history(mine)
     with launched():
         # With DDP: FSDP2 renames the model's class, by which the Trainer knows that labels are to be shifted.
         peer = trainer(Path(folder, "peer"), own=False, peer=None, **settings)
         peer.train()
         found["peer"] = history(peer)
+        peer.train()
+        found["peer again"] = history(peer)
     return found
 
 
@@ -180,6 +184,8 @@ def test_label_smoothing_and_the_best_model(ranks: Pool, tmp_path: Path) -> None
     found = ranks(2, best_and_smoothed, str(tmp_path))[0]
     for mine, peer in zip(found["mine"], found["peer"], strict=True):
         assert mine == pytest.approx(peer, rel=1e-5)
+    for mine, peer in zip(found["mine again"], found["peer again"], strict=True):
+        assert mine == pytest.approx(peer, rel=1e-4), "the second call of train() goes on with weights and moments"
     last, best = found["best"]
     assert last == best
 
