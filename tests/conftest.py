@@ -15,15 +15,16 @@ from tests.pool import Pool, forget
 pytest_plugins = ["tests.shows"]
 
 # The first example of a property may import or compile something: no deadline. The same examples on every run.
-settings.register_profile("suite", deadline=None, derandomize=True)
-settings.load_profile("suite")
+settings.register_profile("thorough", deadline=None, derandomize=True)
+settings.register_profile("suite", settings.get_profile("thorough"), max_examples=40)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Compute with one thread, as the ranks of the pool do, so that results can be compared bitwise.
 
     Processes that tests start do the same, and Inductor starts none: two workers of the suite fill two cores.
     """
+    settings.load_profile("suite" if config.getoption("markexpr") else "thorough")
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -56,6 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported is no garbage: do not look at it again each time some is sought."""
     gc.freeze()
+    gc.set_threshold(20_000, 50, 50)  # compilers make many objects and little garbage
     gc.enable()
 
 

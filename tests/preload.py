@@ -26,3 +26,4 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # many tests are to come, and some of t
 
 gc.collect()
 gc.freeze()  # none of this is garbage: do not look at it again
+gc.set_threshold(20_000, 50, 50)  # compilers make many objects and little garbage

@@ -104,7 +104,7 @@ def test_more_memory_is_never_a_slower_step(name: str, ranks: int, machine: Hard
     with pytest.raises(fxshard.BudgetError) as caught:
         under(1)
     least, most = caught.value.smallest, under(None).peak_bytes
-    found = [under(least + (most - least) * i // 3) for i in range(5)]
+    found = [under(least + (most - least) * i // 3) for i in (0, 1, 4)]
     steps = [schedule.simulate(machine).step_seconds for schedule in found]
     assert all(tight >= loose for tight, loose in pairwise(steps)), steps
     assert steps[0] == caught.value.seconds
@@ -112,6 +112,7 @@ def test_more_memory_is_never_a_slower_step(name: str, ranks: int, machine: Hard
     assert steps[-1] <= under(None).simulate(machine).step_seconds
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("M2")
 def test_a_launch_less_does_not_hide_what_computes_more() -> None:
     """The saved results of layer norms cut backward once more: a split without them is faster by a launch, whatever the
@@ -143,6 +144,7 @@ def test_a_sweep_has_the_budgets_from_which_a_step_is_faster() -> None:
     assert [each.simulate("cpu").step_seconds for each in (first, last)] == [trades[0].seconds, trades[-1].seconds]
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("M2")
 def test_nothing_that_a_budget_leaves_untried_is_faster() -> None:
     """A sweep tries every split in every arena, a budget only what may be faster than the best so far."""
@@ -168,6 +170,7 @@ def test_layers_are_decided_alike_and_the_table_says_what_is_computed_again() ->
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
+@pytest.mark.thorough
 def test_folded_layers_are_decided_alike() -> None:
     """Five of nine are traced; what is decided about them holds for all, and every layer saves as much less."""
     model = Marked(layers=9)

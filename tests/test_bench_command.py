@@ -185,6 +185,7 @@ def test_a_real_one_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {name for name, _ in chart.bars} > {"fxshard.Muon", "torch.optim.Muon"}
 
 
+@pytest.mark.thorough
 def test_tables_of_planning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Costs are measured in a process of their own, printed and written, and become bars."""
     from fxshard.bench import planning

@@ -45,6 +45,7 @@ def trained() -> tuple[Run, Run]:
     return sharded_run(experts, steps=STEPS), fsdp2_run(experts, steps=STEPS)
 
 
+@pytest.mark.thorough
 def test_trains_like_experts_in_turn(ranks: Pool) -> None:
     reference = plain_run(2, experts_in_turn, steps=STEPS)
     for runs in ranks(2, trained):

@@ -27,6 +27,7 @@ def test_figures_of_a_contender() -> None:
     assert table.cells(figures[1])[4] == f"{figures[1]['step_ms'] / figures[0]['step_ms']:.3f}"
 
 
+@pytest.mark.thorough
 def test_one_expert_is_a_dense_mlp(capsys: pytest.CaptureFixture[str]) -> None:
     layer = moe.make_layer(1, 16, 24, 8, True, "cpu")
     assert moe.error((moe.dense(layer),), (moe.eager(layer),)) < 1e-2

@@ -37,6 +37,7 @@ def losses() -> tuple[list[list[float]], list[torch.Tensor]]:
     return found, list(inputs)
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("T1")
 @pytest.mark.parametrize("world", [PARTS, thorough(2 * PARTS)])
 def test_both_have_the_same_losses(ranks: Pool, world: int) -> None:

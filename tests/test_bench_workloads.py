@@ -54,6 +54,7 @@ def test_large_models(variant: str, billions: float) -> None:
     assert inputs["input_ids"].shape[1] == 4096
 
 
+@pytest.mark.thorough
 def test_the_base_of_qlora_rests_in_four_bits() -> None:
     """Linears of the layers, 6.98 B numbers, take a little more than half a byte each, and not two."""
     pytest.importorskip("peft", reason="needs the integrations extra")
@@ -143,6 +144,7 @@ def test_blocks_are_layers_and_not_the_experts_of_one() -> None:
     assert len(blocks(nn.Linear(1, 1))) == 0
 
 
+@pytest.mark.thorough
 def test_micro_batches_add_up_to_one_step() -> None:
     """Twice the gradient of one: the learning rate is zero, so every micro-batch has the same."""
     norms: list[float] = []

@@ -396,6 +396,7 @@ def repeated(lowering: str) -> tuple[bool, int, int]:
     return all(same), len(model.report.eager_reads), len(model.report.unused_parameters)
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("S17")
 def test_a_graph_that_is_called_with_other_parameters(ranks: Pool) -> None:
     for same, eager, unused in ranks(2, repeated, "eager"):

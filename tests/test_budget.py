@@ -26,7 +26,6 @@ from tests.training import VOCAB, Run, sharded_run, with_debug
 
 MODELS = ("tied", "mlp", "wide")
 MACHINES = ("h100", "h200", "gb200")
-RANKS = (8, 64, 1024)
 
 
 @cache
@@ -68,7 +67,7 @@ def smallest(name: str, ranks: int, prefetch: int | None) -> int:
 
 
 @pytest.mark.shows("P4")
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     name=st.sampled_from(["tied", "mlp"]),
     case=st.sampled_from([(3, 1), (64, None)]),
@@ -93,7 +92,7 @@ def test_peak_stays_under_any_feasible_budget(
 @pytest.mark.shows("P4")
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("tied", 3), ("mlp", 2), ("wide", 64), *(thorough(name, 5) for name in MODELS)],
+    [thorough("tied", 3), ("mlp", 2), thorough("wide", 64), *(thorough(name, 5) for name in MODELS)],
 )
 def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ranks: int) -> None:
     least = smallest(name, ranks, None)
@@ -107,7 +106,7 @@ def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ran
 def test_no_budget_is_exceeded_by_looking_ahead(name: str) -> None:
     """What is kept uses a budget up, so that no order but the one it was found with may fit."""
     least = smallest(name, 64, None)
-    for share in range(12):
+    for share in (0, 1, 3, 6, 11):
         budget = least + least * share // 6
         assert under(name, budget, ranks=64, machine="h100").peak_bytes <= budget
 
@@ -166,15 +165,24 @@ def test_a_captured_step_is_scheduled_as_plan_does_it(budget: int | None) -> Non
 
 
 @pytest.mark.shows("P6")
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("machine", "ranks"),
+    [
+        ("h100", 8),
+        ("h200", 64),
+        ("gb200", 1024),
+        *(thorough("h100", ranks) for ranks in (64, 1024)),
+        *(thorough("h200", ranks) for ranks in (8, 1024)),
+        *(thorough("gb200", ranks) for ranks in (8, 64)),
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_never_worse_than_one_ahead(name: str, machine: str, ranks: int) -> None:
     no_worse(name, ranks, PRESETS[machine])
 
 
 @pytest.mark.shows("P6")
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     name=st.sampled_from(MODELS),
     ranks=st.sampled_from([2, 8, 64, 1024]),

@@ -107,7 +107,7 @@ def dropped(policy: str) -> tuple[float, float, dict[str, torch.Tensor], dict[st
 
 
 @pytest.mark.shows("S18")
-@pytest.mark.parametrize("policy", [thorough("none"), "full", "selective"])
+@pytest.mark.parametrize("policy", [thorough("none"), thorough("full"), "selective"])
 def test_dropout_is_that_of_plain_pytorch(ranks: Pool, policy: str) -> None:
     """Each rank draws what its own seed says, and backward uses the mask that forward drew."""
     for loss, expected, mine, gradients in ranks(2, dropped, policy):
@@ -140,7 +140,7 @@ def masks(lowering: str) -> tuple[bool, float, float]:
 
 
 @pytest.mark.shows("S18")
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
 def test_recompute_reproduces_the_mask_and_ranks_draw_their_own(ranks: Pool, lowering: str) -> None:
     first, second = ranks(2, masks, lowering, timeout=350)
     for same, kept, _ in (first, second):

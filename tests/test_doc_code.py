@@ -128,7 +128,7 @@ TESTED_ELSEWHERE = tuple(f"docs/howto/{name}.md" for name in ("budget", "hugging
 @pytest.mark.usefixtures("nothing_left")
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("compile", "shard"):
+    for name in ("compile", "plan", "shard"):
         monkeypatch.setattr(fxshard, name, functools.partial(getattr(fxshard, name), lowering="eager"))
     names = what_readers_have()
     started = [Llama(CONFIG)]  # where a page goes on with a model, it is one that trains

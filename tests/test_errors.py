@@ -212,7 +212,7 @@ def unused_parameter() -> tuple[list[bool], list[float]]:
             return (self.frozen(self.used(x)) * self.scale).square().sum()
 
     found, scales = [], []
-    for zero in range(4):
+    for zero in (0, 3):
         model = build(Partly(), zero=zero, optimizer=fxshard.AdamW())
         model(torch.ones(2, 8)).backward()
         grads = {name: p.grad for name, p in model.named_parameters()}

@@ -59,6 +59,7 @@ def test_train_llama_on_two_processes(ranks: Pool) -> None:
         assert f" {event} " in shown
 
 
+@pytest.mark.thorough
 def test_compare_fsdp2_on_two_processes(ranks: Pool) -> None:
     shown, silent = ranks(2, as_under_torchrun, "examples/compare_fsdp2.py", "--steps", "2")
     rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", shown, flags=re.MULTILINE)
@@ -67,6 +68,7 @@ def test_compare_fsdp2_on_two_processes(ranks: Pool) -> None:
     assert silent == ""
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_on_four_processes(ranks: Pool) -> None:
     shown, *silent = ranks(4, as_under_torchrun, "examples/tensor_parallel.py", "eager")
     assert "'up.weight': (_StridedShard(dim=0, sf=2), Shard(dim=0))" in shown
@@ -75,6 +77,7 @@ def test_tensor_parallel_on_four_processes(ranks: Pool) -> None:
     assert len((ROOT / "examples" / "tensor_parallel.py").read_text().splitlines()) <= 40
 
 
+@pytest.mark.thorough
 def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
     shown = ranks(4, as_under_torchrun, "examples/pipeline_parallel.py", "eager")
     assert [bool(said) for said in shown] == [False, True, False, False]
@@ -82,6 +85,7 @@ def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
     assert "over 4 micro-batches" in accumulate and " reduce " not in accumulate and " reduce " in last
 
 
+@pytest.mark.thorough
 def test_context_parallel_on_two_processes(ranks: Pool) -> None:
     shown, silent = ranks(2, as_under_torchrun, "examples/context_parallel.py", "eager")
     assert "on 32 of 64 tokens" in shown and "ZeRO-3 on 2 ranks, the model itself in world×2" in shown
@@ -136,18 +140,21 @@ def test_custom_pass(run: Here) -> None:
     assert "insert_reshard → note_products*" in shown and "after 14 products" in shown and "after three steps" in shown
 
 
+@pytest.mark.thorough
 def test_train_moe_on_one_process(run: Here) -> None:
     shown = run("examples/train_moe.py", "--lowering", "eager", "--steps", "12")
     assert "layers.0.experts and 1 more fused by torch" in shown
     assert "Muon" in shown.partition("optimizer")[2]
 
 
+@pytest.mark.thorough
 def test_mxfp8_against_bf16(run: Here) -> None:
     small = ("--quick", "--steps", "3", "--bytes", "20000", "--length", "32", "--batch", "2", "--within", "0.5")
     shown = run("examples/mxfp8_against_bf16.py", *small)
     assert "bf16 step     2" in shown and "MXFP8 step     2" in shown
 
 
+@pytest.mark.thorough
 def test_muon_vs_adamw(run: Here, tmp_path: Path) -> None:
     """It draws what it says."""
     picture = tmp_path / "curves.svg"
@@ -224,6 +231,7 @@ def _leads_somewhere(page: Path, target: str) -> bool:
     return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.thorough
 def test_convergence(run: Here, tmp_path: Path) -> None:
     """Losses of several recipes in one process; the command draws from the file what the script drew."""
     written, drawn, again = (tmp_path / name for name in ("losses.json", "drawn.svg", "again.svg"))

@@ -30,7 +30,7 @@ KILLED = {
     "killed in Muon's step": r"optimizer exchange of 'layers.\d'",
 }
 """By case: the event that the rank that is left alone names."""
-TIMEOUTS = {**dict.fromkeys(KILLED, 600.0), "stuck": 8.0, "another graph": 8.0}
+TIMEOUTS = {**dict.fromkeys(KILLED, 600.0), "stuck": 5.0, "another graph": 5.0}
 """By case: the timeout of collectives, once both ranks are there."""
 
 

@@ -11,7 +11,7 @@ from tests.pool import Pool
 
 
 def test_random_programs_are_those_of_plain_pytorch() -> None:
-    assert [compare.run_program(seed, zero=3).text for seed in range(2)] == [""] * 2
+    assert [compare.run_program(seed, zero=3).text for seed in range(1)] == [""]
 
 
 def some_programs() -> list[compare.Outcome]:

@@ -114,7 +114,7 @@ def test_gradient_checkpointing_trains_like_fsdp2(ranks: Pool) -> None:
 
 
 @pytest.mark.shows("E3")
-@pytest.mark.parametrize("kind", ["mixtral", thorough("qwen3-moe")])
+@pytest.mark.parametrize("kind", [thorough("mixtral"), thorough("qwen3-moe")])
 def test_expert_models_train_like_fsdp2(ranks: Pool, kind: str) -> None:
     """Routing depends on data, so on the CPU the graph breaks; the experts run between graphs."""
     for mine, peer, _ in ranks(2, both, kind, {"fullgraph": False}, timeout=350):
@@ -129,10 +129,11 @@ def compilations(layers: int) -> Compilations:
     return model.report.compilations
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("A4")
-@pytest.mark.parametrize("layers", [7, thorough(9)])
+@pytest.mark.parametrize("layers", [7, 9])
 def test_compilations_do_not_grow_with_depth(layers: int) -> None:
-    """With ``use_cache`` left at its default, which is for generation. Five layers are all traced."""
+    """As in ``test_repetition``, with ``use_cache`` left at its default, which is for generation."""
     fewer, more = compilations(5), compilations(layers)
     assert (fewer.layers_folded, more.layers_folded) == (0, layers - 5)
     assert more.segments > fewer.segments and more.compiled == fewer.compiled
@@ -143,8 +144,7 @@ def test_a_loss_needs_no_key_value_cache() -> None:
     plain = llama(num_hidden_layers=1, use_cache=True)
     keys = plain(input_ids=TOKENS).past_key_values.layers[0].keys.detach()
     model = fxshard.compile(plain, lowering="eager")
-    for inputs in ({"labels": TOKENS}, {}):
-        assert model(input_ids=TOKENS, **inputs).past_key_values is None
+    assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
     asked = model(input_ids=TOKENS, labels=TOKENS, use_cache=True).past_key_values
     torch.testing.assert_close(asked.layers[0].keys.detach(), keys)
     with torch.no_grad():
@@ -153,6 +153,7 @@ def test_a_loss_needs_no_key_value_cache() -> None:
         assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
 
 
+@pytest.mark.thorough
 def test_a_loss_of_adapters_needs_no_key_value_cache() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     adapted = peft.get_peft_model(

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import full_gradients
 
 
@@ -53,12 +54,12 @@ def compare(run: dict[str, Any]) -> None:
     torch.testing.assert_close(run["grads"], {name: p.grad for name, p in reference.named_parameters()})
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [thorough(0), 3])
 def test_in_one_process(zero: int) -> None:
     compare(found(zero))
 
 
-@pytest.mark.parametrize(("zero", "kept"), [(0, True), (1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(("zero", "kept"), [thorough(0, True), thorough(1, True), (3, True), thorough(3, False)])
 def test_on_two_ranks(zero: int, kept: bool, ranks: Pool) -> None:
     """Also while ``no_sync`` keeps gradients, which stay as they are."""
     for run in ranks(2, found, zero, kept):

@@ -26,7 +26,7 @@ START = 150.0
 """Seconds that two processes may take to start."""
 SOON = 20.0
 """Seconds in which a closed connection is noticed; far less than the timeout, even on a busy machine."""
-TIMEOUTS = {"killed": 600.0, "stopped": 8.0}
+TIMEOUTS = {"killed": 600.0, "stopped": 5.0}
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 KINDS = ("unshard", "wait", "reshard", "grad", "reduce", "finish", "carry")
 """What the engine carries out in a step; ``carry`` is after the update of a bucket."""

@@ -108,6 +108,7 @@ def test_attributes_are_the_models_own(ranks: Pool) -> None:
         assert all(found.values()), found
 
 
+@pytest.mark.thorough
 def test_gradient_checkpointing_may_be_switched_after_compile() -> None:
     model = fxshard.compile(make(1), lowering="eager")
     saved = []

@@ -105,6 +105,7 @@ def trained() -> tuple[list[str], bool, list[str]]:
     return different, losses[-1] < losses[0], kinds
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("O1")
 def test_training_end_to_end(ranks: Pool) -> None:
     for different, went_down, kinds in ranks(2, trained):

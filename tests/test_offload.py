@@ -50,9 +50,9 @@ def least(make: Make = llama, ranks: int = 2) -> int:
 
 
 def test_what_is_offloaded_is_in_the_schedule_and_the_peak() -> None:
-    roomy = planned(llama())
-    budget = least()
-    schedule = planned(llama(), memory_budget=budget, activations="offload")
+    roomy = planned(llama(), world_size=1)
+    budget = least(ranks=1)
+    schedule = planned(llama(), world_size=1, memory_budget=budget, activations="offload")
     assert not schedule.recomputed and not roomy.offloaded
     names = {each.name: each for each in schedule.offloaded}
     assert names["layers.*.mlp.w1 mm"].count == LAYERS - 1, "the one that backward reads first stays"
@@ -70,6 +70,7 @@ def test_what_is_offloaded_is_in_the_schedule_and_the_peak() -> None:
     assert len(stretches[1]) <= len(stretches[0]) + 2 * LAYERS, "a stretch ends at a reshard or at a copy, not at both"
 
 
+@pytest.mark.thorough
 def test_a_fast_link_is_used_in_place_of_computing_again() -> None:
     """With the host a smaller budget works, and no budget gives a slower step."""
     options = {"hardware": "gb200", "lowering": "eager", "world_size": 2, "optimizer": fxshard.AdamW()}

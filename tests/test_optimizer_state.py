@@ -18,6 +18,7 @@ from tests.optim.state_reference import Reference, expected
 from tests.optim.state_runs import LR, moments, momentum_reference, same, sharded, train, wrong
 from tests.pool import Pool
 from tests.stack import wide, wide_batch
+from tests.thorough import thorough
 from tests.training import deliver, full_gradients, random_gradients
 
 
@@ -59,36 +60,34 @@ def test_ranks_agree_with_the_reference_and_with_the_plan(ranks: Pool, tmp_path:
     assert wrong(train(model, range(3, 5)), expected("8bit", range(5)), "8bit") == []
 
 
-def compiled() -> list[str]:
+def compiled(zero: int, place: str) -> list[str]:
     """Whole steps, in which buckets are gathered ahead as soon as they are updated."""
     found = []
-    for zero, place in ((3, "host"), (1, "none")):
-        choice = fxshard.AdamW(lr=LR, state="8bit", offload=place)
-        model = fxshard.compile(wide(), zero=zero, optimizer=choice, lowering="eager")
-        matrices = {name: p for name, p in wide().named_parameters() if p.ndim == 2}
-        wanted = {name: Reference(name, p, "8bit", p.shape[-1]) for name, p in matrices.items()}
-        for step in range(2):
-            loss = model(*wide_batch(step, dist.get_rank()))
-            plain = wide()
-            plain.load_state_dict(model.full_state_dict())
-            if not torch.allclose(loss, plain(*wide_batch(step, dist.get_rank())), rtol=1e-5):
-                found.append(f"{zero} {place} the loss of step {step}")
-            loss.backward()
-            grads = full_gradients(model)
-            model.optimizer.step()
-            model.optimizer.zero_grad()
-            for name, reference in wanted.items():
-                reference.update(grads[name], LR)
-        after = model.full_state_dict()
-        found += [
-            f"{zero} {place} {name}" for name, r in wanted.items() if not np.array_equal(after[name].view(-1), r.p)
-        ]
+    choice = fxshard.AdamW(lr=LR, state="8bit", offload=place)
+    model = fxshard.compile(wide(), zero=zero, optimizer=choice, lowering="eager")
+    matrices = {name: p for name, p in wide().named_parameters() if p.ndim == 2}
+    wanted = {name: Reference(name, p, "8bit", p.shape[-1]) for name, p in matrices.items()}
+    for step in range(2):
+        loss = model(*wide_batch(step, dist.get_rank()))
+        plain = wide()
+        plain.load_state_dict(model.full_state_dict())
+        if not torch.allclose(loss, plain(*wide_batch(step, dist.get_rank())), rtol=1e-5):
+            found.append(f"{zero} {place} the loss of step {step}")
+        loss.backward()
+        grads = full_gradients(model)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+        for name, reference in wanted.items():
+            reference.update(grads[name], LR)
+    after = model.full_state_dict()
+    found += [f"{zero} {place} {name}" for name, r in wanted.items() if not np.array_equal(after[name].view(-1), r.p)]
     return found
 
 
 @pytest.mark.shows("M5")
-def test_compiled_steps_follow_the_reference(ranks: Pool) -> None:
-    assert ranks(2, compiled) == [[]] * 2
+@pytest.mark.parametrize(("zero", "place"), [(3, "host"), thorough(1, "none")])
+def test_compiled_steps_follow_the_reference(ranks: Pool, zero: int, place: str) -> None:
+    assert ranks(2, compiled, zero, place) == [[]] * 2
 
 
 def replicated() -> list[str]:

@@ -149,7 +149,7 @@ def offloading() -> dict[str, list[str]]:
     "n, run",
     [
         (2, stacks),
-        (2, quantized),
+        thorough(2, quantized),
         (2, offloading),
         (4, replicated),
         thorough(4, tensor_parallel),

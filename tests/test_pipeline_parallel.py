@@ -91,6 +91,7 @@ def test_two_stages_train_as_one_process_does(kind: str, stage: str, ranks: Pool
     compare(ranks(2, ours, kind, stage), 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "zero"), [("once", 3), thorough("once", 1), thorough("each", 3), thorough("each", 2)]
 )
@@ -112,6 +113,7 @@ def test_two_stages_of_two_replicas(stage: str, zero: int, ranks: Pool) -> None:
             assert run["calls"]["reduce_scatter"] == STEPS * backwards * run["buckets"]
 
 
+@pytest.mark.thorough
 def test_parameters_are_gathered_once_per_step_where_they_stay(ranks: Pool) -> None:
     for run in ranks(4, ours, "1F1B", "once", 2):
         assert run["calls"]["all_gather"] == STEPS * run["buckets"]
@@ -186,6 +188,7 @@ def compiled_by_torch() -> dict[str, Any]:
     return pipelined(mesh, make, stage, Schedule1F1B)
 
 
+@pytest.mark.thorough
 def test_torch_compile_around_a_sharded_stage(ranks: Pool) -> None:
     compare(ranks(2, compiled_by_torch), 1)
 
@@ -217,6 +220,7 @@ def tensor_parallel_stages() -> dict[str, Any]:
     return pipelined(mesh["dp", "pp"], make, PipelineStage, Schedule1F1B)
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_stages(ranks: Pool) -> None:
     first, _, last, _ = ranks(4, tensor_parallel_stages)
     compare([first, last], 1)

@@ -104,6 +104,7 @@ def depth_by_rank() -> None:
     model(*this_ranks_batch(0)).backward()
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("P5")
 def test_another_depth_on_one_rank_is_a_difference(ranks: Pool) -> None:
     """It moves gathers past reductions, and the order of collectives must agree."""

@@ -107,6 +107,7 @@ def _scale(model: MultiQuery, attention: int, head: int, factor: float) -> None:
         rows.mul_(by)
 
 
+@pytest.mark.thorough
 def test_keys_that_ranks_share_stay_and_heads_on_all_ranks_are_scaled_alike(ranks: Pool) -> None:
     limit = 0.8
     reference, count = clipped_in_one_process(limit)

@@ -197,10 +197,11 @@ class Scaling(nn.Module):
         return x.sum()
 
 
-def test_a_number_that_is_read_from_data_reaches_backward() -> None:
+@pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
+def test_a_number_that_is_read_from_data_reaches_backward(lowering: str) -> None:
     torch.manual_seed(0)
     plain = Scaling()
-    model, x = fxshard.compile(copy.deepcopy(plain), lowering="inductor"), torch.randn(4, 8)
+    model, x = fxshard.compile(copy.deepcopy(plain), lowering=lowering), torch.randn(4, 8)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         model(x).backward()
     plain(x).backward()

@@ -179,6 +179,7 @@ def muons(path: Path) -> tuple[list[str], list[tuple[int, int]], list[str]]:
     return wrong, held, kinds
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("X5")
 def test_muon_shares_state_and_work_of_whole_matrices(ranks: Pool, tmp_path: Path) -> None:
     found = ranks(4, muons, tmp_path)

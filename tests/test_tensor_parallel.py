@@ -190,6 +190,7 @@ def with_replicas(shape: tuple[int, int, int]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("T1", "T2", "S10")
 @pytest.mark.parametrize("shape", [(2, 1, 2), thorough((1, 2, 2))], ids=["two replicas", "two shards"])
 def test_hsdp(ranks: Pool, shape: tuple[int, int, int]) -> None:

@@ -51,7 +51,9 @@ def written(zero: int, layout: str) -> list[str]:
     return wrong + [n for n, value in plain.state_dict().items() if not torch.allclose(found[n], value, atol=1e-6)]
 
 
-@pytest.mark.parametrize(("zero", "layout"), [thorough(0, "auto"), (2, "rows"), thorough(3, "rows"), (3, "whole")])
+@pytest.mark.parametrize(
+    ("zero", "layout"), [thorough(0, "auto"), thorough(2, "rows"), thorough(3, "rows"), (3, "whole")]
+)
 def test_what_is_written_goes_back_to_the_shards(ranks: Pool, zero: int, layout: str) -> None:
     assert ranks(2, written, zero, layout) == [[], []]
 

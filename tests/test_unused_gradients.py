@@ -87,7 +87,7 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     ("net", "kind", "units"),
     [
         *((Branches, kind, ONE_UNIT) for kind in ("AdamW", "torch AdamW")),
-        (Branches, "torch SGD", None),
+        thorough(Branches, "torch SGD", None),
         (Results, "Muon", None),
         *(thorough(Branches, kind, ONE_UNIT) for kind in ("Muon", "torch SGD", "torch Adagrad")),
         thorough(Results, "AdamW", ONE_UNIT),
@@ -152,7 +152,7 @@ def beside_ddp(net: type[Branches], zero: int, first_alike: int) -> tuple[bool, 
         thorough(Branches, 2, 0),
         thorough(Branches, 3, 3),
         (Branches, 1, 0),
-        (Results, 3, 3),
+        thorough(Results, 3, 3),
         thorough(Results, 1, 0),
     ],
 )
@@ -250,6 +250,7 @@ def plain_stack() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
+@pytest.mark.thorough
 def test_nothing_is_asked_where_every_parameter_has_a_gradient(ranks: Pool) -> None:
     assert ranks(2, asked, plain_stack, None, torch.randn(2, 8)) == [0, 0]
     assert ranks(2, asked, Branches, ONE_UNIT, torch.randn(2, 8), 0) == [1, 1]

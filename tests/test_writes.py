@@ -208,5 +208,6 @@ def on_two_ranks() -> bool:
     return torch.allclose(found, expected, atol=1e-6) and rows and full.keys() == gradients.keys()
 
 
+@pytest.mark.thorough
 def test_writes_reach_the_model_on_ranks(ranks: Pool) -> None:
     assert ranks(2, on_two_ranks, timeout=60) == [True] * 2

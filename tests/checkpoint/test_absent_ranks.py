@@ -20,7 +20,7 @@ from tests.forks import fork
 RANKS = 3
 START = 150.0
 """Seconds that the processes may take to start."""
-TIMEOUT = 8.0
+TIMEOUT = 5.0
 """Of the process group, once all ranks are there."""
 AGAIN = 4.0
 """Seconds after the timeout in which a process ends that noticed it: a busy machine."""

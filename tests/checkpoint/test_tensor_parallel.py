@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import fxshard
 from tests.checkpoint.zoo import MUON, plain_contents, same
 from tests.parallel import Model, fsdp2, parallel, two_by_two
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import deliver, random_gradients
 
 MESHES: dict[str, tuple[int, int]] = {"2 × 2": (2, 2), "4 × 1": (4, 1), "1 × 2": (1, 2), "1": (1, 1)}
@@ -62,15 +64,15 @@ def loaded(name: str, paths: dict[str, Path]) -> dict[str, dict[str, torch.Tenso
 
 
 @pytest.mark.shows("T3")
-def test_any_mesh_to_any_other(ranks: Pool, tmp_path: Path) -> None:
-    paths = {name: tmp_path / f"from {name}" for name in MESHES}
-    after = {name: ranks(data * tensor, saved, name, paths[name])[0] for name, (data, tensor) in MESHES.items()}
+@pytest.mark.parametrize("names", [["2 × 2", "1 × 2", "1"], thorough([*MESHES])], ids=["some", "all"])
+def test_any_mesh_to_any_other(ranks: Pool, tmp_path: Path, names: list[str]) -> None:
+    paths = {name: tmp_path / f"from {name}" for name in names}
+    after = {name: ranks(math.prod(MESHES[name]), saved, name, paths[name])[0] for name in names}
     contents = plain_contents(paths["1"])
     assert "optimizer.state.layers.0.up.weight.momentum_buffer" in contents
     for name, path in paths.items():
         assert same(plain_contents(path), contents) == [], name
         assert same(after[name], after["1"]) == [], name
-    names = [*MESHES]
     for source, name in zip(names, names[1:] + names[:1], strict=True):
         data, tensor = MESHES[name]
         for found in ranks(data * tensor, loaded, name, {source: paths[source]}):

@@ -70,7 +70,7 @@ entries = st.dictionaries(st.tuples(sizes, sizes, sizes, sizes), times, min_size
 
 
 @pytest.mark.shows("G7")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(entries, st.tuples(sizes, sizes, sizes), st.sets(st.sampled_from(NAMES[1:])), st.randoms())
 def test_the_fastest_of_the_nearest_that_runs(
     entries: dict[tuple[int, ...], dict[str, float]],

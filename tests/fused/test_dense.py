@@ -346,6 +346,7 @@ def llama() -> Llama:
     return Llama(LlamaConfig(vocab=VOCAB, dim=32, layers=1, heads=2, hidden=48))
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("P2")
 def test_a_plan_is_for_the_kernels_of_its_machine() -> None:
     """A Hopper has one for dense MLPs in bf16, whoever plans for it; not asked for, or in fp32, it is not used."""

@@ -191,6 +191,7 @@ def deferred(defer: bool) -> tuple[int, set[str]]:
     return len(calls), {name for name, one in found.items() if one.behind_the_embedding}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("defer", [True, thorough(False)])
 def test_deferred_weight_gradients_are_computed_there_too(ranks: Pool, defer: bool) -> None:
     behind = {"layers.0.gate_up", "layers.0.down"} if defer else set()

@@ -106,6 +106,7 @@ class Forms(nn.Module):
         return sum(form(x, FORMS[name][1], weights) for name, form in self.forms.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("G1", "G3", "G4", "G5")
 def test_a_sharded_model_of_all_forms() -> None:
     model, args = Forms(), inputs(OFFSETS)

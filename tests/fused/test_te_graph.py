@@ -30,6 +30,7 @@ from tests.fused.reference import Problem, distances, in_blocks, problem, result
 from tests.fused.te_fused_stand_in import GroupedMLP_CuTeGEMMGLU, OperationContext
 from tests.fused.te_stand_in import Machine, Sequential
 from tests.pool import Pool
+from tests.thorough import thorough
 
 NAME = "te-mxfp8"
 SIZES = (4, 64, 96)
@@ -111,7 +112,7 @@ def targets(model: fxshard.ShardedModule, *phases: str) -> list[str]:
 
 
 @pytest.mark.shows("G7", "G10")
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
 def test_a_step_is_mxfp8_products_expert_by_expert(here: Machine, lowering: str) -> None:
     torch.manual_seed(0)
     plain, args = models.Joined(*SIZES, "blocks of 32"), inputs()
@@ -310,6 +311,7 @@ def both() -> tuple[Trained, Trained]:
     return trained(True), trained(False)
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("G9", "G10")
 def test_weight_gradients_are_deferred_on_ranks(ranks: Pool) -> None:
     for mine, theirs in ranks(2, both):

@@ -237,6 +237,7 @@ def test_presets_have_the_size_they_say(name: str, billions: float) -> None:
     assert all(p.is_meta for p in model.parameters()) and [tuple(x.shape) for x in inputs] == [(1, 4096)] * 2
 
 
+@pytest.mark.thorough
 def test_the_mixture_of_experts_is_one_graph_and_trains() -> None:
     shapes = {"vocab": 50, "dim": 32, "layers": 2, "heads": 2, "latent": 16, "head_dim": 8, "rope_dim": 4}
     model = Moe(MoeConfig(**shapes, dense_hidden=40, experts=8, active=2, hidden=12))

@@ -34,7 +34,10 @@ HARMLESS = {
 }
 """{kind of place: why it does no harm if the verifier lets it pass}. All else must be caught."""
 
-LIKE_OTHERS = ("zero 1", "zero 2", "zero 3, torch's optimizer", "one rank", "muon whole", "normuon by rows")
+LIKE_OTHERS = (
+    *("zero 0", "zero 1", "zero 2", "zero 3, torch's optimizer", "one rank", "frozen", "evaluation"),
+    *("muon by rows", "muon whole", "normuon by rows", "mxfp8 experts", "experts on ranks of their own"),
+)
 """Schedules with no kind of event or field that those of other names have not."""
 
 EACH = 1

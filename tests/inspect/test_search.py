@@ -51,6 +51,7 @@ def inspected(factory: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("T7")
 def test_inspect_with_tensor_parallel_ranks(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)

@@ -96,6 +96,7 @@ def test_the_error_is_one_of_ours_and_survives_a_process_boundary() -> None:
     assert (str(copy), copy.rule, copy.index) == (str(caught.value), caught.value.rule, caught.value.index)
 
 
+@pytest.mark.thorough
 def test_the_cost_is_linear_in_layers() -> None:
     times = {}
     for layers in (100, 400):

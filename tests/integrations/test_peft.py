@@ -144,6 +144,7 @@ def resumed_adapters(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_checkpoints_of_a_trainer_have_the_adapter_alone_and_resume(ranks: Pool, tmp_path: Path) -> None:
     (found,) = ranks(1, resumed_adapters, str(tmp_path))
     assert found["resumed"] == found["straight"] and len(set(found["straight"])) == 6
@@ -202,6 +203,7 @@ def test_files_are_those_of_peft_with_other_adapters_heads_and_embeddings(ranks:
             assert all(torch.equal(written[name], expected[name]) for name in written)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("format", [thorough("int8"), "nf4"])
 def test_qlora_is_bitwise_lora_on_rounded_weights(ranks: Pool, tmp_path: Path, format: str) -> None:
     from peft import PeftModel

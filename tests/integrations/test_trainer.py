@@ -135,7 +135,7 @@ def filtered(folder: str, keep: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("keep", [True, thorough(False)])
+@pytest.mark.parametrize("keep", [thorough(True), thorough(False)])
 def test_losses_that_are_not_finite_are_left_out_of_the_log_as_the_trainer_does(
     ranks: Pool, tmp_path: Path, keep: bool
 ) -> None:
@@ -180,6 +180,7 @@ def best_and_smoothed(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_label_smoothing_and_the_best_model(ranks: Pool, tmp_path: Path) -> None:
     found = ranks(2, best_and_smoothed, str(tmp_path))[0]
     for mine, peer in zip(found["mine"], found["peer"], strict=True):

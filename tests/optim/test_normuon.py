@@ -112,6 +112,7 @@ def resumed(folder: Path, layout: str) -> dict[str, torch.Tensor]:
     return stepped(model, range(2, 4)).full_state_dict()
 
 
+@pytest.mark.thorough
 def test_checkpoints_move_between_numbers_of_ranks(ranks: Pool, tmp_path: Path) -> None:
     ranks(3, saved, tmp_path, "rows")
     wanted = stepped(made("rows"), range(4)).full_state_dict()
@@ -144,6 +145,7 @@ def model_bytes(model: fxshard.ShardedModule) -> tuple[int, int]:
     return sum(bucket.plan.moment_bytes for bucket in buckets), sum(model.optimizer.state_bytes().values())
 
 
+@pytest.mark.thorough
 def test_state_in_fewer_bits_and_on_the_host(ranks: Pool) -> None:
     for found in ranks(2, kept_otherwise):
         assert found == dict.fromkeys(found, True)

@@ -19,6 +19,7 @@ from tests.optim.late import known_late
 from tests.optim.state_reference import LINES, Kinds, bf16, eight_bits, expected
 from tests.optim.state_runs import FORMATS, LR, PLACES, moments, momentum_reference, same, sharded, train, wrong
 from tests.stack import wide, wide_batch
+from tests.thorough import thorough
 from tests.training import deliver, random_gradients
 
 
@@ -53,7 +54,7 @@ def test_pieces_that_come_and_go_are_cut_between_rows(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.shows("M5")
-@pytest.mark.parametrize("format", ["bf16", "8bit"])
+@pytest.mark.parametrize("format", [thorough("bf16"), "8bit"])
 def test_muons_momentum_follows_its_reference(format: str) -> None:
     wanted = momentum_reference(format, range(3))
     for place in PLACES:
@@ -78,7 +79,7 @@ def losses(format: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("format", ["bf16", "8bit"])
+@pytest.mark.parametrize("format", [thorough("bf16"), "8bit"])
 def test_trains_as_fp32_does(format: str) -> None:
     mine, theirs = losses(format), losses("fp32")
     assert theirs[-1] < 0.1 * theirs[0]

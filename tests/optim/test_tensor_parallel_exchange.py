@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 from unittest import mock
@@ -24,33 +24,27 @@ from tests.parallel import parallel_wide, two_by_two
 from tests.parallel_muon import EAGER, WAYS, planned
 from tests.pool import Pool
 from tests.stack import wide, wide_batch
+from tests.thorough import thorough
 from tests.training import deliver, random_gradients
 
-RUN = ("rows", "whole")
-"""What is run on ranks, of what is planned."""
 
-
-def trained() -> dict[str, tuple[str, list[tuple[int, str]]]]:
+def trained(name: str) -> tuple[str, list[tuple[int, str]]]:
     """The schedule of a run, and what a step really moves between tensor-parallel ranks, in order: the dtype, and the
     bytes that a rank sends or gets, whichever are more."""
-    mesh, found, send = two_by_two(), {}, dist.all_to_all_single
-    for name in RUN:
-        model = fxshard.compile(parallel_wide(mesh), mesh=mesh["dp"], **EAGER, **WAYS[name])
-        model(*wide_batch(0, mesh.get_local_rank("dp"))).backward()
-        sent: list[tuple[int, str]] = []
-        group = model._sharding.channels.tensor.group
+    mesh, send = two_by_two(), dist.all_to_all_single
+    model = fxshard.compile(parallel_wide(mesh), mesh=mesh["dp"], **EAGER, **WAYS[name])
+    model(*wide_batch(0, mesh.get_local_rank("dp"))).backward()
+    sent: list[tuple[int, str]] = []
+    group = model._sharding.channels.tensor.group
 
-        def noted(
-            output: Any, given: torch.Tensor, *args: Any, sent: Any = sent, of: Any = group, **options: Any
-        ) -> Any:
-            if options["group"] is of:
-                sent.append((max(given.nbytes, output.nbytes), str(given.dtype)))
-            return send(output, given, *args, **options)
+    def noted(output: Any, given: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if options["group"] is group:
+            sent.append((max(given.nbytes, output.nbytes), str(given.dtype)))
+        return send(output, given, *args, **options)
 
-        with mock.patch.object(dist, "all_to_all_single", noted):
-            model.optimizer.step()
-        found[name] = model.schedule.to_json(), sent
-    return found
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        model.optimizer.step()
+    return model.schedule.to_json(), sent
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +52,18 @@ def plans(ranks: Pool) -> dict[str, fxshard.Schedule]:
     return {name: fxshard.Schedule.from_json(ranks(1, planned, name)[0]) for name in WAYS}
 
 
-@pytest.fixture(scope="module")
-def runs(ranks: Pool) -> list[dict[str, tuple[str, list[tuple[int, str]]]]]:
-    return ranks(4, trained)
+@dataclass
+class Ran:
+    """A way, and what each rank found."""
+
+    way: str
+    ranks: list[tuple[str, list[tuple[int, str]]]]
+
+
+@pytest.fixture(scope="module", params=["rows", thorough("whole")])
+def ran(ranks: Pool, request: pytest.FixtureRequest) -> Ran:
+    """One of the ways that are planned, run on ranks."""
+    return Ran(request.param, ranks(4, trained, request.param))
 
 
 def between_tensor_ranks(schedule: fxshard.Schedule) -> list[Event]:
@@ -91,22 +94,21 @@ def test_a_plan_has_them_there_and_back_around_the_computation(plans: dict[str, 
 
 
 @pytest.mark.shows("T4", "T7")
-def test_the_run_is_the_plan(plans: dict[str, fxshard.Schedule], runs: list[Any]) -> None:
-    for found in runs:
-        for way in RUN:
-            run = fxshard.Schedule.from_json(found[way][0])
-            for i, (mine, theirs) in enumerate(zip(run.events, plans[way].events, strict=True)):
-                assert mine == theirs, f"{way}, event {i}"
-            assert run == plans[way]
+def test_the_run_is_the_plan(plans: dict[str, fxshard.Schedule], ran: Ran) -> None:
+    plan = plans[ran.way]
+    for schedule, _ in ran.ranks:
+        run = fxshard.Schedule.from_json(schedule)
+        for i, (mine, theirs) in enumerate(zip(run.events, plan.events, strict=True)):
+            assert mine == theirs, f"event {i}"
+        assert run == plan
 
 
 @pytest.mark.shows("T5")
-@pytest.mark.parametrize("way", RUN)
-def test_bytes_are_those_that_are_sent(plans: dict[str, fxshard.Schedule], runs: list[Any], way: str) -> None:
+def test_bytes_are_those_that_are_sent(plans: dict[str, fxshard.Schedule], ran: Ran) -> None:
     """Those of the rank with most to orthogonalize; data-parallel ranks that have no parts make no exchange."""
-    of_ranks = [found[way][1] for found in runs]
+    of_ranks = [sent for _, sent in ran.ranks]
     most = [max(sent for sent in each if sent is not None) for each in zip_longest(*of_ranks)]
-    assert most == [(event.bytes, str(event.dtype)) for event in between_tensor_ranks(plans[way])]
+    assert most == [(event.bytes, str(event.dtype)) for event in between_tensor_ranks(plans[ran.way])]
 
 
 @pytest.mark.shows("T5")

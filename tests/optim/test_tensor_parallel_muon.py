@@ -67,6 +67,7 @@ def stages_and_layouts() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("T4")
 def test_equals_the_plain_step_on_the_full_gradient_bitwise(ranks: Pool) -> None:
     for found in ranks(4, stages_and_layouts):

@@ -156,7 +156,7 @@ def on_and_off(lowering: str, layers: int) -> tuple[Run, Run]:
 
 
 @pytest.mark.shows("S3")
-@pytest.mark.parametrize(("lowering", "layers"), [("eager", 1), thorough("inductor", 1)])
+@pytest.mark.parametrize(("lowering", "layers"), [thorough("eager", 1), thorough("inductor", 1)])
 def test_moving_products_changes_no_bit(ranks: Pool, lowering: str, layers: int) -> None:
     for on, off in ranks(2, on_and_off, lowering, layers, timeout=300):
         assert on.same(off)

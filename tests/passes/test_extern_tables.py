@@ -9,6 +9,7 @@ import fxshard
 from fxshard.passes.extern_tables import extern_tables
 from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, context
+from tests.thorough import thorough
 
 WEIGHT = ParamRef(0, 0)
 
@@ -65,7 +66,7 @@ class Turned(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
 def test_gradients_are_plain_torchs_and_backward_computes_no_table(lowering: str) -> None:
     torch.manual_seed(0)
     plain, twin = Turned(2), Turned(2)

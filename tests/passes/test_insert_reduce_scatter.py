@@ -179,7 +179,7 @@ def backward(case: Case) -> fx.GraphModule:
 
 
 @pytest.mark.shows("S5")
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(case=cases())
 def test_any_order_of_completion(case: Case) -> None:
     """Every bucket is reduced once with the right numbers, and never are more than two alive."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -54,6 +55,7 @@ def _interpreted(segment: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[li
     return lambda args: fx.Interpreter(segment).run(*args)
 
 
+@pytest.mark.thorough
 def test_all_layers_have_the_same_backward() -> None:
     """One kind of segment for what lies between two layers' gradients, whichever the layer, and no byte more saved."""
     kinds, saved = [], []

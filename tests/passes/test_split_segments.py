@@ -153,7 +153,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(steps=STEPS)
 def test_any_program_survives_being_split(steps: list[tuple[str, int]]) -> None:
     """Views of views, unpacked tuples, parameters and gradients in any order."""

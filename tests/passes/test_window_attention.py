@@ -53,8 +53,8 @@ def rewritten_model(kind: str, *, checkpointed: bool = False, packed: bool = Fal
     ("window", "packed", "checkpointed"),
     [
         (None, False, False),
-        (4, False, False),
-        (None, True, False),
+        thorough(4, False, False),
+        thorough(None, True, False),
         (4, True, True),
         thorough(None, False, True),
         thorough(None, True, True),

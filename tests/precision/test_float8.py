@@ -202,7 +202,7 @@ def test_the_report_says_what_runs_where() -> None:
 
 
 @pytest.mark.shows("F4")
-@pytest.mark.parametrize("scaling", ["tensor", thorough("row"), "block"])
+@pytest.mark.parametrize("scaling", [thorough("tensor"), thorough("row"), "block"])
 def test_casts_that_the_compiler_fuses_equal_separate_ones(scaling: str) -> None:
     """What produces a value, its largest magnitudes, scales and cast in one kernel, against operator by operator.
 

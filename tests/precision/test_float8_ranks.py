@@ -96,7 +96,7 @@ def both_gathers(scaling: str, zero: int) -> Gathered:
     ("scaling", "ranks_", "zero"),
     [
         ("tensor", 2, 3),
-        ("block", 2, 1),
+        thorough("block", 2, 1),
         thorough("block", 3, 1),
         thorough("tensor", 4, 3),
         thorough("row", 3, 1),
@@ -240,7 +240,7 @@ def against_unsharded(scaling: str, mode: str) -> tuple[list[float], list[float]
 @pytest.mark.shows("F7")
 @pytest.mark.parametrize(
     ("scaling", "mode", "ranks_"),
-    [("row", "clip and accumulate", 2), thorough("tensor", "hsdp", 4)],
+    [thorough("row", "clip and accumulate", 2), thorough("tensor", "hsdp", 4)],
 )
 def test_losses_are_those_of_the_unsharded_model(ranks: Pool, scaling: str, mode: str, ranks_: int) -> None:
     for mine, theirs in ranks(ranks_, against_unsharded, scaling, mode):

@@ -37,7 +37,7 @@ def from_bits(bits: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.shows("Q1")
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.one_of(blocks, spiked))
 def test_a_block_is_what_arithmetic_says(bits: list[int]) -> None:
     expected, scale = scalar.quantize([scalar.bf16(b) for b in bits])

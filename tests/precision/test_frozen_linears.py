@@ -130,7 +130,7 @@ def _other(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("format", "dtype", "zero"),
-    [("nf4", torch.float32, 3), ("int8", BF16, 0), thorough("int8", BF16, 3), thorough("nf4", BF16, 1)],
+    [("nf4", torch.float32, 3), thorough("int8", BF16, 0), thorough("int8", BF16, 3), thorough("nf4", BF16, 1)],
 )
 def test_training_is_bitwise_that_of_plain_pytorch(
     ranks: Pool, tmp_path: Path, format: str, dtype: torch.dtype, zero: int

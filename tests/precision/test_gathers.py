@@ -139,6 +139,7 @@ def recomputed() -> tuple[Run, Run, set[str]]:
     return off, on, {event.copies.value for _, event in gathers if event.copies}
 
 
+@pytest.mark.thorough
 def test_recomputation_in_backward_gathers_both_copies(ranks: Pool) -> None:
     for off, on, brought in ranks(2, recomputed):
         assert on.same(off)
