@@ -112,8 +112,8 @@ def module_path(node: fx.Node) -> str:
 
 
 def leaves_alone(function: Any) -> bool:
-    """Whether Dynamo was told to leave a function alone, by ``torch.compiler.disable`` or by a decorator that calls what
-    this returned, as Transformer Engine's does. torch 2.11, 2.13.
+    """Whether Dynamo was told to leave a function alone, by ``torch.compiler.disable`` or by a decorator that uses it,
+    as Transformer Engine's does. torch 2.11, 2.13.
     """
     plain = getattr(function, "__func__", function)
     kept = [cell.cell_contents for cell in getattr(plain, "__closure__", None) or ()]
