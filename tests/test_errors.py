@@ -96,6 +96,11 @@ def test_untraceable_forward() -> None:
         model(torch.ones(2, 4))
 
 
+def test_lazy_modules() -> None:
+    with pytest.raises(fxshard.ConfigError, match=r"'0\.weight' has no shape yet"):
+        build(nn.Sequential(nn.LazyLinear(4)))
+
+
 class Clamping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
