@@ -101,6 +101,14 @@ def test_lazy_modules() -> None:
         build(nn.Sequential(nn.LazyLinear(4)))
 
 
+def test_sparse_gradients() -> None:
+    model = build(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
+    with pytest.raises(fxshard.CaptureError, match="sparse=True"):
+        model(torch.arange(3))
+    with torch.no_grad():
+        assert model(torch.arange(3)).shape == (3, 4)
+
+
 class Clamping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
