@@ -96,6 +96,19 @@ def test_untraceable_forward() -> None:
         model(torch.ones(2, 4))
 
 
+def test_lazy_modules() -> None:
+    with pytest.raises(fxshard.ConfigError, match=r"'0\.weight' has no shape yet"):
+        build(nn.Sequential(nn.LazyLinear(4)))
+
+
+def test_sparse_gradients() -> None:
+    model = build(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
+    with pytest.raises(fxshard.CaptureError, match="sparse=True"):
+        model(torch.arange(3))
+    with torch.no_grad():
+        assert model(torch.arange(3)).shape == (3, 4)
+
+
 class Clamping(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -187,3 +187,32 @@ def test_what_would_be_lost_is_refused_on_every_rank(ranks: Pool) -> None:
         assert text, name
         if name != "sorting in place":  # torch's own error: a plain tensor meets a DTensor
             assert "uneven numbers of its rows" in text and "full_tensor()" in text, name
+
+
+def loaded_from_files() -> dict[str, Any]:
+    """What ``torch.save`` wrote on this rank, and DTensors that are cut as torch does it."""
+    sharded, plain = trained()
+    file = io.BytesIO()
+    torch.save(sharded.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    mesh = sharded.first.weight.device_mesh
+    as_torch_cuts = {
+        name: torch.distributed.tensor.distribute_tensor(value * 2, mesh, [torch.distributed.tensor.Shard(0)])
+        for name, value in plain.state_dict().items()
+    }
+    found = {}
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()
+    for kind, state, times in (("saved", saved, 1), ("cut by torch", as_torch_cuts, 2)):
+        sharded.load_state_dict(state)
+        whole = sharded.full_state_dict()
+        found.update({f"{kind} {name}": (whole[name], times * value) for name, value in plain.state_dict().items()})
+    return found
+
+
+def test_sharded_files_of_torch_are_loaded(ranks: Pool) -> None:
+    for rank in ranks(2, loaded_from_files):
+        for name, (got, expected) in rank.items():
+            torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")

@@ -24,6 +24,12 @@ def is_meta(model: nn.Module) -> bool:
 
 def check_initialisable(model: nn.Module, init: Init | None) -> None:
     """Refuse modules that have no way to be initialised, all of them by name, before anything is allocated."""
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(
+            f"{lazy[0]!r} has no shape yet (a lazy module): call the plain model once, below torch.no_grad(), before "
+            "fxshard.compile"
+        )
     if init is not None:
         return
     helpless = [

@@ -113,6 +113,7 @@ def _captured(
         every = (*constants, *refs)
         static, written = traced.static_inputs, traced.written_inputs
         _refuse_written(every, written, plan)
+        _refuse_sparse(traced)
         yield Captured(traced.graph, every, traced.outputs, static, folded, written), traced
 
 
@@ -125,6 +126,16 @@ def _refuse_written(refs: Sequence[ParamRef | None], written: Sequence[int], pla
             f"forward changes the parameter {names[0]!r} in place, but it sees a gathered copy of what the ranks hold. "
             "Use a changed copy (weight.clamp(...) in place of clamp_), make it a buffer, or change it outside of "
             "forward, below torch.no_grad()"
+        )
+
+
+def _refuse_sparse(traced: private.Traced) -> None:
+    """Raise if a gradient is a sparse tensor, which has no place in a bucket."""
+    returned = traced.graph.graph.output_node().all_input_nodes if traced.trains else []
+    if any(getattr(node.meta.get("val"), "layout", None) is torch.sparse_coo for node in returned):
+        raise CaptureError(
+            "a gradient is a sparse tensor (an embedding with sparse=True), and gradients are reduced in flat buckets: "
+            "leave out sparse=True"
         )
 
 

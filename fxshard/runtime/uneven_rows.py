@@ -142,8 +142,10 @@ class _Whole(torch.autograd.Function):
 
 def _left_rows(result: Any) -> bool:
     """Whether autograd has recorded something whose backward does not have the rows of its inputs."""
+    if not torch.is_grad_enabled():
+        return False
     made = (t for t in tree_leaves(result) if isinstance(t, DTensor))
-    return torch.is_grad_enabled() and any(t.requires_grad and not isinstance(t, UnevenRows) for t in made)
+    return any(t.requires_grad and not isinstance(t, UnevenRows) for t in made)
 
 
 def _is_differentiated(value: Any) -> bool:
