@@ -122,7 +122,9 @@ def class_for(base: type[T], plain: type[nn.Module]) -> type[T]:
             forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
         )
         own.__doc__, own.__signature__ = plain.forward.__doc__, inspect.signature(plain.forward)
-        members = {"forward": own, "__module__": base.__module__, **_container_methods(plain)}
+        members: dict[str, Any] = {"forward": own, "__module__": base.__module__, **_container_methods(plain)}
+        if any(each.__module__.startswith("peft.") for each in plain.__mro__):
+            members["__class__"] = property(lambda _: plain)  # isinstance(model, PeftModel) is how trainers ask
         _CLASSES[plain] = type(f"Sharded{plain.__name__}", (base,), members)
     return _CLASSES[plain]  # type: ignore[no-any-return]
 

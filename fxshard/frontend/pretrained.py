@@ -45,7 +45,6 @@ def save_pretrained(
     ``is_main_process`` and ``save_function``, which scripts for Accelerate give, change nothing.
     """
     unknown = {name: value for name, value in unknown.items() if name not in ("is_main_process", "save_function")}
-    _refuse_sharded(state_dict or {})
     if has_adapter(model._inner):
         return save_adapter(model, save_directory, state_dict, **unknown)
     kept = next((part for part in model._inner.modules() if isinstance(part, FrozenLinear)), None)
@@ -65,11 +64,12 @@ def save_pretrained(
     first = model._sharding.channels.is_first
     export = _Export(plain, aside, size, dtype) if first else None
     failed = _attempt(export.begin) if export is not None else None
+    given = any(agreement.share(state_dict is not None))
+    if given and first and failed is None:
+        failed = _attempt(_check_whole, state_dict)
     if not any(agreement.share(failed)):
         own = model.state_dict(keep_vars=True)
-        for names, value in (
-            whole_tensors(own, model._sharding.buckets) if state_dict is None else _named_as(own, state_dict)
-        ):
+        for names, value in _named_as(own, state_dict or {}) if given else whole_tensors(own, model._sharding.buckets):
             if export is not None and failed is None:  # after a failure the other ranks are still gathering
                 failed = _attempt(export.add, names, value)
         if export is not None and failed is None:
@@ -157,11 +157,12 @@ def _named_as(
         yield tuple(each), state[each[0]]
 
 
-def _refuse_sharded(state: Mapping[str, torch.Tensor]) -> None:
-    if any(isinstance(value, DTensor) for value in state.values()):
+def _check_whole(state: Mapping[str, torch.Tensor] | None) -> None:
+    """Of a ``state_dict`` that was given: what the first rank has, which writes."""
+    if not state or any(isinstance(value, DTensor) for value in state.values()):
         raise ConfigError(
-            "save_pretrained(state_dict=...): these tensors are sharded; leave state_dict out, or take "
-            "model.full_state_dict()"
+            f"save_pretrained(state_dict=...): these tensors are {'sharded' if state else 'not on the first rank'}; "
+            "leave state_dict out, or give model.full_state_dict(), which is taken on every rank"
         )
 
 
@@ -208,8 +209,9 @@ def save_adapter(
             whole.update(dict.fromkeys(each, value.to("cpu", copy=True)))
     written = whole if state_dict is None else state_dict
     with only_named(sharding.engine):
-        save = partial(plain.save_pretrained, save_directory, state_dict=written, **options)
-        failed = _attempt(save) if first else None
+        failed = _attempt(_check_whole, written) if first else None
+        if first and failed is None:
+            failed = _attempt(partial(plain.save_pretrained, save_directory, state_dict=written, **options))
     problem = next((each for each in sharding.agreement.share(failed) if each), None)
     if problem is not None:
         raise CheckpointError(f"{save_directory} was not saved: {problem}")

@@ -115,7 +115,15 @@ def test_loading_holds_the_shard_and_at_most_a_unit(ranks: Pool, tmp_path: Path,
 def refused(folder: Path) -> list[str]:
     model = fxshard.shard(make("llama"))
     said = []
-    for path, options in ((folder, {"state_dict": {}}), (folder / "file", {}), (folder, {"max_shard_size": "big"})):
+    whole = model.full_state_dict()
+    of_one = whole if dist.get_rank() else None
+    for path, options in (
+        (folder, {"variant": "fp16"}),
+        (folder / "file", {}),
+        (folder, {"max_shard_size": "big"}),
+        (folder, {"state_dict": model.state_dict()}),
+        (folder, {"state_dict": of_one}),
+    ):
         try:
             model.save_pretrained(path, **options)
         except fxshard.FxshardError as error:
@@ -127,6 +135,8 @@ def refused(folder: Path) -> list[str]:
 def test_what_cannot_be_saved_is_said_on_every_rank(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for said in ranks(2, refused, tmp_path):
-        assert "save_pretrained(state_dict=...): a sharded model writes its own weights" in said[0]
+        assert "save_pretrained(variant=...): a sharded model writes its own weights" in said[0]
         assert "was not saved: FileExistsError" in said[1]
         assert "max_shard_size='big'" in said[2]
+        assert "these tensors are sharded" in said[3] and "full_state_dict()" in said[3]
+        assert "not on the first rank" in said[4]

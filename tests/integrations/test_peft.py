@@ -168,6 +168,33 @@ def quantized(folder: str, format: str) -> tuple[list[float], dict[str, torch.Te
     return losses, {name: value for name, value in model.full_state_dict().items() if "lora_" in name}
 
 
+def smoothed(folder: str) -> list[list[float]]:
+    """Losses of a Trainer that smooths labels, with fxshard and without: it shifts them by the class of the model."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    found = []
+    for cls in (sharded(Trainer, lowering="eager"), Trainer):
+        args = TrainingArguments(
+            folder, per_device_train_batch_size=2, max_steps=2, logging_steps=1, learning_rate=1e-1,
+            label_smoothing_factor=0.1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        with launched():
+            model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+            trainer = cls(model=model, args=args, train_dataset=rows(4))
+            trainer.train()
+            assert isinstance(trainer.model, PeftModel), "how TRL and Trainer ask for adapters"
+            found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return found
+
+
+def test_a_trainer_sees_the_model_of_peft(ranks: Pool, tmp_path: Path) -> None:
+    mine, peer = ranks(1, smoothed, str(tmp_path))[0]
+    assert mine == pytest.approx(peer, rel=1e-5) and len(mine) == 2
+
+
 def two_adapters() -> Any:
     """One that trains, with the head and an adapter on the embeddings, and one that does not."""
     from peft import LoraConfig, get_peft_model
