@@ -67,9 +67,9 @@ def tightest() -> Schedule:
     ("optimizer", "others"),
     [
         (fxshard.AdamW(), ['fxshard.AdamW(state="8bit")', 'fxshard.AdamW(offload="host")']),
-        (fxshard.Muon(), ['fxshard.Muon(state="8bit")', 'fxshard.Muon(offload="host")']),
+        thorough(fxshard.Muon(), ['fxshard.Muon(state="8bit")', 'fxshard.Muon(offload="host")']),
         (fxshard.AdamW(state="8bit"), ['fxshard.AdamW(state="8bit", offload="host")']),
-        (fxshard.AdamW(offload="host"), []),
+        thorough(fxshard.AdamW(offload="host"), []),
     ],
     ids=["AdamW", "Muon", "8bit", "host"],
 )
