@@ -216,7 +216,7 @@ def some(names: dict[str, Any], *always: str) -> list[Any]:
     return [name if name in always else thorough(name) for name in names]
 
 
-@pytest.mark.parametrize("name", some(ALIKE, "plain", "checkpointed"))
+@pytest.mark.parametrize("name", some(ALIKE, "plain"))
 def test_layers_that_compute_the_same_are_folded(name: str) -> None:
     assert folded(ALIKE[name](), (torch.randn(4, WIDTH),)) > 0
 
