@@ -67,9 +67,9 @@ def tightest() -> Schedule:
     ("optimizer", "others"),
     [
         (fxshard.AdamW(), ['fxshard.AdamW(state="8bit")', 'fxshard.AdamW(offload="host")']),
-        (fxshard.Muon(), ['fxshard.Muon(state="8bit")', 'fxshard.Muon(offload="host")']),
+        thorough(fxshard.Muon(), ['fxshard.Muon(state="8bit")', 'fxshard.Muon(offload="host")']),
         (fxshard.AdamW(state="8bit"), ['fxshard.AdamW(state="8bit", offload="host")']),
-        (fxshard.AdamW(offload="host"), []),
+        thorough(fxshard.AdamW(offload="host"), []),
     ],
     ids=["AdamW", "Muon", "8bit", "host"],
 )
@@ -304,6 +304,7 @@ def test_the_report_names_the_largest_things(ran: list[list[Trained]]) -> None:
         assert names & saved, "what is computed again was among the largest"
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("M4")
 def test_random_numbers_are_drawn_once(ranks: Pool) -> None:
     """Dropout is never computed again: the seeded run is the same with and without a budget."""

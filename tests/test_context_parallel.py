@@ -188,6 +188,7 @@ def inside_torchs_block() -> dict[str, Any]:
     return {"said": said, "alike": alike, "loss": float(mean), "grads": full_gradients(model)}
 
 
+@pytest.mark.thorough
 def test_torchs_own_block_is_refused_and_cuts_sequences_alike(ranks: Pool) -> None:
     model = Model()
     x, y = batch(0, 0)

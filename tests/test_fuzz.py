@@ -18,6 +18,7 @@ def some_programs() -> list[compare.Outcome]:
     return [compare.run_program(seed, zero=seed % 4) for seed in (11,)]
 
 
+@pytest.mark.thorough
 def test_random_programs_on_two_ranks(ranks: Pool) -> None:
     assert ranks(2, some_programs, timeout=120) == [[compare.Outcome("same")]] * 2
 

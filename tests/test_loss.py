@@ -283,6 +283,7 @@ def test_models_of_transformers_without_their_logits(kind: str) -> None:
         torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("H4")
 def test_models_of_transformers_keep_their_logits_by_default() -> None:
     tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))

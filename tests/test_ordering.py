@@ -182,7 +182,7 @@ def test_a_wait_that_is_missing_is_found(ranks: Pool) -> None:
     assert any("unshard" in line and "does not wait for" in line for line in found)
 
 
-@pytest.mark.parametrize("switch", ["overlap", thorough("arena")])
+@pytest.mark.parametrize("switch", [thorough("overlap"), thorough("arena")])
 def test_where_nothing_overlaps_more_is_waited_for_and_nothing_less(ranks: Pool, switch: str) -> None:
     found = ranks(2, differences, {switch: False})[0]
     assert found and all("which the schedule does not say" in line for line in found)

@@ -119,6 +119,7 @@ def test_parameters_are_gathered_once_per_step_where_they_stay(ranks: Pool) -> N
         assert run["calls"]["all_gather"] == STEPS * run["buckets"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [thorough("interleaved"), "zero bubble"])
 def test_several_stages_on_a_rank(kind: str, ranks: Pool) -> None:
     """Also where a schedule wants gradients of inputs first: those of weights come with them."""

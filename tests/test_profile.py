@@ -115,6 +115,7 @@ def planned(profile: fxshard.Profile, gathers: float) -> fxshard.Schedule:
     return fxshard.plan(model, batch(0, 0), world_size=2, profile=scaled, **settings)
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("P2")
 def test_plan_and_simulation_take_a_profile(found: list[Profiled]) -> None:
     profile, before = found[0].profile, found[0].before

@@ -237,6 +237,7 @@ def test_layers_that_repeat_are_still_traced_once() -> None:
     torch.testing.assert_close(model._sharding.engine.logits.take(), torch.cat(spy.largest))
 
 
+@pytest.mark.thorough
 def test_an_evaluation_is_not_measured() -> None:
     x, y = batch(0, 1, 0, VOCAB)
     model = fxshard.compile(make("ours"), optimizer=fxshard.AdamW(qk_clip=1.0), lowering="eager")

@@ -215,6 +215,7 @@ def experts_without_gradient() -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.grad is None]
 
 
+@pytest.mark.thorough
 def test_experts_of_other_ranks_are_others(ranks: Pool) -> None:
     none = ["experts.1.weight", "experts.1.bias"]
     assert ranks(4, experts_without_gradient) == [none, [], none, []]

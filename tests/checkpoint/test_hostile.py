@@ -122,6 +122,7 @@ def saved(path: Path) -> None:
     fxshard.save(fxshard.shard(zoo(), optimizer=MUON, layout="rows"), path)
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("C5")
 def test_a_bit_that_flipped_on_other_ranks_than_saved_it(ranks: Pool, tmp_path: Path) -> None:
     """Two ranks saved, three read: no rank reads a stored piece whole, and still the model is left as it was."""

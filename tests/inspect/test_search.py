@@ -27,6 +27,7 @@ def build():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("T7")
 def test_every_mesh_and_stage_the_fastest_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,7 @@ def rewritten_model(kind: str, *, checkpointed: bool = False, packed: bool = Fal
 @pytest.mark.parametrize(
     ("window", "packed", "checkpointed"),
     [
-        (None, False, False),
+        thorough(None, False, False),
         thorough(4, False, False),
         thorough(None, True, False),
         (4, True, True),

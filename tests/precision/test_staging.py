@@ -98,6 +98,7 @@ def watched(zero: int) -> tuple[Run, Run, list[str], list[str], int]:
     return run(zero, "off", steps=2), on, watch.problems, watch.order, times
 
 
+@pytest.mark.thorough
 @pytest.mark.shows("Q7", "Q5")
 @pytest.mark.parametrize("zero", [thorough(1), 2])
 def test_only_owned_bytes_are_staged_and_only_the_bucket_is_cleared(ranks: Pool, zero: int) -> None:
