@@ -36,6 +36,7 @@ def seeded_by_rank() -> nn.Module:
 
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
 SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16 mean": {"precision": BF16},
     "bf16 sum, ZeRO-0": {"precision": BF16, "reduction": "sum", "zero": 0},
     "sum, no overlap, no arena": {"reduction": "sum", "overlap": False, "arena": False},
 }
