@@ -82,6 +82,50 @@ def test_trains_saves_and_resumes(ranks: Pool, tmp_path: Path) -> None:
         assert found["resumed"] == found["straight"][STEPS:], "the second half, bitwise"
 
 
+def compiled_before() -> tuple[list[float], int, bool]:
+    """The first losses of a model that was compiled before ``setup``, with an optimizer made after it."""
+    from lightning_fabric import Fabric
+
+    from fxshard.integrations.fabric import FxshardStrategy
+    from tests.integrations.tiny import tiny
+
+    with launched():
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=FxshardStrategy())
+        fabric.launch()
+        model = fabric.setup_module(fxshard.compile(tiny(), lowering="eager"))
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = []
+        for step in range(2):
+            tokens = torch.stack([row["input_ids"] for row in rows(8)[4 * step + fabric.global_rank :: 2][:2]])
+            loss = model(input_ids=tokens, labels=tokens).loss
+            fabric.backward(loss)
+            losses.append(fabric.all_reduce(loss.detach()).item())
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        same = model.state_dict().keys() == tiny().state_dict().keys()
+        return losses, sum(parameter.numel() for parameter in model.parameters()), same
+
+
+def test_a_model_compiled_before_setup_has_its_parameters(ranks: Pool) -> None:
+    from tests.integrations.tiny import tiny
+
+    plain = tiny()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = []
+    for step in range(2):
+        tokens = torch.stack([row["input_ids"] for row in rows(8)[4 * step : 4 * step + 4]])
+        loss = plain(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        expected.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for losses, count, same in ranks(2, compiled_before):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert same and count == sum(parameter.numel() for parameter in plain.parameters())
+
+
 def refused() -> str:
     from lightning_fabric import Fabric
 

@@ -92,6 +92,34 @@ def test_dpo_with_two_sharded_models(ranks: Pool, tmp_path: Path) -> None:
         assert frozen["grad"] == 0 and frozen["param"] == policy["param"]
 
 
+def dpo_with_adapters(folder: str) -> dict[str, Any]:
+    """The reference is the model with its adapters disabled."""
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    from fxshard.integrations.transformers import sharded
+
+    found: dict[str, Any] = {}
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    for name, cls in (("fxshard", sharded(DPOTrainer, fullgraph=False, lowering="eager")), ("plain", DPOTrainer)):
+        with launched():
+            args = DPOConfig(str(Path(folder, name)), **SETTINGS | {"max_steps": 2})
+            model, data, words = llama(), preferences(), tokenizer()
+            torch.manual_seed(0)
+            found[name] = trained(
+                cls(model=model, args=args, train_dataset=data, processing_class=words, peft_config=lora)
+            )
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_dpo_with_adapters_and_no_reference(ranks: Pool, tmp_path: Path) -> None:
+    for found in ranks(2, dpo_with_adapters, str(tmp_path)):
+        assert len(found["fxshard"]) == 2
+        for mine, peer in zip(found["fxshard"], found["plain"], strict=True):
+            assert mine == pytest.approx(peer, rel=1e-4)
+
+
 def sft(folder: str) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
