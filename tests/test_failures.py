@@ -30,7 +30,7 @@ KILLED = {
     "killed in Muon's step": r"optimizer exchange of 'layers.\d'",
 }
 """By case: the event that the rank that is left alone names."""
-TIMEOUTS = {**dict.fromkeys(KILLED, 600.0), "stuck": 5.0, "another graph": 5.0}
+TIMEOUTS = {**dict.fromkeys(KILLED, 600.0), "stuck": 5.0, "another graph": 5.0, "saves alone": 5.0}
 """By case: the timeout of collectives, once both ranks are there."""
 
 
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def train(rank: int, case: str, store: Path) -> None:
-    """Three steps; in the second rank 1 misbehaves."""
+    """Three steps; in the second rank 1 misbehaves, or rank 0 does what both have to do."""
     start = datetime.timedelta(seconds=START)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=start)
     dist.barrier()  # from here on both are equally far: what one waits for the other is not its start
@@ -61,6 +61,8 @@ def train(rank: int, case: str, store: Path) -> None:
             die()
         if misbehaves == "stuck":
             time.sleep(300)
+        if case == "saves alone" and step == 1 and rank == 0:
+            model.full_state_dict()
         model(torch.ones(2, 16), used).backward()
         if misbehaves in ("killed ahead of clipping", "killed ahead of Muon's step"):
             die()
@@ -118,6 +120,12 @@ def test_a_rank_that_is_stuck_is_reported_and_then_given_up(said: Said) -> None:
     text, _ = said["stuck"]
     assert re.search(rf"rank 0: {GATHER} has not finished for \d+ s", text)  # half-way, a watchdog
     assert re.search(rf"PeerError: rank 0: {GATHER} failed", text)
+
+
+def test_a_rank_that_saves_alone_is_told_so(said: Said) -> None:
+    text, _ = said["saves alone"]
+    assert re.search(r"rank 0 has waited at full_state_dict\(\) for \d+ s: it is collective", text), text
+    assert "PeerError: rank 0: full_state_dict() failed" in text
 
 
 def test_a_program_that_one_rank_alone_compiled(said: Said) -> None:

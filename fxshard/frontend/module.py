@@ -273,6 +273,7 @@ class ShardedModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
+        self._sharding.agreement.meet("full_state_dict()")
         return state.whole(self.state_dict(keep_vars=True), self._sharding.buckets)
 
     def load_state_dict(  # type: ignore[override]

@@ -44,6 +44,7 @@ def save_pretrained(
     model the adapter is written, as peft does. ``state_dict``: whole tensors to write in place of the model's own.
     ``is_main_process`` and ``save_function``, which scripts for Accelerate give, change nothing.
     """
+    model._sharding.agreement.meet("save_pretrained()")
     unknown = {name: value for name, value in unknown.items() if name not in ("is_main_process", "save_function")}
     if has_adapter(model._inner):
         return save_adapter(model, save_directory, state_dict, **unknown)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fxshard._torch import private
 from fxshard._torch.errors import PeerError, RankDivergenceError
-from fxshard.runtime.watchdog import failing
+from fxshard.runtime.watchdog import failing, waiting
 
 T = TypeVar("T")
 
@@ -31,8 +31,10 @@ class Agreement:
         self.uses_may_differ = False
         """Whether some rank has a program that may leave gradients out. The same on all ranks."""
         if members is not None and len(members) > 1:
-            timeout = private.group_timeout()
-            self._control = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
+            self._timeout = private.group_timeout()
+            self._control = dist.new_group(
+                members, backend="gloo", timeout=self._timeout, use_local_synchronization=True
+            )
 
     def settled(self, topic: str) -> bool:
         """Whether the ranks have agreed on ``topic`` before: only until then do they wait for each other there."""
@@ -90,6 +92,12 @@ class Agreement:
         gathered: list[Any] = [None] * self._control.size()
         dist.all_gather_object(gathered, mine, group=self._control)
         return gathered
+
+    def meet(self, call: str) -> None:
+        """Wait for all ranks at ``call``, a method that is collective: scripts that call it on one rank are told so."""
+        if self._control is not None:
+            with waiting(call, dist.get_rank(), self._timeout):
+                self.share(None)
 
     def _exchange(self, mine: _Told) -> list[_Told]:
         try:

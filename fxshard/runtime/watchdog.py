@@ -34,6 +34,24 @@ def failing(event: str, rank: int) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def waiting(call: str, rank: int, timeout: datetime.timedelta) -> Iterator[None]:
+    """Wait for the other ranks at a call that all of them have to make, and say so if they do not come."""
+    patience = min(PATIENCE, timeout.total_seconds() / 2)
+    message = (
+        "rank %d has waited at %s for %.0f s: it is collective, so every rank has to call it, also those that write "
+        "nothing. Call it outside of `if rank == 0:`"
+    )
+    timer = threading.Timer(patience, LOG.error, (message, rank, call, patience))
+    timer.daemon = True
+    timer.start()
+    try:
+        with failing(call, rank):
+            yield
+    finally:
+        timer.cancel()
+
+
 class Watched:
     """A started collective that knows which event it belongs to."""
 
