@@ -68,7 +68,6 @@ def test_compare_fsdp2_on_two_processes(ranks: Pool) -> None:
     assert silent == ""
 
 
-@pytest.mark.thorough
 def test_tensor_parallel_on_four_processes(ranks: Pool) -> None:
     shown, *silent = ranks(4, as_under_torchrun, "examples/tensor_parallel.py", "eager")
     assert "'up.weight': (_StridedShard(dim=0, sf=2), Shard(dim=0))" in shown
@@ -77,7 +76,6 @@ def test_tensor_parallel_on_four_processes(ranks: Pool) -> None:
     assert len((ROOT / "examples" / "tensor_parallel.py").read_text().splitlines()) <= 40
 
 
-@pytest.mark.thorough
 def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
     shown = ranks(4, as_under_torchrun, "examples/pipeline_parallel.py", "eager")
     assert [bool(said) for said in shown] == [False, True, False, False]
@@ -85,7 +83,6 @@ def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
     assert "over 4 micro-batches" in accumulate and " reduce " not in accumulate and " reduce " in last
 
 
-@pytest.mark.thorough
 def test_context_parallel_on_two_processes(ranks: Pool) -> None:
     shown, silent = ranks(2, as_under_torchrun, "examples/context_parallel.py", "eager")
     assert "on 32 of 64 tokens" in shown and "ZeRO-3 on 2 ranks, the model itself in world×2" in shown
