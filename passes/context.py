@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.options import Options
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.head_rows import AttentionHeads
 from fxshard.plan.state import StateChoice

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from fxshard.passes.timeline import Timeline, goes
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.memory import Buffer, MemoryPlan, SlotRange, plan_slots
 from fxshard.schedule.events import Event, Kind
 

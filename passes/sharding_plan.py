@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.state import StateChoice
 from fxshard.schedule.events import Phase

@@ -28,7 +28,8 @@ from fxshard.passes.plan_memory import plan_memory, with_slots
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned
 from fxshard.passes.timeline import Timeline
-from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.cost import node_traffic
 from fxshard.plan.domain import Domain, data_parallel
 from fxshard.plan.hardware import Hardware

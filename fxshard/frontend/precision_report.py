@@ -11,7 +11,7 @@ from torch import nn
 from fxshard._torch.errors import StateError
 from fxshard.kernels import float8_grouped, float8_products
 from fxshard.kernels.mxfp8_products import grouped_path, path
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.gather_modes import Gather
 from fxshard.plan.quantized import Quantized, choose_linears
 

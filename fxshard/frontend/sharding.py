@@ -28,7 +28,8 @@ from fxshard.frontend.tensor_parallel import cut_matrices, find_tensor_parallel,
 from fxshard.kernels.costs import GPUS, short_name
 from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
-from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import Domain, Reduction, data_parallel
 from fxshard.plan.float8_policy import check_products
 from fxshard.plan.hardware import Hardware, hardware

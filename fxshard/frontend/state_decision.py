@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fxshard.optim.sharded import ShardedOptimizer
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.plan.kept_state import KeptState, kept_state
 from fxshard.plan.state import StateChoice

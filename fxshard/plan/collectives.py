@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from fxshard.plan.hardware import Hardware
 
 if TYPE_CHECKING:
-    from fxshard.plan.buckets import BucketPlan
+    from fxshard.plan.bucket_plan import BucketPlan
 
 
 def all_gather_seconds(size: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:

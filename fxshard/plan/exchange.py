@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.choice import crosses
 from fxshard.plan.layout import TensorSpec, shares, within
 from fxshard.plan.matrices import least_loaded, matrix_cost

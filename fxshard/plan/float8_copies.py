@@ -13,7 +13,7 @@ import torch
 
 from fxshard.kernels.float8 import BLOCK, COLUMNWISE, E4M3, LARGEST, ROWWISE, Scaling, largest_of, spread
 from fxshard.kernels.float8_cast import cast_into
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.gather_modes import Copies
 from fxshard.plan.gathered import Transfer, Views
 from fxshard.plan.layout import Fragment

@@ -16,7 +16,7 @@ import torch
 
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, E4M3, ROWWISE, Quantized
 from fxshard.kernels.quantize import quantize_into
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.gather_modes import Copies
 
 VIEWS = 4

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.collectives import update_seconds
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.state import AUTO, FORMATS, StateChoice, update_traffic

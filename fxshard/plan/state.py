@@ -19,7 +19,7 @@ from fxshard._torch.errors import ConfigError
 from fxshard.plan.layout import Fragment, aligned, shares
 
 if TYPE_CHECKING:
-    from fxshard.plan.buckets import BucketPlan
+    from fxshard.plan.bucket_plan import BucketPlan
 
 FORMATS = ("fp32", "bf16", "8bit")
 OFFLOADS = ("none", "host")

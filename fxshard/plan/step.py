@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.exchange import Batch, plan_exchange
 
 ADAMW_NUMEL, MUON_NUMEL = 2**27, 2**30

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxshard._torch import private
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.float8_copies import Float8Copies
 from fxshard.plan.gathered import RestingCopies
 from fxshard.plan.layout import Fragment

@@ -11,7 +11,7 @@ from itertools import groupby
 import torch
 
 from fxshard.kernels.mxfp8 import BLOCK
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.domain import ZERO, Placement
 from fxshard.plan.gather_modes import Float8Recipe, Gather
 from fxshard.plan.layout import Layout, aligned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind, Phase
 

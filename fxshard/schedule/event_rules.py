@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from fxshard.kernels.mxfp8 import E4M3
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.gather_modes import Copies, Gather
 from fxshard.plan.memory import GRANULE
 from fxshard.schedule.accumulation import PASSES

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.gather_modes import Copies
 from fxshard.plan.memory import SlotRange
 

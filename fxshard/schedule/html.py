@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.schedule.events import Event, Kind
 from fxshard.schedule.schedule import Schedule, size
 from fxshard.schedule.trace import stream_order

@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 import torch
 from torch import fx
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic
 from fxshard.plan.memory import MemoryPlan
 from fxshard.plan.model_groups import ModelGroup

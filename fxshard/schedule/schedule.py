@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.model_groups import ModelGroup
 from fxshard.schedule.events import TENSOR, Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from fxshard._torch.errors import FxshardError
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import OF_MANY, OF_MODEL, Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.exchange import Batch, CutAlone, cut_alone, local_work, parts_alone
 from fxshard.plan.matrices import newton_schulz_flops
 from fxshard.plan.parts import Parts

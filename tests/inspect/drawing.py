@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.domain import ZERO
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.memory import SlotRange

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import data_parallel
 from fxshard.plan.memory import Buffer, plan_slots
 from fxshard.plan.model_groups import ModelGroup

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxshard._torch.errors import FxshardError
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.domain import Placement
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.memory import SlotRange

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.domain import ZERO
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.rows import row_layout

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
-from fxshard.plan.buckets import BucketPlan
+from fxshard.plan.bucket_plan import BucketPlan
 from fxshard.plan.domain import Domain
 from fxshard.schedule.events import Kind, Phase, events
 from fxshard.schedule.params import ParamRef

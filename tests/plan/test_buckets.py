@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fxshard._torch.errors import ConfigError
-from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.choice import LayoutKind
 from fxshard.plan.domain import ZERO, Placement
 from fxshard.plan.precision import Precision

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxshard
-from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.exchange import plan_exchange
 from fxshard.plan.layout import TensorSpec
 from fxshard.plan.units import find_units

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxshard
-from fxshard.plan.buckets import BucketPlan, plan_buckets
+from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.choice import crosses
 from fxshard.plan.domain import Domain, data_parallel
 from fxshard.plan.exchange import plan_exchange
