@@ -55,8 +55,9 @@ def misfits(
 ) -> list[str]:
     """Why saved groups cannot be continued by this optimizer: other groups, coefficients, steps or members."""
     ours, theirs = optimizer.param_groups, saved["groups"]
-    if not isinstance(optimizer, ShardedOptimizer) and saved["class"] != type(optimizer).__name__:
-        return [f"the optimizer is {saved['class']} there and {type(optimizer).__name__} here"]
+    was, here = saved["class"].removeprefix("Sharded"), type(optimizer).__name__  # torch's AdamW continues ours
+    if not isinstance(optimizer, ShardedOptimizer) and was != here:
+        return [f"the optimizer is {was} there and {here} here"]
     if len(ours) != len(theirs):
         return [f"the optimizer has {len(theirs)} param groups there and {len(ours)} here"]
     if any("kind" in group for group in ours):
@@ -66,8 +67,8 @@ def misfits(
             return [str(error)]
     found = []
     names = parameter_names(model)
-    for number, (here, there) in enumerate(zip(ours, theirs, strict=True)):
-        needed = {stored for p in here["params"] for stored in stored_as(names[id(p)], sources)}
+    for number, (own, there) in enumerate(zip(ours, theirs, strict=True)):
+        needed = {stored for p in own["params"] for stored in stored_as(names[id(p)], sources)}
         if different := sorted(needed ^ set(there["params"])):
             found.append(f"param group {number} has other parameters there and here: {', '.join(different[:5])}")
     return found + _uneven_steps(sources, saved["steps"])

@@ -121,6 +121,13 @@ def test_another_class_of_torchs_optimizers(tmp_path: Path) -> None:
     other = fxshard.shard(zoo())
     with pytest.raises(fxshard.CheckpointError, match=r"the optimizer is SGD there and Adam here"):
         fxshard.load(other, tmp_path / "a", optimizer=torch.optim.Adam(other.parameters()))
+    ours = fxshard.shard(zoo(), optimizer=fxshard.AdamW(lr=1e-2))
+    train(ours, range(1))
+    fxshard.save(ours, tmp_path / "b")
+    trained = [parameter for parameter in other.parameters() if parameter.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+    fxshard.load(other, tmp_path / "b", optimizer=adamw)  # the same update
+    assert same(train(other, range(1, 2), adamw), train(ours, range(1, 2))) == []
 
 
 def test_not_while_weights_are_whole(tmp_path: Path) -> None:
