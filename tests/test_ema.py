@@ -57,6 +57,9 @@ def averaged(zero: int, layout: Any) -> list[str]:
     again = fxshard.EMA(fxshard.shard(Stack(), zero=zero, layout=layout, optimizer=CHOICE), DECAY)
     again.load_state_dict(ema.state_dict())
     wrong += [f"sharded {n}" for n, value in again.full_state_dict().items() if not torch.equal(value, expected[n])]
+    cut = fxshard.EMA(fxshard.shard(Stack(), zero=0 if layout == "auto" else 3, optimizer=CHOICE), DECAY)
+    cut.load_state_dict(ema.state_dict())
+    wrong += [f"cut {n}" for n, value in cut.full_state_dict().items() if not torch.equal(value, expected[n])]
     return wrong
 
 
@@ -72,6 +75,10 @@ def test_what_an_average_refuses() -> None:
     with pytest.raises(fxshard.ConfigError, match="decay=2"):
         fxshard.EMA(model, decay=2)
     ema = fxshard.EMA(model)
+    with pytest.raises(fxshard.StateError, match=r"written inside EMA\.swapped"), ema.swapped():
+        model.load_state_dict(model.full_state_dict())
+    with ema.swapped():
+        model.state_dict()
     before = ema.full_state_dict()
     given = {**Stack().state_dict(), "head.bias": torch.zeros(3)}
     with pytest.raises(fxshard.StateError, match=r"head\.bias; nothing was loaded"):

@@ -103,3 +103,11 @@ def test_in_one_process_too() -> None:
     untouched, gradients = refused(3, True)
     assert untouched
     torch.testing.assert_close(gradients, after_a_step(1), rtol=1e-4, atol=1e-5)
+
+
+def test_no_backward_after_other_weights_were_loaded() -> None:
+    model = fxshard.compile(plain(), lowering="eager")
+    early = losses(model, 0)[0]
+    model.load_state_dict({name: 2 * value for name, value in model.full_state_dict().items()})
+    with pytest.raises(fxshard.StateError, match=r"before a checkpoint was read"):
+        early.backward()

@@ -12,6 +12,7 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.checkpoint.held import parameter_names
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.groups import check_loaded
+from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import Source
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -54,6 +55,9 @@ def misfits(
 ) -> list[str]:
     """Why saved groups cannot be continued by this optimizer: other groups, coefficients, steps or members."""
     ours, theirs = optimizer.param_groups, saved["groups"]
+    was, here = saved["class"].removeprefix("Sharded"), type(optimizer).__name__  # torch's AdamW continues ours
+    if not isinstance(optimizer, ShardedOptimizer) and was != here:
+        return [f"the optimizer is {was} there and {here} here"]
     if len(ours) != len(theirs):
         return [f"the optimizer has {len(theirs)} param groups there and {len(ours)} here"]
     if any("kind" in group for group in ours):
@@ -63,8 +67,8 @@ def misfits(
             return [str(error)]
     found = []
     names = parameter_names(model)
-    for number, (here, there) in enumerate(zip(ours, theirs, strict=True)):
-        needed = {stored for p in here["params"] for stored in _stored(names[id(p)], sources)}
+    for number, (own, there) in enumerate(zip(ours, theirs, strict=True)):
+        needed = {stored for p in own["params"] for stored in stored_as(names[id(p)], sources)}
         if different := sorted(needed ^ set(there["params"])):
             found.append(f"param group {number} has other parameters there and here: {', '.join(different[:5])}")
     return found + _uneven_steps(sources, saved["steps"])
@@ -83,7 +87,8 @@ def restore(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
                 group[key] = tuple(value) if isinstance(value, list) and not isinstance(own, list) else value
 
 
-def _stored(name: str, sources: Mapping[str, Source]) -> tuple[str, ...]:
+def stored_as(name: str, sources: Mapping[str, Source]) -> tuple[str, ...]:
+    """The names that a parameter has in the checkpoint."""
     return sources[name].names if name in sources else (name,)
 
 

@@ -22,11 +22,14 @@ from fxshard.checkpoint.planners import LoadRows, Progress, Target
 from fxshard.checkpoint.ranks import Ranks
 from fxshard.checkpoint.reader import RowReader
 from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_save
-from fxshard.checkpoint.surroundings import restore_random_states
+from fxshard.checkpoint.surroundings import restore_extra_states, restore_random_states
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.moments import Unpacked
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import Source
+
+MODULES = "modules.0"
+"""Where the extra state of modules is: the first rank's, as buffers are."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,10 @@ def load(
         problems = [str(error)]
     ranks.settle(problems, f"{path} does not fit, nothing was loaded")
     # A bit that flipped is found before the first byte of the model is overwritten.
-    parts = (f"{MODEL}.", "extra.") if weights_only else ("",)
+    parts = (f"{MODEL}.", "extra.", "modules.") if weights_only else ("",)
     ranks.settle(plan.reader.damage(parts, ranks.rank, ranks.size), f"{path} is damaged, nothing was loaded")
     same_ranks = plan.manifest["ranks"] == ranks.size
-    objects = [f"extra.{ranks.rank if same_ranks else 0}"]
+    objects = [f"extra.{ranks.rank if same_ranks else 0}", *plan.of_modules]
     objects += [f"rng.{ranks.rank}"] if same_ranks and not weights_only else []
     shown = contextlib.nullcontext(progress) if progress is not None else long_work(f"loading {path.name}")
     if isinstance(plan.optimizer, ShardedOptimizer):
@@ -86,6 +89,10 @@ def load(
         planner = LoadRows(plan.targets, objects, watch)
         read_rows(plan.reader, planner, ranks, path)
     plan.finish()
+    if left := restore_extra_states(model._inner, planner.loaded.get(MODULES, {})):
+        plan.notes.append(
+            f"no extra state was saved for these modules: {', '.join(name or 'the model' for name in left)}"
+        )
     if f"rng.{ranks.rank}" in planner.loaded:
         restore_random_states(planner.loaded[f"rng.{ranks.rank}"], model._sharding.engine.device)
     elif not weights_only:
@@ -101,9 +108,11 @@ class _Plan:
         self.model, self.optimizer = model, optimizer
         self.manifest = folder.read(path)
         self.reader = RowReader(path, self.manifest["files"])
+        metadata = self.reader.read_metadata().state_dict_metadata
+        self.of_modules = [MODULES] if MODULES in metadata else []  # older checkpoints have none
         self.stored = {
             key: Stored(tuple(value.size), value.properties.dtype)
-            for key, value in self.reader.read_metadata().state_dict_metadata.items()
+            for key, value in metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
         self.state: dict[torch.Tensor, Any] = {}
@@ -138,10 +147,26 @@ class _Plan:
                 parameter: state if isinstance(state, Unpacked) else dict(state)
                 for parameter, state in self.optimizer.state.items()
             }
-            if not isinstance(self.optimizer, ShardedOptimizer):
+            if isinstance(self.optimizer, ShardedOptimizer):
+                found += self._left_over(sources)
+            else:
                 self._add_missing_state(sources)
             self.targets += targets(list(of_optimizer(self.model, self.state)), sources, self.stored, found)
         return found
+
+    def _left_over(self, sources: dict[str, Source]) -> list[str]:
+        """State that this optimizer would not continue with: the second momentum of NorMuon, in Muon."""
+        fields, names = fields_in(self.stored), parameter_names(self.model)
+        places = (
+            (stored, set(state))
+            for p, state in self.state.items()
+            for stored in groups.stored_as(names[id(p)], sources)
+        )
+        return [
+            f"{OPTIMIZER}.{stored}.{field} is not in this optimizer: it was saved by another"
+            for stored, own in places
+            for field in sorted(set(fields.get(stored, ())) - own)
+        ]
 
     def _add_missing_state(self, sources: dict[str, Source]) -> None:
         """A ``torch.optim`` optimizer has no state before its first step: give it what the checkpoint has."""
@@ -162,6 +187,8 @@ class _Plan:
     def finish(self) -> None:
         """Invalidate everything that is derived from what was read."""
         self.model.parameters_changed()
+        for bucket in self.model._sharding.buckets:
+            bucket.loaded()
         if self.optimizer is not None:
             for parameter, state in self.state.items():
                 if not isinstance(state, Unpacked):

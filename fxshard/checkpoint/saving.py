@@ -25,7 +25,7 @@ from fxshard.checkpoint.held import Held, of_model, of_optimizer
 from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Progress, SaveRows, packed
 from fxshard.checkpoint.ranks import Ranks, ranks_of
-from fxshard.checkpoint.surroundings import random_states
+from fxshard.checkpoint.surroundings import modules_with_extra_state, random_states
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import Sharding
 from fxshard.optim.sharded import ShardedOptimizer
@@ -111,6 +111,8 @@ def save(
         record = _record(model, optimizer, ranks) | {"frozen": frozen}
         objects: dict[tuple[str, ...], bytes] = {("rng", str(ranks.rank)): packed(random_states(device))}
         objects["extra", str(ranks.rank)] = _packed_extra(extra)
+        if ranks.rank == 0:
+            objects["modules", "0"] = _packed_extra(_extra_states(model), "what get_extra_state() of modules returns")
     except FxshardError as error:
         problems.append(str(error))
     with _abandoned_on_failure(partial):
@@ -214,12 +216,16 @@ def _prune(path: Path, keep: int) -> None:
         warnings.warn(f"an old checkpoint could not be deleted: {error}", RuntimeWarning, stacklevel=1)
 
 
-def _packed_extra(extra: Any) -> bytes:
+def _extra_states(model: ShardedModule) -> dict[str, Any]:
+    return {name: module.get_extra_state() for name, module in modules_with_extra_state(model._inner).items()}
+
+
+def _packed_extra(extra: Any, what: str = "extra") -> bytes:
     try:
         return packed(extra)
     except Exception as error:
         raise ConfigError(
-            f"extra cannot be saved: give dictionaries, lists, numbers, strings and tensors ({error})"
+            f"{what} cannot be saved: give dictionaries, lists, numbers, strings and tensors ({error})"
         ) from error
 
 
@@ -248,6 +254,8 @@ def check_model(model: object) -> Ranks:
             f"expected a model that fxshard.compile or fxshard.shard made, got {type(model).__name__}; a plain module "
             "is saved by torch.save or torch.distributed.checkpoint"
         )
+    if model._unsharded is not None:
+        model._unsharded.refuse("saving or loading")
     return ranks_of(model._sharding)
 
 

@@ -1,12 +1,14 @@
-"""What a resumed run needs besides model and optimizer: the states of random number generators."""
+"""What a resumed run needs besides tensors: the states of random number generators, and of modules their own."""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -29,3 +31,17 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = states["numpy"]
         numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of a plain model that have a ``get_extra_state`` of their own, by name."""
+    plain = nn.Module.get_extra_state
+    return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not plain}
+
+
+def restore_extra_states(model: nn.Module, states: Mapping[str, Any]) -> list[str]:
+    """Give modules what ``get_extra_state`` gave; returns the names of those for which there is nothing."""
+    modules = modules_with_extra_state(model)
+    for name in modules.keys() & states.keys():
+        modules[name].set_extra_state(states[name])
+    return sorted(modules.keys() - states.keys())

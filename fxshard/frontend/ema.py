@@ -11,6 +11,7 @@ import torch
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.module import ShardedModule
+from fxshard.frontend.state import with_rows
 from fxshard.plan.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket
 
@@ -51,11 +52,18 @@ class EMA:
         self._not_swapped("swapped()")
         self._swap()
         self._swapped = True
+        steps = [bucket.steps for bucket in self._buckets]
         try:
             yield
         finally:
+            written = [bucket for bucket, then in zip(self._buckets, steps, strict=True) if bucket.steps != then]
             self._swapped = False
             self._swap()
+        if written:
+            raise StateError(
+                f"{written[0].plan.params[0]} was written inside EMA.swapped(), by an optimizer or by loading: that "
+                "went to the averages, and the parameters are what they were before it; train and load outside"
+            )
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -83,7 +91,7 @@ class EMA:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take averages from whole tensors or from sharded ones; keys of other things, such as buffers, are left out.
 
-        All of them, or none.
+        All of them, or none. Every rank calls it: what is sharded in another way is gathered.
         """
         self._not_swapped("load_state_dict()")
         own = self.state_dict()
@@ -94,9 +102,10 @@ class EMA:
                 f"EMA: missing, or of another shape: {', '.join(wrong[:5])}{' …' if wrong[5:] else ''}; nothing was "
                 "loaded"
             )
+        cut = {name: with_rows(own[name], given[name]) for name in own}
         for bucket, average in zip(self._buckets, self._averages, strict=True):
             for fragment in bucket.fragments:
-                value, rows = given[fragment.name], bucket.as_rows(average, fragment.name)
+                value, rows = cut[fragment.name], bucket.as_rows(average, fragment.name)
                 if isinstance(value, torch.distributed.tensor.DTensor):
                     rows.copy_(value.to_local())
                 elif fragment.numel:

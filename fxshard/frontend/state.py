@@ -66,7 +66,7 @@ def load(
     place = place_of(buckets)
     with torch.no_grad():
         for key in shared:
-            target, value = own[key], _with_rows(own[key], given[key])
+            target, value = own[key], with_rows(own[key], given[key])
             found = place.get(id(target))
             if found is None:
                 private.local_part(target).copy_(private.local_part(value))
@@ -74,10 +74,12 @@ def load(
                 target.copy_(value)
             else:
                 found[0].load({found[1]: found[0].part(found[1], value)})
+    for bucket in buckets:
+        bucket.loaded()
     return missing, unexpected
 
 
-def _with_rows(own: torch.Tensor, given: Any) -> Any:
+def with_rows(own: torch.Tensor, given: Any) -> Any:
     """A DTensor that can be copied into a model's own; a whole tensor, if it is cut in another way. Collective.
 
     ``torch.save`` writes DTensors of torch's class, which do not know which rows they have where ranks hold uneven

@@ -68,7 +68,7 @@ class Bucket:
         self.discarded = False
         """Whether the last backward was for gradients of inputs alone."""
         self.steps = 0
-        """Steps of optimizers over its parameters."""
+        """Steps of optimizers over its parameters, and checkpoints and state dicts that were loaded into them."""
         self.counts_steps = plan.resident
         """Whether steps of optimizers that gather what they change themselves count as changes, too."""
         keeps_full = plan.trainable and layout.ranks > 1 and not plan.placement.grad
@@ -254,6 +254,10 @@ class Bucket:
     def changed(self) -> None:
         """The shard is changed: called on every rank, also on one that holds no row of what is changed."""
         torch.autograd.graph.increment_version([self.master])
+
+    def loaded(self) -> None:
+        """Other values were loaded: as after a step, a forward that ran before has no backward any more."""
+        self.steps += 1
 
     @property
     def version(self) -> int:

@@ -183,7 +183,7 @@ class Program:
         return tuple(registers[i] if i is not None else None for i in self._returns)
 
     def steps_taken(self) -> list[int]:
-        """How many optimizer steps changed each bucket that the program reads."""
+        """How many optimizer steps and loaded checkpoints changed each bucket that the program reads."""
         return [self._engine.buckets[index].steps for index in self._reads]
 
     def refuse_stepped(self, steps: list[int]) -> None:
@@ -193,9 +193,9 @@ class Program:
         if changed:
             some = ", ".join(changed[:3]) + ", …" * (len(changed) > 3)
             raise StateError(
-                f"backward() of a forward that ran before the last optimizer.step(), which changed parameters that "
-                f"this backward reads ({some}): gradients would be those of neither the old nor the new values. Call "
-                "backward() for every loss before the step, or run the forward again after it"
+                f"backward() of a forward that ran before the last optimizer.step(), or before a checkpoint was read, "
+                f"which changed parameters that this backward reads ({some}): gradients would be those of neither the "
+                "old nor the new values. Call backward() for every loss before that, or run the forward again after it"
             )
 
     def boxed(self) -> BoxedCallable:

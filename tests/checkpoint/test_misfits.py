@@ -105,6 +105,41 @@ def test_a_problem_of_one_rank_is_a_problem_of_all(ranks: Pool, tmp_path: Path) 
         assert changed == []
 
 
+def test_muon_does_not_take_what_normuon_saved(tmp_path: Path) -> None:
+    saved = fxshard.shard(zoo(), optimizer=fxshard.NorMuon(lr=2e-2))
+    train(saved, range(1))
+    fxshard.save(saved, tmp_path / "a")
+    with pytest.raises(fxshard.CheckpointError, match=r"second_momentum_buffer is not in this optimizer"):
+        fxshard.load(fxshard.shard(zoo(), optimizer=fxshard.Muon(lr=2e-2)), tmp_path / "a")
+
+
+def test_another_class_of_torchs_optimizers(tmp_path: Path) -> None:
+    saved = fxshard.shard(zoo())
+    sgd = torch.optim.SGD(saved.parameters(), lr=1e-2, momentum=0.9)
+    train(saved, range(1), sgd)
+    fxshard.save(saved, tmp_path / "a", optimizer=sgd)
+    other = fxshard.shard(zoo())
+    with pytest.raises(fxshard.CheckpointError, match=r"the optimizer is SGD there and Adam here"):
+        fxshard.load(other, tmp_path / "a", optimizer=torch.optim.Adam(other.parameters()))
+    ours = fxshard.shard(zoo(), optimizer=fxshard.AdamW(lr=1e-2))
+    train(ours, range(1))
+    fxshard.save(ours, tmp_path / "b")
+    trained = [parameter for parameter in other.parameters() if parameter.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+    fxshard.load(other, tmp_path / "b", optimizer=adamw)  # the same update
+    assert same(train(other, range(1, 2), adamw), train(ours, range(1, 2))) == []
+
+
+def test_not_while_weights_are_whole(tmp_path: Path) -> None:
+    model = fxshard.shard(zoo(), optimizer=ADAMW)
+    fxshard.save(model, tmp_path / "a")
+    with model.unshard():
+        with pytest.raises(fxshard.StateError, match=r"inside model\.unshard\(\)"):
+            fxshard.save(model, tmp_path / "b")
+        with pytest.raises(fxshard.StateError, match=r"inside model\.unshard\(\)"):
+            fxshard.load(model, tmp_path / "a")
+
+
 def refused(path: Path, match: str) -> None:
     model = fxshard.shard(zoo(1), optimizer=MUON)
     before = model.full_state_dict()

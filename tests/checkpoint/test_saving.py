@@ -229,3 +229,24 @@ def test_a_checkpoint_of_what_trains_leaves_the_rest_as_it_is(ranks: Pool, tmp_p
         assert came and stayed
         assert notes == ["parameters that do not train are not in it, and stayed as they are"]
         assert "0.weight" in refused
+
+
+class Counting(nn.Linear):
+    """Keeps a number of its own in state dicts."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__(4, 4)
+        self.seen = seen
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    fxshard.save(fxshard.shard(nn.Sequential(Counting(7), Counting(8))), tmp_path / "a")
+    plain = nn.Sequential(Counting(1), Counting(1))
+    fxshard.load(fxshard.shard(plain), tmp_path / "a")
+    assert [module.seen for module in plain if isinstance(module, Counting)] == [7, 8]
