@@ -57,7 +57,12 @@ def equal(settings: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
 
 @pytest.mark.shows("X5")
 @pytest.mark.parametrize(
-    "settings", [[(3, {"precision": BF16})], thorough([(1, {"layout": "whole"}), (2, {"layout": "whole"}), (3, {})])]
+    "settings",
+    [
+        [(3, {"precision": BF16})],
+        [(3, {"fullgraph": False})],
+        thorough([(1, {"layout": "whole"}), (2, {"layout": "whole"}), (3, {})]),
+    ],
 )
 def test_equals_hsdp_bitwise(ranks: Pool, settings: list[tuple[int, dict[str, Any]]]) -> None:
     found = ranks(4, equal, settings)

@@ -22,7 +22,7 @@ class UsageError(Exception):
     """What was asked for cannot be done as asked; the message says what can."""
 
 
-def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
+def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]:
     """The model and example inputs that a preset's name or ``MODULE:FACTORY`` stands for."""
     from fxshard.bench.presets import PRESETS
 
@@ -105,7 +105,7 @@ def _module(where: str) -> ModuleType:
         raise
 
 
-def _model_and_inputs(made: Any, target: str) -> tuple[nn.Module, tuple[Any, ...]]:
+def _model_and_inputs(made: Any, target: str) -> tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]:
     from torch import nn
 
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
@@ -113,7 +113,9 @@ def _model_and_inputs(made: Any, target: str) -> tuple[nn.Module, tuple[Any, ...
         raise UsageError(
             f"{target} returned a {type(made).__name__}; expected an nn.Module or (nn.Module, example_inputs)"
         )
-    if not isinstance(inputs, tuple | list):
+    if isinstance(inputs, Mapping) and inputs:  # keyword arguments, as fxshard.plan takes them
+        return model, dict(inputs)
+    if not isinstance(inputs, tuple | list | Mapping):
         inputs = (inputs,)
     if not inputs:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

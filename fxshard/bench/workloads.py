@@ -82,8 +82,7 @@ class Workload:
         return model, {"input_ids": tokens, "labels": tokens} if named else (tokens, targets)
 
     def _from_factory(self) -> tuple[nn.Module, Inputs]:
-        model, inputs = target.load(self.name, self.layers)
-        return model, inputs[0] if len(inputs) == 1 and isinstance(inputs[0], Mapping) else inputs
+        return target.load(self.name, self.layers)
 
 
 def loss_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:

@@ -259,7 +259,9 @@ def _telling(what: str) -> Iterator[None]:
         raise _Failed from error
 
 
-def _plan(model: nn.Module, inputs: tuple[Any, ...], arguments: argparse.Namespace, report: Report) -> Any:
+def _plan(
+    model: nn.Module, inputs: tuple[Any, ...] | dict[str, Any], arguments: argparse.Namespace, report: Report
+) -> Any:
     """The schedule, or with ``--sweep`` what budgets give."""
     import torch
 

@@ -32,7 +32,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     search.add_argument("--world-size", type=int, required=True, metavar="N", help="all ranks")
     search.add_argument("--hardware", default="h200", metavar="NAME", help="as for inspect (default: h200)")
     search.add_argument(
-        "--tp", default="1,2,4,8", metavar="N,...", help="tensor-parallel ranks to try (default: 1,2,4,8)"
+        "--tp",
+        metavar="N,...",
+        help="tensor-parallel ranks to try (default: those of 1,2,4,8 that divide --world-size)",
     )
     search.add_argument("--zero", default="1,2,3", metavar="N,...", help="ZeRO stages to try (default: 1,2,3)")
     search.add_argument("--layers", type=int, metavar="N", help="another number of layers than the model's own")
@@ -40,7 +42,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    tensor, stages = _numbers("--tp", arguments.tp), _numbers("--zero", arguments.zero)
+    if arguments.tp is None:
+        tensor = tuple(ranks for ranks in (1, 2, 4, 8) if arguments.world_size % ranks == 0)
+    else:
+        tensor = _numbers("--tp", arguments.tp)
+    stages = _numbers("--zero", arguments.zero)
     if any(ranks < 1 or arguments.world_size % ranks for ranks in tensor):
         raise UsageError(f"--tp {arguments.tp}: each must divide --world-size {arguments.world_size}")
     if not set(stages) <= {0, 1, 2, 3}:
@@ -66,7 +72,8 @@ def _search(arguments: argparse.Namespace) -> int:
         report(f"capturing {arguments.target}")
         processes = min(len(tensor), (os.cpu_count() or 1) + 1)  # one more: no core idles while the last sizes run
         found = wanted.run(tensor, processes, report)
-    tokens = inputs[0].numel() * arguments.world_size if inputs else arguments.world_size
+    first = next(iter(inputs.values() if isinstance(inputs, dict) else inputs), None)
+    tokens = arguments.world_size * (first.numel() if first is not None else 1)
     print(table(found, tokens))
     return 0
 

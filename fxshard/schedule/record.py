@@ -73,7 +73,8 @@ def assemble(
             found = [event for event in found if event is not carried.get(event.bucket_index)]
             found += updates(reduced, buckets, carried, _group(found))
         else:
-            found = [*found, *(update(event, buckets[index]) for index, event in reduced.items())]
+            shared = [event for event in updates(reduced, buckets, {}, _group(found)) if event.stream == "replicas"]
+            found = [*found, *shared, *(update(event, buckets[index]) for index, event in reduced.items())]
     scales = scales_event(buckets, phases[0], _group(found))
     found = found if scales is None else [scales, *found]
     events = tuple(with_dependencies(found, buckets))

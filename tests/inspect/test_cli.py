@@ -55,6 +55,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(
         "import json, torch\n"
         "def build(layers=2):\n    return torch.nn.Linear(layers, 3), (torch.ones(1, 2),)\n"
+        "def named():\n    return torch.nn.Linear(2, 3), {'input': torch.ones(1, 2)}\n"
         "def bare():\n    return torch.nn.Linear(2, 3)\n"
         "def number():\n    return 3\n"
         "def fails():\n    return json.loads('{')\n"
@@ -148,6 +149,11 @@ def test_a_factory_of_the_users(target: str, planned: Planned, models: Path) -> 
     assert planned[0]["precision"] is None
 
 
+def test_a_factory_with_keyword_inputs(planned: Planned, models: Path) -> None:
+    assert cli.main(["inspect", "mine:named"]) == 0
+    assert {name: tuple(value.shape) for name, value in planned[0]["inputs"].items()} == {"input": (1, 2)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,7 +165,7 @@ def test_a_factory_of_the_users(target: str, planned: Planned, models: Path) -> 
         (["llama-8b", "--layers", "1", "--sweep", "--json", "-"], "--sweep has no schedule to write"),
         (["nowhere:build"], "there is no module 'nowhere'"),
         (["nowhere.py:build"], "there is no file nowhere.py"),
-        (["mine:biuld"], "mine has no function 'biuld'; its functions are build, bare, number, fails"),
+        (["mine:biuld"], "mine has no function 'biuld'; its functions are build, named, bare, number, fails"),
         (["mine:bare"], "forward takes input: return (module, example_inputs)"),
         (["mine:number"], "returned a int; expected an nn.Module"),
         (["mine:bare", "--layers", "3"], "takes no argument 'layers'"),

@@ -82,3 +82,16 @@ def test_which_choices_there_are() -> None:
 def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_sizes_that_divide_the_ranks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, ...]] = []
+
+    def run(self: Search, tensor: tuple[int, ...], *_: object) -> list[object]:
+        tried.append(tensor)
+        return []
+
+    monkeypatch.setattr(Search, "run", run)
+    for ranks in ("6", "7"):
+        assert cli.main(["search", "llama-8b", "--world-size", ranks, "--layers", "1"]) == 0
+    assert tried == [(1, 2), (1,)]
