@@ -17,6 +17,7 @@ from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.extern_tables import extern_tables
 from fxshard.passes.fuse_dense_swiglu import fuse_dense_swiglu
 from fxshard.passes.fuse_grouped_swiglu import fuse_grouped_swiglu
+from fxshard.passes.gather_gradients import gather_gradients
 from fxshard.passes.group_experts import group_experts
 from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
@@ -47,6 +48,7 @@ BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, measure_logits, chunk_loss
 
 JOINT: tuple[Pass, ...] = (
     extern_tables,
+    gather_gradients,
     open_experts,
     quantize_linears,
     recompute_param_views,
