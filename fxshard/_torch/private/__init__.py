@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard._torch.private.aot import OTHER_TANGENT, Traced, before_backward, copied, graph_module, tangent_of, traced
@@ -40,7 +41,6 @@ from fxshard._torch.private.inductor import (
     inductor_joint_passes,
     start_compile_workers,
 )
-from fxshard._torch.private.pickling import dumps, loads
 from fxshard._torch.private.step import (
     StorageReference,
     UnevenDTensor,
@@ -382,7 +382,7 @@ def rewrap(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """What a rank holds of a parameter: the tensor that a DTensor wraps, differentiated as it is. torch 2.11, 2.13."""
-    return parameter.to_local() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def joined_meshes(data: dist.DeviceMesh, tensor: dist.DeviceMesh) -> dist.DeviceMesh:
@@ -399,8 +399,6 @@ def real_mesh(value: Any) -> dist.DeviceMesh:
 
 def is_plain_shard(placement: Any) -> bool:
     """Whether a placement cuts a dimension into consecutive parts. torch 2.11, 2.13."""
-    from torch.distributed.tensor import Shard
-
     return type(placement) is Shard
 
 
