@@ -17,7 +17,7 @@ from torch import nn
 import fxshard
 from tests.pool import Pool
 from tests.thorough import thorough
-from tests.training import EPS, full_gradients
+from tests.training import EPS, full_gradients, train_step
 
 LOG = logging.getLogger(__name__)
 
@@ -252,9 +252,7 @@ def steps_of_an_extension(zero: int) -> dict[str, Any]:
         torch.stack([plain(inputs(number, other)) for other in range(2)]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        model(inputs(number, rank)).backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+        train_step(model, inputs(number, rank))
     pairs = zip(plain.state_dict().values(), model.full_state_dict().values(), strict=True)
     return {
         "same": all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs),

@@ -18,7 +18,7 @@ from fxshard.schedule.events import Kind, Phase
 from tests.measuring import NewBytes
 from tests.pool import Pool
 from tests.stack import wide, wide_batch
-from tests.training import llama, this_ranks_batch
+from tests.training import llama, this_ranks_batch, train_step
 
 
 @dataclass
@@ -102,9 +102,7 @@ def watched() -> Watched:
     engine.wait = waited  # type: ignore[method-assign]
     engine.gradients.grad = taken  # type: ignore[method-assign]
     for step in range(3):
-        model(*this_ranks_batch(step)).backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+        train_step(model, *this_ranks_batch(step))
         addresses.add(engine.arena.address)
     reduced = [e.bucket for e in model.schedule.events if e.kind is Kind.REDUCE]
     used = [e.bucket for e in model.schedule.events if e.kind is Kind.WAIT and e.phase is Phase.FORWARD]
