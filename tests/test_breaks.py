@@ -17,6 +17,7 @@ from torch import nn
 import fxshard
 from tests.pool import Pool
 from tests.thorough import thorough
+from tests.toy import OneLinear
 from tests.training import EPS, full_gradients, train_step
 
 LOG = logging.getLogger(__name__)
@@ -51,11 +52,7 @@ class Broken(nn.Module):
         return self.third(x * self.scale).square().mean()
 
 
-class Breaks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Breaks(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
         print("a break")
@@ -148,22 +145,14 @@ def test_a_break_is_refused_with_its_place() -> None:
         torch.compile(sharded, backend="fxshard")(torch.ones(2, 4))
 
 
-class BreaksFirst(nn.Module):
+class BreaksFirst(OneLinear):
     """Ahead of the first graph: Dynamo calls no backend for a graph that is empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return untraced(self.linear.weight, x) + self.linear(x)
 
 
-class Talkative(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Talkative(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         LOG.warning("the mean is %s", x)
         LOG.info("and so on")
