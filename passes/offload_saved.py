@@ -21,13 +21,13 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
-from fxshard.passes.recompute_saved import maker_of, module_kind, root_of
+from fxshard.passes.recompute_saved import maker_of, module_kind
 from fxshard.plan.cost import node_flops, tensor_bytes
 from fxshard.plan.hardware import Hardware
 from fxshard.plan.layout import aligned
 from fxshard.plan.memory import GRANULE, SlotRange
 from fxshard.schedule.activations import ON_HOST, owned_bytes
-from fxshard.schedule.aliases import is_constant, is_view, readers
+from fxshard.schedule.aliases import is_constant, is_view, readers, root_of
 from fxshard.schedule.events import META, OPS, STREAM, Event, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import unpacks
 from fxshard.schedule.offloads import Offloaded

@@ -18,7 +18,7 @@ from fxshard.passes.stages import Captured, Partitioned
 from fxshard.passes.unfold_layers import unfold_evaluation, unfold_step
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.activations import peak_bytes, step_activations
-from fxshard.schedule.aliases import is_view
+from fxshard.schedule.aliases import root_of
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.offloads import Recomputed
@@ -138,18 +138,11 @@ def _copy_written(forward: fx.GraphModule, outputs: int, written: Sequence[int])
     end = forward.graph.output_node()
     results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
     for i, node in enumerate(results[outputs:], outputs):
-        if isinstance(node, fx.Node) and _viewed(node) in changing:
+        if isinstance(node, fx.Node) and root_of(node) in changing:
             with forward.graph.inserting_before(end):
                 results[i] = forward.graph.call_function(torch.ops.aten.clone.default, (node,))
                 results[i].meta.update(node.meta)
     end.args = (tuple(results),)
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of, or the node itself."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _left_out(captured: Captured) -> tuple[frozenset[ParamRef], int]:

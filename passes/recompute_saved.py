@@ -22,7 +22,7 @@ from fxshard.passes.cuts import is_lookup
 from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic
 from fxshard.plan.hardware import Hardware
 from fxshard.schedule.activations import owned_bytes
-from fxshard.schedule.aliases import is_view, readers
+from fxshard.schedule.aliases import is_view, readers, root_of
 from fxshard.schedule.offloads import Recomputed
 
 SMALL = 0.01
@@ -80,13 +80,6 @@ def mark(joint: fx.Graph, names: Collection[str]) -> None:
         if node.name in names:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = latest
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The node that has the memory of a value."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def maker_of(root: fx.Node) -> fx.Node:

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import is_heavy, is_lookup
-from fxshard.schedule.aliases import is_view, readers
+from fxshard.schedule.aliases import is_view, readers, root_of
 
 
 def save_residuals(joint: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        terms = [_unviewed(term) for term in node.all_input_nodes]
+        terms = [root_of(term) for term in node.all_input_nodes]
         looked_up = [term for term in terms if is_lookup(term)]
         products = [term for term in terms if is_heavy(term) and not is_lookup(term) and _only_in(node, term)]
         if len(looked_up) == len(products) == 1 and "recompute" not in node.meta:
@@ -30,9 +30,3 @@ def save_residuals(joint: fx.GraphModule, context: PassContext) -> fx.GraphModul
 
 def _only_in(reader: fx.Node, product: fx.Node) -> bool:
     return all(node is reader or is_view(node) for node in readers([product]))
-
-
-def _unviewed(node: fx.Node) -> fx.Node:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node

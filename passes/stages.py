@@ -56,10 +56,7 @@ class Partitioned:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Graphs with their events in order, the memory that was planned for them, and the schedules they were recorded as.
-
-    Picklable, as graphs are with ``fxshard._torch.private.dumps``.
-    """
+    """Graphs with their events in order, the memory planned for them, and the schedules they were recorded as."""
 
     graphs: Mapping[Phase, fx.GraphModule]
     memory: MemoryPlan

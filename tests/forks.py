@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import logging
 import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+START = 150.0
+"""Seconds that processes may take to start."""
 
 
 def load_compiler() -> None:
@@ -26,6 +32,41 @@ def fork(
     process = multiprocessing.get_context("fork").Process(target=_live, args=(says, environment, fn, args), daemon=True)
     process.start()
     return process
+
+
+@contextlib.contextmanager
+def on_ranks(
+    world: int, fn: Callable[[int, Any, Path], object], folders: Mapping[Any, Path]
+) -> Iterator[dict[tuple[Any, int], multiprocessing.process.BaseProcess]]:
+    """``fn(rank, case, folder)`` for all cases at once, by case and rank; what is left at the end is killed."""
+    processes = {
+        (case, rank): fork(folder / str(rank), {}, fn, rank, case, folder)
+        for case, folder in folders.items()
+        for rank in range(world)
+    }
+    try:
+        yield processes
+    finally:
+        for each in processes.values():
+            each.kill()
+            each.join()
+
+
+def join(rank: int, world: int, folder: Path, timeout: float) -> None:
+    """Join a process group that has this timeout once all its ranks are there: starting may take longer."""
+    start = datetime.timedelta(seconds=START)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=start)
+    dist.barrier()  # from here on all are equally far: what one waits for another is not its start
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout))
+
+
+def last_words(process: multiprocessing.process.BaseProcess, says: Path) -> str:
+    """What a process wrote that must end with an error."""
+    process.join(timeout=170)
+    text = says.read_text()
+    assert process.exitcode == 1, f"{says}: {process.exitcode}\n{text}"
+    return text
 
 
 def _live(says: Path, environment: dict[str, str], fn: Callable[..., object], args: tuple[Any, ...]) -> None:

@@ -25,7 +25,7 @@ from tests.test_budget import captured
 from tests.thorough import thorough
 from tests.toy import Llama, batch
 from tests.training import VOCAB as LARGE
-from tests.training import full_gradients
+from tests.training import full_gradients, train_step
 
 VOCAB = 64
 SLOW = replace(PRESETS["h200"], name="slow", intra_bandwidth=2e9, inter_bandwidth=1e9)
@@ -242,12 +242,7 @@ def trained(make: str, budgets: list[int | None]) -> list[Trained]:
         torch.manual_seed(dist.get_rank())
         losses = []
         for step in range(2):
-            loss = model(*data(step, dist.get_world_size(), dist.get_rank()))
-            loss.backward()
-            losses.append(float(loss.detach()))
-            model.optimizer.step()
-            model.optimizer.zero_grad()
-        del loss
+            losses.append(float(train_step(model, *data(step, dist.get_world_size(), dist.get_rank()))))
         last = data(2, dist.get_world_size(), dist.get_rank())
         before = new.count()
         with AllocatedPeak() as peak:

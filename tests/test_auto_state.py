@@ -26,6 +26,7 @@ from fxshard.plan.state import FORMATS, StateChoice
 from fxshard.runtime.host_memory import untouched_memory
 from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool
+from tests.training import train_step
 
 H200 = PRESETS["h200"]
 FAST, SLOW = (replace(H200, name=f"link of {rate:.0e}", host_bandwidth=rate) for rate in (1e15, 1e7))
@@ -224,11 +225,7 @@ def trained(optimizer: Any, budget: int | None, steps: range = range(3), folder:
         fxshard.load(model, folder)
     losses = []
     for step in steps:
-        loss = model(*batch(step, dist.get_rank()))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+        losses.append(float(train_step(model, *batch(step, dist.get_rank()))))
         if folder and step == 2:
             fxshard.save(model, folder)
     return Trained(model.schedule, losses, model.full_state_dict(), model.bytes_at_rest(), str(model.report))
@@ -348,10 +345,7 @@ def test_a_larger_batch_sends_more_to_the_host() -> None:
     assert "optimizer state: " not in str(model.report)
     for step, size in enumerate((64, 64, 192, 64)):
         for each, own in ((model, model.optimizer), (plain, optimizer)):
-            loss = each(*batch(step, 0, size))
-            loss.backward()
-            own.step()
-            own.zero_grad()
+            train_step(each, *batch(step, 0, size), optimizer=own)
         found.append(model.bytes_at_rest().get("host", 0))
         with torch.no_grad():
             model(*batch(0, 0))

@@ -13,6 +13,7 @@ from fxshard.bench.tensor_parallel import PARTS, parallelize
 from fxshard.bench.workloads import Size, Workload, loss_of
 from tests.pool import Pool
 from tests.thorough import thorough
+from tests.training import train_step
 
 SIZE = Size(LlamaConfig(vocab=64, dim=32, layers=1, heads=4, hidden=48), 2, 8)
 
@@ -28,11 +29,7 @@ def losses() -> tuple[list[list[float]], list[torch.Tensor]]:
         model, optimizer = contender(plain)
         run = []
         for _ in range(2):
-            loss = loss_of(model, inputs)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.append(float(loss.detach()))
+            run.append(float(train_step(loss_of, model, inputs, optimizer=optimizer)))
         found.append(run)
     return found, list(inputs)
 

@@ -17,7 +17,8 @@ from torch import nn
 import fxshard
 from tests.pool import Pool
 from tests.thorough import thorough
-from tests.training import EPS, full_gradients
+from tests.toy import OneLinear
+from tests.training import EPS, full_gradients, train_step
 
 LOG = logging.getLogger(__name__)
 
@@ -51,11 +52,7 @@ class Broken(nn.Module):
         return self.third(x * self.scale).square().mean()
 
 
-class Breaks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Breaks(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
         print("a break")
@@ -148,22 +145,14 @@ def test_a_break_is_refused_with_its_place() -> None:
         torch.compile(sharded, backend="fxshard")(torch.ones(2, 4))
 
 
-class BreaksFirst(nn.Module):
+class BreaksFirst(OneLinear):
     """Ahead of the first graph: Dynamo calls no backend for a graph that is empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return untraced(self.linear.weight, x) + self.linear(x)
 
 
-class Talkative(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Talkative(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         LOG.warning("the mean is %s", x)
         LOG.info("and so on")
@@ -252,9 +241,7 @@ def steps_of_an_extension(zero: int) -> dict[str, Any]:
         torch.stack([plain(inputs(number, other)) for other in range(2)]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        model(inputs(number, rank)).backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+        train_step(model, inputs(number, rank))
     pairs = zip(plain.state_dict().values(), model.full_state_dict().values(), strict=True)
     return {
         "same": all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs),

@@ -14,15 +14,11 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool, RankError
-from tests.toy import Mlp, Untraceable
+from tests.toy import Mlp, OneLinear, Untraceable
 from tests.training import llama, this_ranks_batch
 
 
-class LeaksWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class LeaksWeight(OneLinear):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.linear(x), self.linear.weight.t()
 
@@ -109,11 +105,7 @@ def test_sparse_gradients() -> None:
         assert model(torch.arange(3)).shape == (3, 4)
 
 
-class Clamping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Clamping(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.linear.weight.clamp_(-0.1, 0.1)

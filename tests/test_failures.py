@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import signal
@@ -14,17 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fxshard
-from tests.forks import fork, load_compiler
+from tests.forks import join, last_words, load_compiler, on_ranks
 
 GATHER = r"(forward|optimizer) unshard of 'layers.\d'"
-START = 150.0
-"""Seconds that two processes may take to start."""
 KILLED = {
-    "killed": GATHER,
     "killed ahead of clipping": "all_reduce of the gradient norm",
     "killed ahead of Muon's step": "optimizer all_reduce of whether gradients are finite",
     "killed in Muon's step": r"optimizer exchange of 'layers.\d'",
@@ -45,20 +40,15 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(rank: int, case: str, store: Path) -> None:
+def train(rank: int, case: str, folder: Path) -> None:
     """Three steps; in the second rank 1 misbehaves, or rank 0 does what both have to do."""
-    start = datetime.timedelta(seconds=START)
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=start)
-    dist.barrier()  # from here on both are equally far: what one waits for the other is not its start
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUTS[case]))
+    join(rank, 2, folder, TIMEOUTS[case])
     muon = "Muon" in case
     optimizer = fxshard.Muon() if muon else fxshard.AdamW()
     model = fxshard.compile(Net(), optimizer=optimizer, layout="rows" if muon else "auto", lowering="eager")
     for step in range(3):
         misbehaves = case if step == 1 and rank == 1 else ""
         used = 2 if misbehaves == "another graph" else 3
-        if misbehaves == "killed":
-            die()
         if misbehaves == "stuck":
             time.sleep(300)
         if case == "saves alone" and step == 1 and rank == 0:
@@ -86,24 +76,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
     load_compiler()
     folders = {case: tmp_path_factory.mktemp(re.sub(r"\W", "_", case)) for case in TIMEOUTS}
     started = time.monotonic()
-    processes = {
-        (case, rank): fork(folder / str(rank), {}, train, rank, case, folder / "store")
-        for case, folder in folders.items()
-        for rank in range(2)
-    }
     found = {}
-    try:
+    with on_ranks(2, train, folders) as processes:
         for case, folder in folders.items():
             speaker = 1 if case == "another graph" else 0  # there it is rank 1 that is alone, with a new program
-            processes[case, speaker].join(timeout=170)
-            text = (folder / str(speaker)).read_text()
-            assert processes[case, speaker].exitcode == 1, f"{case}: {processes[case, speaker].exitcode}\n{text}"
+            text = last_words(processes[case, speaker], folder / str(speaker))
             found[case] = (text, time.monotonic() - started)
         yield found
-    finally:
-        for each in processes.values():
-            each.kill()
-            each.join()
 
 
 Said = dict[str, tuple[str, float]]

@@ -16,7 +16,7 @@ from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool
 from tests.stack import Stack, wide, wide_batch
 from tests.stack import batch as stack_batch
-from tests.training import EPS, fsdp2_run, full_gradients, with_debug
+from tests.training import EPS, fsdp2_run, full_gradients, train_step, with_debug
 
 
 def two_by_two() -> DeviceMesh:
@@ -109,9 +109,7 @@ def test_all_stages_train_as_one_process_and_fsdp2_do(found: list[dict[str, Any]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS, fused=True)
     for step in range(5):
         parts = [stack_batch(step, rank) for rank in range(4)]
-        model(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), optimizer=optimizer)
     for rank in found:
         for name, value in model.state_dict().items():
             for zero in range(4):

@@ -5,7 +5,6 @@ The checkpoint of the step before loads on the ranks that are left.
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import signal
@@ -19,11 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
-from tests.forks import fork, load_compiler
+from tests.forks import join, last_words, load_compiler, on_ranks
 from tests.thorough import thorough
+from tests.training import train_step
 
-START = 150.0
-"""Seconds that two processes may take to start."""
 SOON = 20.0
 """Seconds in which a closed connection is noticed; far less than the timeout, even on a busy machine."""
 TIMEOUTS = {"killed": 600.0, "stopped": 5.0}
@@ -31,6 +29,7 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 KINDS = ("unshard", "wait", "reshard", "grad", "reduce", "finish", "carry")
 """What the engine carries out in a step; ``carry`` is after the update of a bucket."""
 EVENT = r"(forward|backward|optimizer) (unshard|reduce) of 'layers.\d'"
+Case = tuple[str, str]
 
 
 class Net(nn.Module):
@@ -45,12 +44,9 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(rank: int, kind: str, how: str, folder: Path) -> None:
-    start = datetime.timedelta(seconds=START)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=start)
-    dist.barrier()  # from here on both are equally far
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUTS[how]))
+def train(rank: int, case: Case, folder: Path) -> None:
+    kind, how = case
+    join(rank, 2, folder, TIMEOUTS[how])
     model = fxshard.compile(Net(), optimizer=fxshard.AdamW(), lowering="eager")
     run(model, torch.ones(2, 16), kind, how, folder)
 
@@ -58,7 +54,7 @@ def train(rank: int, kind: str, how: str, folder: Path) -> None:
 def run(model: fxshard.ShardedModule, batch: torch.Tensor, kind: str, how: str, folder: Path) -> None:
     """A step, a save, and steps in the first of which something happens to rank 1 at its second event of a kind."""
     rank = dist.get_rank()
-    step(model, batch)
+    train_step(model, batch)
     fxshard.save(model, folder / "step-1")
     torch.save(model.full_state_dict(), folder / f"expected-{rank}")
     if rank == 1:
@@ -66,13 +62,7 @@ def run(model: fxshard.ShardedModule, batch: torch.Tensor, kind: str, how: str, 
         owner = engine.gradients if kind in ("grad", "reduce", "finish") else engine
         setattr(owner, kind, second_call(getattr(owner, kind), SIGNALS[how], folder / "happened"))
     for _ in range(3):
-        step(model, batch)
-
-
-def step(model: fxshard.ShardedModule, batch: torch.Tensor) -> None:
-    model(batch).backward()
-    model.optimizer.step()
-    model.optimizer.zero_grad()
+        train_step(model, batch)
 
 
 def second_call(act: Callable[..., Any], number: signal.Signals, mark: Path) -> Callable[..., Any]:
@@ -89,7 +79,6 @@ def second_call(act: Callable[..., Any], number: signal.Signals, mark: Path) -> 
     return counted
 
 
-Case = tuple[str, str]
 CASES: list[Case] = [("unshard", "killed"), ("reduce", "killed"), ("carry", "killed"), ("reduce", "stopped")]
 MORE: list[Case] = [(kind, how) for kind in KINDS for how in SIGNALS if (kind, how) not in CASES]
 
@@ -102,24 +91,13 @@ def left(
     load_compiler()
     asked = {item.callspec.params["case"] for item in request.session.items if item.path == Path(__file__)}
     folders = {case: tmp_path_factory.mktemp("-".join(case)) for case in (*CASES, *MORE) if case in asked}
-    processes = {
-        (case, rank): fork(folder / str(rank), {}, train, rank, *case, folder)
-        for case, folder in folders.items()
-        for rank in range(2)
-    }
     found = {}
-    try:
+    with on_ranks(2, train, folders) as processes:
         for case, folder in folders.items():
-            processes[case, 0].join(timeout=170)
-            text = (folder / "0").read_text()
-            assert processes[case, 0].exitcode == 1, f"{case}: {processes[case, 0].exitcode}\n{text}"
+            text = last_words(processes[case, 0], folder / "0")
             seconds = (folder / "0").stat().st_mtime - (folder / "happened").stat().st_mtime
             found[case] = (text, seconds, folder)
         yield found
-    finally:
-        for each in processes.values():
-            each.kill()
-            each.join()
 
 
 @pytest.mark.timeout(240)

@@ -11,6 +11,7 @@ import fxshard
 from tests.pool import Pool
 from tests.stack import Stack, batch
 from tests.toy import Mlp
+from tests.training import train_step
 
 
 def test_many_models_of_one_class() -> None:
@@ -90,11 +91,7 @@ def uneven() -> tuple[list[float], list[float]]:
             if step == 1:
                 with torch.no_grad():
                     losses.append(float(model(x, y)))
-            loss = model(x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
+            losses.append(float(train_step(model, x, y, optimizer=optimizer)))
         both.append(losses)
     return both[0], both[1]
 

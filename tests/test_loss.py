@@ -18,7 +18,7 @@ from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import batch
-from tests.training import EPS, VOCAB, Run, full_gradients, sharded_run, this_ranks_batch
+from tests.training import VOCAB, Run, full_gradients, plain_run, sharded_run, this_ranks_batch
 
 CHUNKED = fxshard.Debug(chunk_loss=True)
 
@@ -58,21 +58,6 @@ def check_no_logits(graphs: dict[str, fx.GraphModule], tokens: int, classes: int
                 assert not (classes in sizes and value.numel() >= tokens * classes), node
 
 
-def plain_run(make: Any, ranks: int, steps: int) -> Run:
-    """Plain PyTorch on the batches of all ranks, the mean of their losses."""
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=EPS)
-    losses, grads = [], {}
-    for step in range(steps):
-        loss = torch.stack([model(*batch(step, ranks, rank, VOCAB)) for rank in range(ranks)]).mean()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-    return Run(losses, grads, {name: value.clone() for name, value in model.state_dict().items()})
-
-
 # -- sharded ---------------------------------------------------------------------------------------------------------
 
 STEPS = 2
@@ -87,7 +72,7 @@ def stages(make: Any, zeros: list[int]) -> list[Run]:
     ("make", "zeros"), [(Language, [3]), (Tied, [1]), thorough(Language, [0, 1, 2]), thorough(Tied, [0, 2, 3])]
 )
 def test_two_ranks_train_like_plain_pytorch(ranks: Pool, make: Any, zeros: list[int]) -> None:
-    expected = plain_run(make, 2, STEPS)
+    expected = plain_run(2, make, steps=STEPS, fused=False, apart=True)
     for runs in ranks(2, stages, make, zeros):
         for run in runs:
             assert run.distance(expected) < 1e-6
@@ -101,7 +86,7 @@ def replicated() -> Run:
 @pytest.mark.thorough
 @pytest.mark.shows("H4")
 def test_replicated_shards_train_like_plain_pytorch(ranks: Pool) -> None:
-    expected = plain_run(Tied, 4, STEPS)
+    expected = plain_run(4, Tied, steps=STEPS, fused=False, apart=True)
     for run in ranks(4, replicated):
         assert run.distance(expected) < 1e-6
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +17,16 @@ from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
 from tests.toy import Llama
-from tests.training import deliver, full_gradients, llama, my_data_for, random_gradients, with_debug
+from tests.training import (
+    deliver,
+    full_gradients,
+    llama,
+    my_data_for,
+    random_gradients,
+    step_beside,
+    stepped,
+    with_debug,
+)
 
 ADAMW = fxshard.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1)
 MUON = fxshard.Muon(lr=2e-2, weight_decay=0.1, adamw=ADAMW)
@@ -47,15 +55,7 @@ def against_plain(choice: fxshard.Muon, make: Any = short, steps: int = 2, **opt
             if p.requires_grad and "unused" not in name
         }
         deliver(model, grads)
-        for name, parameter in plain.named_parameters():
-            parameter.grad = grads.get(name)
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        reference.step()
-        found = model.full_state_dict()
-        different += [
-            f"step {step}: {name}" for name, p in plain.state_dict().items() if not torch.equal(p, found[name])
-        ]
+        different += step_beside(model, plain, reference, grads, step)
     return different
 
 
@@ -91,16 +91,7 @@ def trained() -> tuple[list[str], bool, list[str]]:
         loss = model(*my_data_for(model, 0))
         loss.backward()
         losses.append(float(loss.detach()))
-        grads = full_gradients(model)
-        for name, parameter in plain.named_parameters():
-            parameter.grad = grads[name].clone()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        reference.step()
-        found = model.full_state_dict()
-        different += [
-            f"step {step}: {name}" for name, p in plain.state_dict().items() if not torch.equal(p, found[name])
-        ]
+        different += step_beside(model, plain, reference, full_gradients(model), step)
     kinds = [event.kind.value for event in model.schedule.events if event.phase is Phase.OPTIMIZER]
     return different, losses[-1] < losses[0], kinds
 
@@ -263,21 +254,12 @@ def resumed() -> bool:
     def fresh() -> fxshard.ShardedModule:
         return fxshard.shard(llama(), optimizer=MUON, zero=3, layout="rows")
 
-    def train(model: fxshard.ShardedModule, steps: range) -> None:
-        for step in steps:
-            deliver(model, random_gradients(llama(), step))
-            model.optimizer.step()
-            model.optimizer.zero_grad()
-
-    straight = fresh()
-    train(straight, range(4))
-    first = fresh()
-    train(first, range(2))
-    second = fresh()
-    second.load_state_dict(first.full_state_dict())
+    straight = stepped(fresh(), llama, range(4))
+    first, second = fresh(), fresh()
+    second.load_state_dict(stepped(first, llama, range(2)))
     second.optimizer.load_state_dict(first.optimizer.state_dict())
-    train(second, range(2, 4))
-    return all(torch.equal(p, second.full_state_dict()[name]) for name, p in straight.full_state_dict().items())
+    found = stepped(second, llama, range(2, 4))
+    return all(torch.equal(p, found[name]) for name, p in straight.items())
 
 
 def test_state_dict_resumes_bitwise(ranks: Pool) -> None:
@@ -285,44 +267,6 @@ def test_state_dict_resumes_bitwise(ranks: Pool) -> None:
 
 
 # -- bad gradients -----------------------------------------------------------------------------------------------------
-
-
-def with_nan(mode: str, poisoned_rank: int) -> tuple[str, bool]:
-    choice = fxshard.Muon(lr=2e-2, adamw=ADAMW, nan=mode)
-    model = fxshard.shard(llama(), optimizer=choice, zero=3, layout="rows")
-    deliver(model, random_gradients(llama(), 0))
-    model.optimizer.step()
-    model.optimizer.zero_grad()
-    before = model.full_state_dict()
-    momentum = {id(p): s["momentum_buffer"].clone() for p, s in model.optimizer.state.items() if "momentum_buffer" in s}
-    deliver(model, random_gradients(llama(), 1))
-    if dist.get_rank() == poisoned_rank:
-        for parameter in model.parameters():
-            if parameter.grad.to_local().numel():
-                parameter.grad.to_local().view(-1)[0] = float("nan")
-                break
-    said = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            model.optimizer.step()
-        except fxshard.FxshardError as error:
-            said = str(error)
-    said = said or "".join(str(w.message) for w in caught)
-    after = model.full_state_dict()
-    unchanged = all(torch.equal(before[name], after[name]) for name in before) and all(
-        torch.equal(model.optimizer.state[p]["momentum_buffer"].to_local(), momentum[id(p)].to_local())
-        for p in model.parameters()
-        if id(p) in momentum
-    )
-    return said, unchanged
-
-
-@pytest.mark.parametrize("mode", ["raise", "skip"])
-def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(ranks: Pool, mode: str) -> None:
-    for said, unchanged in ranks(2, with_nan, mode, 1):
-        assert "not finite" in said
-        assert unchanged
 
 
 def missing_on_one_rank() -> bool:

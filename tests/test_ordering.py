@@ -20,7 +20,7 @@ from tests.pool import Pool
 from tests.precision.nets import single, this_ranks_tokens
 from tests.stack import Stack, batch, wide, wide_batch
 from tests.thorough import thorough
-from tests.training import my_data_for, with_debug
+from tests.training import my_data_for, train_step, with_debug
 
 STEPS = 3
 ADAMW = fxshard.AdamW(lr=1e-3)
@@ -77,9 +77,7 @@ def differences(
         return data(model, step) if data is my_data_for else data(step)
 
     def train(step: int) -> None:
-        model(*inputs(step)).backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+        train_step(model, *inputs(step))
 
     def accumulate() -> None:
         with model.no_sync():

@@ -13,7 +13,7 @@ from fxshard.schedule.events import Kind
 from tests.pool import Pool
 from tests.thorough import thorough
 from tests.toy import Llama, batch
-from tests.training import Run, mean_over_ranks
+from tests.training import Run, mean_over_ranks, train_step
 
 BF16 = torch.bfloat16
 VOCAB, STEPS = 32, 2
@@ -40,11 +40,7 @@ def fsdp2(reduce: torch.dtype) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = []
     for step in range(STEPS):
-        loss = model(*this_ranks_batch(step))
-        loss.backward()
-        losses.append(mean_over_ranks(loss))
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(mean_over_ranks(train_step(model, *this_ranks_batch(step), optimizer=optimizer)))
     return Run(losses, {}, {name: value.full_tensor() for name, value in model.state_dict().items()})
 
 
@@ -53,11 +49,7 @@ def ours(zero: int, reduce: torch.dtype) -> tuple[Run, set[torch.dtype], set[str
     model = fxshard.compile(llama(), zero=zero, precision=precision, optimizer=fxshard.AdamW(lr=1e-3), lowering="eager")
     losses = []
     for step in range(STEPS):
-        loss = model(*this_ranks_batch(step))
-        loss.backward()
-        losses.append(mean_over_ranks(loss))
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+        losses.append(mean_over_ranks(train_step(model, *this_ranks_batch(step))))
     masters = {parameter.dtype for parameter in model.parameters()}
     moved = {f"{e.kind} {e.dtype}" for e in model.schedule.events if e.kind in (Kind.UNSHARD, Kind.REDUCE)}
     return Run(losses, {}, model.full_state_dict()), masters, moved

@@ -39,7 +39,7 @@ from tests.stack import Stack, batch
 from tests.test_unused_gradients import ONE_UNIT, Results
 from tests.thorough import thorough
 from tests.toy import batch as tokens
-from tests.training import llama
+from tests.training import llama, train_step
 
 BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 
@@ -94,11 +94,7 @@ def test_float8_weights_are_scaled_and_quantized_in_every_replay() -> None:
     for number in range(5):
         losses = []
         for model in models:
-            loss = model(*tokens(number, 1, 0, VOCAB, size=2, length=8))
-            loss.backward()
-            model.optimizer.step()
-            model.optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(float(train_step(model, *tokens(number, 1, 0, VOCAB, size=2, length=8))))
         assert losses[0] == losses[1]
     assert counts(models[0]) == (2, 6)
     assert same(models)

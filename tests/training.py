@@ -119,6 +119,42 @@ def random_gradients(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters() if p.requires_grad}
 
 
+def stepped(model: fxshard.ShardedModule, make: Make, seeds: range) -> dict[str, torch.Tensor]:
+    """Steps on random gradients; returns the whole parameters."""
+    for seed in seeds:
+        deliver(model, random_gradients(make(), seed))
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return model.full_state_dict()
+
+
+def step_beside(
+    model: fxshard.ShardedModule,
+    plain: nn.Module,
+    reference: torch.optim.Optimizer,
+    grads: dict[str, torch.Tensor],
+    what: object,
+) -> list[str]:
+    """Step sharded, where the gradients are already, and plain with the same; returns what differs in any bit."""
+    for name, parameter in plain.named_parameters():
+        parameter.grad = grads[name].clone() if name in grads else None
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+    reference.step()
+    found = model.full_state_dict()
+    return [f"step {what}: {name}" for name, p in plain.state_dict().items() if not torch.equal(p, found[name])]
+
+
+def train_step(model: Any, *inputs: Any, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+    """One step of an ordinary loop, by default with the optimizer that the model has; returns the loss."""
+    optimizer = optimizer or model.optimizer
+    loss = model(*inputs)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def with_debug(options: dict[str, Any]) -> dict[str, Any]:
     """Options of ``fxshard.compile`` or ``plan`` in which switches of ``fxshard.Debug`` may stand by themselves."""
     names = [field.name for field in fields(fxshard.Debug)]
@@ -147,13 +183,16 @@ def train(model: fxshard.ShardedModule, optimizer: torch.optim.Optimizer, steps:
     return Run(losses, grads, model.full_state_dict())
 
 
-def plain_run(ranks: int, make: Make = llama, *, steps: int = 5, lr: float = 1e-3, fused: bool = True) -> Run:
-    """Train the plain module in one process on the global batch."""
+def plain_run(
+    ranks: int, make: Make = llama, *, steps: int = 5, lr: float = 1e-3, fused: bool = True, apart: bool = False
+) -> Run:
+    """Train the plain module in one process on the global batch; ``apart``: on the mean of the ranks' losses."""
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=fused)
     losses, grads = [], {}
     for step in range(steps):
-        loss = model(*all_data_for(model, step, ranks))
+        parts = [data_for(model, step, ranks, rank) for rank in range(ranks)] if apart else []
+        loss = torch.stack([model(*x) for x in parts or [all_data_for(model, step, ranks)]]).mean()
         loss.backward()
         losses.append(float(loss.detach()))
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
@@ -106,7 +107,7 @@ class EMA:
         for bucket, average in zip(self._buckets, self._averages, strict=True):
             for fragment in bucket.fragments:
                 value, rows = cut[fragment.name], bucket.as_rows(average, fragment.name)
-                if isinstance(value, torch.distributed.tensor.DTensor):
+                if isinstance(value, DTensor):
                     rows.copy_(value.to_local())
                 elif fragment.numel:
                     part = bucket.part(fragment.name, value)

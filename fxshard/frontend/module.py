@@ -19,7 +19,7 @@ from fxshard.frontend.emptied import refuse_uses
 from fxshard.frontend.key_value_cache import without_cache
 from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
 from fxshard.frontend.profiling import profiled
-from fxshard.frontend.report import Compilations, Report
+from fxshard.frontend.report import Report, report_of
 from fxshard.frontend.sharding import Sharding
 from fxshard.frontend.state import ParameterIdentity
 from fxshard.frontend.unsharded import Unsharded
@@ -233,26 +233,8 @@ class ShardedModule(nn.Module):
     @property
     def report(self) -> Report:
         """What was captured, compiled and read so far; ``print(model.report)``."""
-        compiler, backend = self._sharding.compiler, self._backend
         reads = dict(self._reads.places) if self._reads is not None else {}
-        used = {self._sharding.plans[ref.bucket].params[ref.position] for ref in backend.used}
-        names = [name for _, name, _ in state.places(self._sharding.buckets)]
-        replays = self._sharding.engine.replays
-        return Report(
-            Compilations(compiler.segments, compiler.compilations, len(backend.captured), backend.layers_folded),
-            tuple(backend.breaks),
-            reads,
-            [name for name in names if name not in used and name not in reads],
-            replays.report() if replays is not None else None,
-            backend.attention,
-            backend.loss,
-            getattr(self._optimizer, "splits", {}),
-            tuple(backend.captured),
-            backend.largest(),
-            self.schedules["train"].offloaded if "train" in self.schedules else (),
-            backend.experts,
-            self._sharding.state.described(self._sharding.hardware),
-        )
+        return report_of(self._sharding, self._backend, reads, getattr(self._optimizer, "splits", {}))
 
     @property
     def zero(self) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from fxshard.frontend.backend import Backend
+from fxshard.frontend.sharding import Sharding
+from fxshard.frontend.state import places
 from fxshard.kernels.report import ExpertsReport
 from fxshard.optim.fused_weights import Found, summary
 from fxshard.runtime.replay import Captures
@@ -88,3 +91,25 @@ class Report:
             lines.append(f"CUDA graphs: {captures.captured} captured, {captures.replayed} replayed")
             lines += [f"ran through {times} times: {why}" for why, times in captures.run_through.items()]
         return "\n".join(lines)
+
+
+def report_of(sharding: Sharding, backend: Backend, reads: dict[str, str], splits: dict[str, Found]) -> Report:
+    """``reads``: parameters that code between graphs read, and where."""
+    used = {sharding.plans[ref.bucket].params[ref.position] for ref in backend.used}
+    names = [name for _, name, _ in places(sharding.buckets)]
+    compiler, replays = sharding.compiler, sharding.engine.replays
+    return Report(
+        Compilations(compiler.segments, compiler.compilations, len(backend.captured), backend.layers_folded),
+        tuple(backend.breaks),
+        reads,
+        [name for name in names if name not in used and name not in reads],
+        replays.report() if replays is not None else None,
+        backend.attention,
+        backend.loss,
+        splits,
+        tuple(backend.captured),
+        backend.largest(),
+        backend.schedules["train"].offloaded if "train" in backend.schedules else (),
+        backend.experts,
+        sharding.state.described(sharding.hardware),
+    )

@@ -20,9 +20,10 @@ from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, FxshardError, StateError
 from fxshard._torch.log import LOG
 from fxshard.frontend.cpu_products import warn_of_slow_products
+from fxshard.frontend.filling import fill
 from fxshard.frontend.groups import Groups, check_patterns, domain_by_name, meshes_of
 from fxshard.frontend.lowering.segments import SegmentCompiler
-from fxshard.frontend.materialise import Init, check_initialisable, is_meta, materialise
+from fxshard.frontend.materialise import Init, check_initialisable
 from fxshard.frontend.state_decision import StateDecision
 from fxshard.frontend.tensor_parallel import cut_matrices, find_tensor_parallel, refuse_combinations
 from fxshard.kernels.costs import GPUS, short_name
@@ -40,7 +41,6 @@ from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels, connect, connect_tensor_parallel, domain_ranks, shape_of
 from fxshard.runtime.engine import Engine
-from fxshard.runtime.hollow import make_hollow, refuse_copies
 from fxshard.runtime.replay import check_capturable
 from fxshard.schedule.params import ParamRef
 from fxshard.schedule.profile import Profile
@@ -181,7 +181,7 @@ def take_apart(
         chosen: connect(chosen, where, [plan for plan in plans if plan.domain == chosen], tensor)
         for chosen, where in [(domain, mesh), *others.values()]
     }
-    buckets, hollow = _fill(model, plans, channels, device, init)
+    buckets, hollow = fill(model, plans, channels, device, init)
     for name, buffer in model.named_buffers():
         value = private.local_part(buffer)
         channels[domain_of(name)].broadcast(value)
@@ -248,26 +248,6 @@ def plan_model(
     )
 
 
-def _fill(
-    model: nn.Module,
-    plans: tuple[BucketPlan, ...],
-    channels: Mapping[Domain, Channels],
-    device: torch.device,
-    init: Init | None,
-) -> tuple[list[Bucket], dict[str, nn.Parameter]]:
-    """Move the model's parameters into buckets; returns these and what is left of the parameters."""
-    if is_meta(model):
-        buckets = [Bucket(plan, channels[plan.domain], device) for plan in plans]
-        return buckets, _make_real(model, buckets, device, init)
-    originals = dict(model.named_parameters())
-    buckets = []
-    for plan in plans:
-        bucket = Bucket(plan, channels[plan.domain], device)
-        _move_in(bucket, originals)
-        buckets.append(bucket)
-    return buckets, originals
-
-
 def _domain(mesh: DeviceMesh | None, reduction: Reduction) -> Domain:
     """The model's own ranks: of two mesh dimensions the first replicates and the second shards."""
     if mesh is None:
@@ -292,52 +272,6 @@ def machine(options: Options, device: torch.device) -> Hardware:
             ", ".join(GPUS),
         )
     return hardware(known or "h100")
-
-
-def _move_in(bucket: Bucket, originals: dict[str, nn.Parameter]) -> None:
-    """Take the bucket's parameters over from the model, one at a time, freeing each one once it is copied.
-
-    The values of the first rank that holds them win: replicas must start equal, and ranks that were seeded differently
-    would otherwise train a model that is a patchwork of theirs.
-    """
-    bucket.make_params(originals)
-    for name in bucket.plan.params:
-        _take_over(bucket, name, originals[name])
-    _settle(bucket)
-
-
-def _make_real(
-    model: nn.Module, buckets: list[Bucket], device: torch.device, init: Init | None
-) -> dict[str, nn.Parameter]:
-    """Materialise a model on the meta device into buckets, module by module; returns its hollow parameters."""
-    home = {name: bucket for bucket in buckets for name in bucket.plan.params}
-    originals = dict(model.named_parameters())
-    for bucket in buckets:
-        bucket.make_params(originals)
-    try:
-        return materialise(model, device, init, lambda name, value: _take_over(home[name], name, value))
-    finally:
-        for bucket in buckets:
-            _settle(bucket)
-
-
-def _take_over(bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
-    value = private.local_part(parameter).detach().contiguous()
-    bucket.channels.broadcast(value)
-    if bucket.tensor is not None and bucket.tensor.pieces[name].dim is None:
-        bucket.tensor.broadcast(value)
-    bucket.load({name: value})
-    make_hollow(parameter, bucket.plan.param_dtype)
-    refuse_copies(parameter)
-
-
-def _settle(bucket: Bucket) -> None:
-    """Where nothing is ever gathered, the unsharded parameters follow the shard once."""
-    if bucket.full is not None and bucket.plan.layout.ranks == 1:
-        with torch.no_grad():
-            own = bucket.own_slice(bucket.full)
-            if own.data_ptr() != bucket.master.data_ptr():
-                own.copy_(bucket.master)
 
 
 def _resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch.errors import StateError
 from fxshard.optim.sending import sent
@@ -72,7 +72,7 @@ class StepCounts:
 
 def own_rows(bucket: Bucket, tensor: torch.Tensor, fragment: Fragment, numel: int | None = None) -> torch.Tensor:
     """This rank's elements of sharded or of whole state, flat. ``numel``: how many, if not one for each parameter's."""
-    if isinstance(tensor, dist.tensor.DTensor):
+    if isinstance(tensor, DTensor):
         local = tensor.to_local()
         if local.numel() != (fragment.numel if numel is None else numel):
             raise StateError(

@@ -31,7 +31,6 @@ class Arena:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._in_use: list[tuple[SlotRange, Token]] = []
         self._views: dict[Hashable, tuple[Any, ...]] = {}
-        self.allocations = 0
 
     @property
     def bytes(self) -> int:
@@ -51,12 +50,10 @@ class Arena:
             self.wait()
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._views.clear()
-            self.allocations += 1
 
     def take(self, slot: SlotRange) -> tuple[torch.Tensor, list[Token]]:
         """The bytes of a slot, and what must be over before they are written."""
         if not self._planned:
-            self.allocations += 1
             return torch.empty(slot.bytes, dtype=torch.uint8, device=self._device), []
         pending = [token for used, token in self._in_use if used.overlaps(slot)]
         self._in_use = [(used, token) for used, token in self._in_use if not _inside(used, slot)]

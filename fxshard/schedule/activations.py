@@ -19,7 +19,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.plan.cost import node_flops, tensor_bytes
-from fxshard.schedule.aliases import is_constant, is_view, readers
+from fxshard.schedule.aliases import is_constant, is_view, readers, root_of
 from fxshard.schedule.events import OF_MODEL, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import computes, unpacks
 from fxshard.schedule.params import GRADS, PARAM
@@ -140,7 +140,7 @@ def step_activations(graphs: Mapping[Phase, fx.Graph], fused: bool) -> dict[Phas
     outside, memory = 0, dict[str, str]()
     if forward is not None and backward is not None:
         taken = {node.name for node in backward.find_nodes(op="placeholder")}
-        results = {node: _owner(node) for node in forward.output_node().all_input_nodes}
+        results = {node: root_of(node) for node in forward.output_node().all_input_nodes}
         memory = {node.name: owner.name for node, owner in results.items() if node.name in taken}
         only_returned = {owner for node, owner in results.items() if owner.name not in memory.values()}
         outside = sum(owned_bytes(node) for node in only_returned if node.op != "placeholder")
@@ -174,12 +174,6 @@ def _parts_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     several = isinstance(value, (tuple, list)) and computes(node) and not is_view(node)
     return tensor_bytes(value) if several else 0
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _stretches(nodes: list[fx.Node]) -> dict[fx.Node, int]:

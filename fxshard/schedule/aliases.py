@@ -42,6 +42,13 @@ def is_view(node: fx.Node) -> bool:
     return _KNOWN[id(target)][1]
 
 
+def root_of(node: fx.Node) -> fx.Node:
+    """The node that has the memory of a value."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Every node that reads the memory of ``nodes``, directly or through any chain of views.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import signal
@@ -15,11 +14,9 @@ import torch.distributed as dist
 
 import fxshard
 from tests.checkpoint.zoo import ADAMW, same, zoo
-from tests.forks import fork
+from tests.forks import join, last_words, on_ranks
 
 RANKS = 3
-START = 150.0
-"""Seconds that the processes may take to start."""
 TIMEOUT = 5.0
 """Of the process group, once all ranks are there."""
 AGAIN = 4.0
@@ -30,11 +27,7 @@ CASES = ["only rank 0 saves", "only rank 0 loads", "stopped in a save", "killed 
 
 def run(rank: int, case: str, folder: Path) -> None:
     """Save once; then rank 2 misbehaves, or all but rank 0 do."""
-    start = datetime.timedelta(seconds=START)
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=start)
-    dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT))
+    join(rank, RANKS, folder, TIMEOUT)
     model = fxshard.shard(zoo(), optimizer=ADAMW)
     if case != "only rank 0 saves":  # there the ranks have not even met for a checkpoint before
         fxshard.save(model, folder / "step-1")
@@ -58,26 +51,15 @@ def misbehave(rank: int, case: str) -> None:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], tuple[str, float, Path]]]:
     """{(case, rank): what it wrote, after how many seconds it ended, the folder}, of ranks that are left."""
     folders = {case: tmp_path_factory.mktemp(re.sub(r"\W", "_", case)) for case in CASES}
-    processes = {
-        (case, rank): fork(folder / str(rank), {}, run, rank, case, folder)
-        for case, folder in folders.items()
-        for rank in range(RANKS)
-    }
     found = {}
-    try:
+    with on_ranks(RANKS, run, folders) as processes:
         for (case, rank), process in processes.items():
             if rank == 0 or (rank == 1 and not case.startswith("only")):
-                process.join(timeout=170)
-                text = (folders[case] / str(rank)).read_text()
-                assert process.exitcode == 1, f"{case}, rank {rank}: {process.exitcode}\n{text}"
+                text = last_words(process, folders[case] / str(rank))
                 began = (folders[case] / f"began {rank}").stat().st_mtime
                 took = (folders[case] / str(rank)).stat().st_mtime - began  # its last words are the error
                 found[case, rank] = (text, took, folders[case])
         yield found
-    finally:
-        for each in processes.values():
-            each.kill()
-            each.join()
 
 
 Ended = dict[tuple[str, int], tuple[str, float, Path]]

@@ -7,14 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxshard import grouped_mm
-
-
-def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Torch's grouped product where its tracing allows (bf16 only), ours for fp32."""
-    if x.dtype == torch.bfloat16:
-        return F.grouped_mm(x, weight, offs=offsets)
-    return grouped_mm(x, weight, offs=offsets)
+from fxshard.bench.models import MLP as Mlp
+from fxshard.bench.models import grouped_product as product
 
 
 class Titan(nn.Module):
@@ -118,19 +112,6 @@ class Clamped(nn.Module):
         y = product(h, self.down, offsets)
         y.add_(self.down_bias[ids])
         return y * weights.unsqueeze(-1)
-
-
-class Mlp(nn.Module):
-    """One dense expert."""
-
-    def __init__(self, dim: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(dim, inner, bias=False)
-        self.up = nn.Linear(dim, inner, bias=False)
-        self.down = nn.Linear(inner, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Loop(nn.Module):

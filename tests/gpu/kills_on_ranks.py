@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from tests.test_kills import EVENT, KINDS, SIGNALS, START, Case, Net, run
+from tests.forks import START
+from tests.test_kills import EVENT, KINDS, SIGNALS, Case, Net, run
 
 TIMEOUT = 20.0
 SLACK = 10.0

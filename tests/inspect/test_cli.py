@@ -16,6 +16,7 @@ from torch import nn
 import fxshard
 from fxshard._torch.errors import ConfigError
 from fxshard.bench.presets import PRESETS, Moe, MoeConfig
+from fxshard.cli import inspection
 from fxshard.cli import main as cli
 from fxshard.passes.budget_trades import Trade
 from fxshard.plan.hardware import PRESETS as HARDWARE
@@ -228,7 +229,7 @@ def test_help_needs_no_torch() -> None:
 def test_progress_counts_the_stages_of_planning() -> None:
     from fxshard.frontend.planning import STAGES
 
-    assert len(STAGES) == cli.PLANNING
+    assert len(STAGES) == inspection.PLANNING
     seen: list[str] = []
     with torch.device("meta"):
         model = nn.Linear(4, 4)

@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 from fxshard._torch.errors import FxshardError
 from fxshard.schedule.verify import RULES, ScheduleError, verify
-from tests.inspect.mutations import collectives, derived, gathers, gradients, memory, offloads, updates
+from tests.inspect.mutations import MUTATIONS, collectives, offloads
 from tests.inspect.mutations.editing import Broken
 from tests.inspect.mutations.gathers import no_reshard
 from tests.inspect.mutations.updates import exchanging, exchanging_parts
 from tests.inspect.schedules import evaluation, zero3
-
-MUTATIONS = gathers.MUTATIONS | gradients.MUTATIONS | updates.MUTATIONS | memory.MUTATIONS | derived.MUTATIONS
-MUTATIONS |= collectives.MUTATIONS | offloads.MUTATIONS
 
 
 def test_a_step_with_an_exchange_passes() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fxshard
 from tests.optim.state_reference import LINES, Kinds, Reference, bf16, drawn, eight_bits
 from tests.stack import wide
-from tests.training import deliver, random_gradients
+from tests.training import random_gradients, stepped
 
 LR = 1e-2
 FORMATS, PLACES = ("fp32", "bf16", "8bit"), ("none", "host")
@@ -22,11 +22,7 @@ def sharded(choice: fxshard.AdamW | fxshard.Muon, **options: Any) -> fxshard.Sha
 
 
 def train(model: fxshard.ShardedModule, seeds: range) -> dict[str, torch.Tensor]:
-    for seed in seeds:
-        deliver(model, random_gradients(Kinds(), seed))
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-    return model.full_state_dict()
+    return stepped(model, Kinds, seeds)
 
 
 def moments(model: fxshard.ShardedModule) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from tests.optim.normuon_reference import Reference
 from tests.pool import Pool
 from tests.test_muon import SPLIT, against_plain, fused, short
 from tests.thorough import thorough
-from tests.training import deliver, random_gradients
+from tests.training import stepped
 
 ADAMW = fxshard.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1)
 CHOICE = fxshard.NorMuon(lr=2e-2, weight_decay=0.1, beta2=0.9, adamw=ADAMW)
@@ -89,33 +89,27 @@ def test_equals_the_plain_step_bitwise_in_every_layout(ranks: Pool, world: int) 
         assert found == {name: [] for name in found}
 
 
-def stepped(model: fxshard.ShardedModule, seeds: range) -> fxshard.ShardedModule:
-    for seed in seeds:
-        deliver(model, random_gradients(short(), seed))
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-    return model
-
-
 def made(layout: Any, **choices: Any) -> fxshard.ShardedModule:
     choice = fxshard.NorMuon(lr=2e-2, adamw=ADAMW, **choices)
     return fxshard.shard(short(), optimizer=choice, zero=3, layout=layout)
 
 
 def saved(folder: Path, layout: str) -> None:
-    fxshard.save(stepped(made(layout), range(2)), folder / "checkpoint")
+    model = made(layout)
+    stepped(model, short, range(2))
+    fxshard.save(model, folder / "checkpoint")
 
 
 def resumed(folder: Path, layout: str) -> dict[str, torch.Tensor]:
     model = made(layout)
     fxshard.load(model, folder / "checkpoint")
-    return stepped(model, range(2, 4)).full_state_dict()
+    return stepped(model, short, range(2, 4))
 
 
 @pytest.mark.thorough
 def test_checkpoints_move_between_numbers_of_ranks(ranks: Pool, tmp_path: Path) -> None:
     ranks(3, saved, tmp_path, "rows")
-    wanted = stepped(made("rows"), range(4)).full_state_dict()
+    wanted = stepped(made("rows"), short, range(4))
     for layout in ("rows", "whole"):
         for found in ranks(2, resumed, tmp_path, layout):
             assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
@@ -126,13 +120,13 @@ def kept_otherwise() -> dict[str, bool]:
     found = {}
     for layout in ("rows", "whole"):
         plain, host = made(layout), made(layout, offload="host")
-        a, b = (stepped(model, range(3)).full_state_dict() for model in (plain, host))
+        a, b = (stepped(model, short, range(3)) for model in (plain, host))
         found[f"host {layout}"] = all(torch.equal(a[name], b[name]) for name in a)
         one, other = made(layout, state="8bit"), made(layout, state="8bit", offload="host")
-        stepped(one, range(2))
+        stepped(one, short, range(2))
         other.load_state_dict(one.state_dict())
         other.optimizer.load_state_dict(one.optimizer.state_dict())
-        a, b = (stepped(model, range(2, 4)).full_state_dict() for model in (one, other))
+        a, b = (stepped(model, short, range(2, 4)) for model in (one, other))
         found[f"8bit {layout}"] = all(torch.equal(a[name], b[name]) for name in a)
     sizes = model_bytes(made("rows")), model_bytes(made("rows", state="8bit"))
     found["counted"] = all(planned >= held for planned, held in sizes)

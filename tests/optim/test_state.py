@@ -20,7 +20,7 @@ from tests.optim.state_reference import LINES, Kinds, bf16, eight_bits, expected
 from tests.optim.state_runs import FORMATS, LR, PLACES, moments, momentum_reference, same, sharded, train, wrong
 from tests.stack import wide, wide_batch
 from tests.thorough import thorough
-from tests.training import deliver, random_gradients
+from tests.training import deliver, random_gradients, train_step
 
 
 @pytest.mark.shows("M5")
@@ -71,11 +71,7 @@ def losses(format: str) -> list[float]:
     model = fxshard.compile(wide(), optimizer=fxshard.AdamW(lr=1e-3, state=format), lowering="eager")
     found = []
     for step in range(40):
-        loss = model(*wide_batch(step % 4, 0))
-        loss.backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        found.append(float(loss.detach()))
+        found.append(float(train_step(model, *wide_batch(step % 4, 0))))
     return found
 
 

@@ -15,7 +15,7 @@ import fxshard
 from fxshard.plan.parts import Piece
 from tests.parallel import Model, parallel, two_by_two
 from tests.pool import Pool
-from tests.training import deliver, random_gradients
+from tests.training import deliver, random_gradients, step_beside
 
 ADAMW = fxshard.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1)
 MUON = fxshard.Muon(lr=2e-2, weight_decay=0.1, adamw=ADAMW)
@@ -47,13 +47,7 @@ def against_plain(choice: fxshard.Muon, made: nn.Module, plain: nn.Module, **opt
     for step in range(2):
         grads = random_gradients(plain, step)
         deliver(model, grads)
-        for name, parameter in plain.named_parameters():
-            parameter.grad = grads[name]
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        reference.step()
-        found = model.full_state_dict()
-        different += [f"step {step}: {n}" for n, p in plain.state_dict().items() if not torch.equal(p, found[n])]
+        different += step_beside(model, plain, reference, grads, step)
     return different
 
 

@@ -83,6 +83,16 @@ def listing(module: fx.GraphModule) -> list[str]:
     return lines
 
 
+def chain(layers: int, shape: tuple[int, int], saves: bool = False) -> fx.GraphModule:
+    """x @ w0 @ w1 @ …, one bucket per product; returns the weights, too, where they are saved for backward."""
+    draft = Draft()
+    weights = [draft.input(f"w{i}", *shape, param=ParamRef(i, 0)) for i in range(layers)]
+    x = draft.input("x", *shape)
+    for weight in weights:
+        x = draft.call(aten.mm.default, x, weight)
+    return draft.output(x, *(weights if saves else ()))
+
+
 class Pretend(fx.Interpreter):
     """Runs a scheduled or a split graph on real tensors, with buckets that are plain lists.
 

@@ -14,20 +14,11 @@ from fxshard.passes.plan_memory import plan_memory, with_slots
 from fxshard.passes.timeline import Timeline
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.params import ParamRef
-from tests.passes.graphs import Draft, aten, bucket, context
+from tests.passes.graphs import Draft, aten, bucket, chain, context
 
 SQUARE = (64, 64)
 LAYERS = 6
 BUCKETS = tuple(bucket(i, SQUARE) for i in range(LAYERS))
-
-
-def forward() -> fx.GraphModule:
-    draft = Draft()
-    weights = [draft.input(f"w{i}", *SQUARE, param=ParamRef(i, 0)) for i in range(LAYERS)]
-    x = draft.input("x", *SQUARE)
-    for weight in weights:
-        x = draft.call(aten.mm.default, x, weight)
-    return draft.output(x, *weights)
 
 
 def backward() -> fx.GraphModule:
@@ -42,7 +33,7 @@ def backward() -> fx.GraphModule:
 
 
 def inserted(frame: PassContext) -> dict[Phase, fx.GraphModule]:
-    modules = {Phase.FORWARD: forward(), Phase.BACKWARD: backward()}
+    modules = {Phase.FORWARD: chain(LAYERS, SQUARE, saves=True), Phase.BACKWARD: backward()}
     for phase, module in modules.items():
         here = replace(frame, phase=phase)
         insert_reshard(insert_unshard(module, here), here)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from torch import fx
 
 from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
@@ -11,8 +10,7 @@ from fxshard.passes.order_prefetch import latest_starts, order_prefetch
 from fxshard.passes.timeline import PhaseTimeline
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.events import Phase
-from fxshard.schedule.params import ParamRef
-from tests.passes.graphs import Draft, aten, bucket, context
+from tests.passes.graphs import bucket, chain, context
 
 SQUARE = (64, 64)
 LAYERS = 5
@@ -20,19 +18,9 @@ DEPTH = 2
 BUCKETS = tuple(bucket(i, SQUARE) for i in range(LAYERS))
 
 
-def chain() -> fx.GraphModule:
-    """x @ w0 @ w1 @ …, one bucket per product."""
-    draft = Draft()
-    weights = [draft.input(f"w{i}", *SQUARE, param=ParamRef(i, 0)) for i in range(LAYERS)]
-    x = draft.input("x", *SQUARE)
-    for weight in weights:
-        x = draft.call(aten.mm.default, x, weight)
-    return draft.output(x)
-
-
 def timeline() -> PhaseTimeline:
     frame = context(*BUCKETS)
-    return PhaseTimeline.of(Phase.FORWARD, insert_reshard(insert_unshard(chain(), frame), frame).graph)
+    return PhaseTimeline.of(Phase.FORWARD, insert_reshard(insert_unshard(chain(LAYERS, SQUARE), frame), frame).graph)
 
 
 def by_deadline(machine: Hardware) -> PhaseTimeline:

@@ -8,7 +8,6 @@ import os
 import pytest
 import torch
 
-from fxshard._torch import private
 from fxshard.frontend.lowering.programs import lower
 from fxshard.frontend.lowering.segments import SegmentCompiler
 from fxshard.frontend.planning import partition_model
@@ -19,6 +18,7 @@ from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Scheduled
 from fxshard.plan.domain import data_parallel
 from fxshard.plan.hardware import hardware
+from tests.passes import pickled
 from tests.pool import Pool
 from tests.toy import Llama
 
@@ -39,7 +39,7 @@ def here() -> tuple[Scheduled, ShardingPlan]:
 
 
 def digest() -> tuple[int, str]:
-    return hash("seed"), hashlib.sha256(private.dumps(scheduled()[0])).hexdigest()
+    return hash("seed"), hashlib.sha256(pickled.dumps(scheduled()[0])).hexdigest()
 
 
 @pytest.mark.shows("A3")
@@ -47,13 +47,13 @@ def test_another_process_schedules_the_same_bytes(ranks: Pool, here: tuple[Sched
     """Whose hashes are others, unless their seed was given: the process that ranks are forked from has its own."""
     ((hashed, there),) = ranks(1, digest)
     assert hashed != hash("seed") or os.environ.get("PYTHONHASHSEED", "random") != "random"
-    assert there == hashlib.sha256(private.dumps(here[0])).hexdigest()
+    assert there == hashlib.sha256(pickled.dumps(here[0])).hexdigest()
 
 
 @pytest.mark.shows("A3")
 def test_what_is_scheduled_survives_pickling(here: tuple[Scheduled, ShardingPlan]) -> None:
     mine, plan = here
-    again = private.loads(private.dumps(mine))
+    again = pickled.loads(pickled.dumps(mine))
     assert again.schedules == mine.schedules and again.memory == mine.memory
     assert {phase: str(module.graph) for phase, module in again.graphs.items()} == {
         phase: str(module.graph) for phase, module in mine.graphs.items()

@@ -20,7 +20,7 @@ from tests.pool import Pool
 from tests.test_muon import MUON, against_plain
 from tests.thorough import thorough
 from tests.toy import Block, Llama
-from tests.training import all_data_for, full_gradients, llama, my_data_for
+from tests.training import all_data_for, full_gradients, llama, my_data_for, step_beside
 
 
 class Layers(nn.Module):
@@ -177,12 +177,7 @@ def trained(zero: int) -> tuple[list[str], int, int]:
             assert parameter.grad is not None
             if not torch.allclose(grads[name], parameter.grad, rtol=1e-4, atol=1e-6):
                 wrong.append(f"step {step}: {name}")
-            parameter.grad = grads[name].clone()
-        model.optimizer.step()
-        reference.step()
-        model.optimizer.zero_grad()
-        full = model.full_state_dict()
-        wrong += [f"{step} {name}" for name, p in plain.state_dict().items() if not torch.equal(full[name], p)]
+        wrong += step_beside(model, plain, reference, grads, step)
     exchanges = sum(event.kind is Kind.EXCHANGE for event in model.schedule.events)
     spanning = sum(len({n.split(".")[1] for n in b.matrices}) > 1 for b in model.schedule.buckets)
     return wrong, exchanges, spanning

@@ -22,7 +22,7 @@ from tests.precision.nets import VOCAB, single, this_ranks_tokens
 from tests.precision.traffic import Bytes, gathered
 from tests.thorough import thorough
 from tests.toy import batch
-from tests.training import EPS, Run, full_gradients, mean_over_ranks, with_debug
+from tests.training import EPS, Run, full_gradients, mean_over_ranks, train_step, with_debug
 
 BF16 = torch.bfloat16
 ADAMW = fxshard.AdamW(lr=1e-2, eps=EPS)
@@ -287,10 +287,7 @@ def in_precision(precision: fxshard.Precision) -> fxshard.ShardedModule:
 
 
 def one_step(model: fxshard.ShardedModule, step: int) -> float:
-    loss = model(*this_ranks_tokens(step))
-    loss.backward()
-    model.optimizer.step()
-    model.optimizer.zero_grad()
+    loss = train_step(model, *this_ranks_tokens(step))
     return mean_over_ranks(loss)
 
 

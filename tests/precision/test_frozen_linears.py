@@ -17,6 +17,7 @@ from tests.measuring import NewBytes
 from tests.pool import Pool
 from tests.precision.traffic import gathered
 from tests.thorough import thorough
+from tests.training import train_step
 
 DIM, HIDDEN, RANK, LAYERS, STEPS = 64, 128, 4, 2, 3
 BF16 = torch.bfloat16
@@ -91,11 +92,7 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> list[float]:
     losses = []
     for step in range(STEPS):
-        loss = model(*batch(step, dtype))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(train_step(model, *batch(step, dtype), optimizer=optimizer).item())
     return losses
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard._torch.private.aot import OTHER_TANGENT, Traced, before_backward, copied, graph_module, tangent_of, traced
@@ -40,7 +41,21 @@ from fxshard._torch.private.inductor import (
     inductor_joint_passes,
     start_compile_workers,
 )
-from fxshard._torch.private.pickling import dumps, loads
+from fxshard._torch.private.nodes import (
+    calls_checkpointed,
+    chooses_attention,
+    constant_identity,
+    constants,
+    draws_a_random_number,
+    draws_random_numbers,
+    grouped_mm_offsets,
+    is_mutable,
+    is_random,
+    operator_name,
+    operator_of,
+    returns_view,
+    written_arguments,
+)
 from fxshard._torch.private.step import (
     StorageReference,
     UnevenDTensor,
@@ -82,35 +97,6 @@ def saved_outputs(saved: Sequence[fx.Node]) -> list[Any]:
     return [kind(i) for i, kind in enumerate(kinds)]
 
 
-def draws_random_numbers(graph: fx.Graph) -> bool:
-    """Whether running a graph moves a random number generator. torch 2.11, 2.13."""
-    return any(map(draws_a_random_number, graph.nodes))
-
-
-def draws_a_random_number(node: fx.Node) -> bool:
-    """Whether running a node moves a random number generator. torch 2.11, 2.13.
-
-    Operators for attention have a dropout of their own, and are marked for it even where it is 0.
-    """
-    operator = operator_of(node)
-    return operator is not None and is_random(operator) and _argument(node, operator, "dropout_p") != 0.0
-
-
-def is_random(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator may draw random numbers. The partitioner saves a generator's state for one that is computed
-    twice, even where its dropout is 0. torch 2.11, 2.13."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
-def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> Any:
-    """What a node passes for an operator's argument; None where it has none of that name."""
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.name == name:
-            given = node.args[position] if position < len(node.args) else argument.default_value
-            return node.kwargs.get(name, given)
-    return None
-
-
 def lazy_graph_modules() -> AbstractContextManager[None]:
     """Modules around graphs write their Python code when they are called, not each time their graph changes: those that
     torch makes, too. torch 2.11, 2.13.
@@ -120,43 +106,6 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     return _use_lazy_graph_module(True)
-
-
-def operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The torch operator that a node calls, if it calls one. torch 2.11, 2.13."""
-    return node.target if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) else None
-
-
-def operator_name(operator: torch._ops.OpOverload) -> str:
-    """Name without namespace and overload: ``embedding``. torch 2.11, 2.13."""
-    return operator._opname
-
-
-@functools.cache
-def returns_view(operator: torch._ops.OpOverload) -> bool:
-    """Whether the schema says that a result shares memory with an argument it does not write to. torch 2.11, 2.13."""
-    returns = operator._schema.returns
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
-
-
-@functools.cache
-def is_mutable(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator writes to one of its arguments. torch 2.11, 2.13."""
-    return operator._schema.is_mutable
-
-
-def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """The arguments that an operator writes to, by its schema (by any, if no overload is named); None if the target is
-    no operator. torch 2.11, 2.13."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads()]
-    elif isinstance(target, torch._ops.OpOverload):
-        overloads = [target]
-    else:
-        return None
-    arguments = [pair for overload in overloads for pair in enumerate(overload._schema.arguments)]
-    places = {(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in sorted(places)]
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -218,26 +167,6 @@ def is_plain(value: torch.Tensor | None) -> bool:
     from torch._subclasses import FakeTensor
 
     return type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
-
-def grouped_mm_offsets(target: Any) -> str | None:
-    """The name of the third argument, if ``target`` is a grouped matrix product: torch's, that of transformers, ours.
-
-    ``torch._grouped_mm``: torch 2.11, 2.13. ``F.grouped_mm``, which calls it, is what Dynamo traces through.
-    """
-    if target is torch._grouped_mm or target is torch.nn.functional.grouped_mm:
-        return "offs"
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    if isinstance(packet, torch._ops.OpOverloadPacket):
-        return _GROUPED_PRODUCTS.get(packet._qualified_op_name)
-    return None
-
-
-_GROUPED_PRODUCTS = {
-    "aten::_grouped_mm": "offs",
-    "transformers::grouped_mm_fallback": "offs",
-    "fxshard::grouped_product": "offsets",
-}
 
 
 class OperatorObserver(TorchDispatchMode):
@@ -307,25 +236,6 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
-def constants(graph: fx.GraphModule) -> int:
-    """How many tensors are part of a captured graph. AOTAutograd makes them its first inputs. torch 2.11, 2.13."""
-    named = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
-    return len(named)
-
-
-def constant_identity(value: Any) -> str:
-    """What is equal for constants of a graph that can take each other's place: small ones by value, others are equal
-    only to themselves. A constant is known to a tracer by a fake tensor, which may have the value. torch 2.11, 2.13.
-    """
-    real = value if type(value) is torch.Tensor else getattr(value, "constant", None)
-    if not isinstance(real, torch.Tensor) or real.device.type != "cpu" or real.numel() > _SMALL_CONSTANT:
-        return f"at {id(value)}"
-    return f"{real.dtype}{tuple(real.shape)}{real.stride()}{value.device} {real.tolist()!r}"
-
-
-_SMALL_CONSTANT = 64
-
-
 def call_unbroken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call while Dynamo traces: a graph break in there, the first thing or later, is an error. torch 2.11, 2.13."""
     with torch._dynamo.error_on_graph_break(True):
@@ -353,19 +263,6 @@ def local_version(tensor: torch.Tensor) -> int:
     return 0 if local is None else local._version
 
 
-def calls_checkpointed(node: fx.Node) -> bool:
-    """Whether a node runs a checkpointed region. It is given the region's graph, then that graph's inputs.
-
-    torch 2.11, 2.13.
-    """
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
-
-
-def chooses_attention(node: fx.Node) -> bool:
-    """Whether a node restricts the kernels for attention: ``torch.nn.attention.sdpa_kernel``. torch 2.11, 2.13."""
-    return node.op == "call_function" and "sdpa_kernel" in getattr(node.target, "__name__", "")
-
-
 PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
 """A tensor subclass with this as ``__torch_function__`` gives plain tensors, at no cost. torch 2.11, 2.13."""
 
@@ -382,7 +279,7 @@ def rewrap(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """What a rank holds of a parameter: the tensor that a DTensor wraps, differentiated as it is. torch 2.11, 2.13."""
-    return parameter.to_local() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def joined_meshes(data: dist.DeviceMesh, tensor: dist.DeviceMesh) -> dist.DeviceMesh:
@@ -399,8 +296,6 @@ def real_mesh(value: Any) -> dist.DeviceMesh:
 
 def is_plain_shard(placement: Any) -> bool:
     """Whether a placement cuts a dimension into consecutive parts. torch 2.11, 2.13."""
-    from torch.distributed.tensor import Shard
-
     return type(placement) is Shard
 
 

@@ -1,6 +1,5 @@
 """Mutations of a step in which the model itself communicates: in two groups, while a layer computes."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,7 +8,7 @@ from fxshard.plan.model_groups import ModelGroup
 from fxshard.schedule.collectives import ModelCollective
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import Broken, added, moved, without
+from tests.inspect.mutations.editing import Broken, added, breaks, moved, without
 from tests.inspect.schedules import change, evaluation, relinked
 
 TP, EP = ModelGroup("tp", 8), ModelGroup("ep", 4, 8)
@@ -41,12 +40,14 @@ def _place(schedule: Schedule, kind: Kind, number: int) -> int:
     return next(i for i, event in schedule.of(kind) if event.number == number)
 
 
+@breaks("collectives_have_one_order")
 def started_in_another_order() -> Broken:
     schedule = communicating()
     first, second = (_place(schedule, Kind.COLLECTIVE, number) for number in (0, 1))
     return relinked(schedule, moved(schedule, first, second)), second - 1
 
 
+@breaks("collectives_have_one_order")
 def in_a_branch() -> Broken:
     schedule = communicating()
     (graph,) = schedule.graphs
@@ -54,28 +55,33 @@ def in_a_branch() -> Broken:
     return replace(schedule, graphs=(replace(graph, collectives=(graph.collectives[0], some)),)), None
 
 
+@breaks("collectives_have_one_order")
 def not_there() -> Broken:
     schedule = communicating()
     return without(schedule, _place(schedule, Kind.COLLECTIVE, 1)), None
 
 
+@breaks("collectives_have_one_order")
 def in_a_group_that_nobody_knows() -> Broken:
     schedule = communicating()
     return replace(schedule, model_groups=(TP,)), None
 
 
+@breaks("collectives_have_one_order")
 def a_gather_that_calls_itself_one() -> Broken:
     schedule = communicating()
     at = next(i for i, _ in schedule.of(Kind.UNSHARD))
     return change(schedule, at, op="all_reduce"), at
 
 
+@breaks("collectives_are_those_of_the_graphs")
 def sent_before_it_is_computed() -> Broken:
     schedule = communicating()
     at = _place(schedule, Kind.COLLECTIVE, 0)
     return relinked(schedule, moved(schedule, at, at - 1)), at - 1
 
 
+@breaks("collectives_are_those_of_the_graphs")
 def read_before_it_is_there() -> Broken:
     schedule = communicating()
     at = _place(schedule, Kind.AWAIT, 1)
@@ -83,11 +89,13 @@ def read_before_it_is_there() -> Broken:
     return relinked(schedule, moved(schedule, at, computed)), computed
 
 
+@breaks("collectives_are_those_of_the_graphs")
 def never_waited_for() -> Broken:
     schedule = communicating()
     return without(schedule, _place(schedule, Kind.AWAIT, 0)), None
 
 
+@breaks("collectives_are_those_of_the_graphs")
 def waited_for_before_it_starts() -> Broken:
     schedule = communicating()
     at = _place(schedule, Kind.AWAIT, 0)
@@ -95,32 +103,15 @@ def waited_for_before_it_starts() -> Broken:
     return relinked(schedule, moved(schedule, at, start)), start
 
 
+@breaks("collectives_are_those_of_the_graphs")
 def of_other_bytes() -> Broken:
     schedule = communicating()
     at = _place(schedule, Kind.COLLECTIVE, 1)
     return change(schedule, at, bytes=1), at
 
 
+@breaks("collectives_are_those_of_the_graphs")
 def on_another_stream() -> Broken:
     schedule = communicating()
     at = _place(schedule, Kind.COLLECTIVE, 1)
     return change(schedule, at, stream="gather"), at
-
-
-MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
-    "collectives_have_one_order": (
-        started_in_another_order,
-        in_a_branch,
-        not_there,
-        in_a_group_that_nobody_knows,
-        a_gather_that_calls_itself_one,
-    ),
-    "collectives_are_those_of_the_graphs": (
-        sent_before_it_is_computed,
-        read_before_it_is_there,
-        never_waited_for,
-        waited_for_before_it_starts,
-        of_other_bytes,
-        on_another_stream,
-    ),
-}

@@ -1,6 +1,5 @@
 """Mutations of what follows from the table of buckets, the domain and the graphs; ``test_mutants`` generates more."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import TENSOR, Kind, Phase
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, breaks
 from tests.inspect.schedules import change, place, relinked, zero3
 
 
@@ -17,32 +16,39 @@ def _with_bucket(schedule: Schedule, i: int, **fields: object) -> Schedule:
     return replace(schedule, buckets=(*schedule.buckets[:i], bucket, *schedule.buckets[i + 1 :]))
 
 
+@breaks("header_is_possible")
 def no_ranks() -> Broken:
     return replace(zero3(), ranks=-1), None
 
 
+@breaks("header_is_possible")
 def no_such_stage() -> Broken:
     return replace(zero3(), zero=10**18), None
 
 
+@breaks("header_is_possible")
 def gradients_divided_by_another_number() -> Broken:
     schedule = zero3()
     return _with_bucket(schedule, 1, domain=replace(schedule.buckets[1].domain, divisor=7)), None
 
 
+@breaks("buckets_are_possible")
 def a_bucket_with_anothers_number() -> Broken:
     return _with_bucket(zero3(), 1, index=0), None
 
 
+@breaks("buckets_are_possible")
 def a_bucket_laid_out_over_other_ranks() -> Broken:
     schedule = zero3()
     return _with_bucket(schedule, 1, layout=replace(schedule.buckets[1].layout, ranks=10**9)), None
 
 
+@breaks("buckets_are_possible")
 def a_bucket_with_state_in_no_format() -> Broken:
     return _with_bucket(zero3(), 1, state="4bit"), None
 
 
+@breaks("buckets_are_possible")
 def a_matrix_that_is_no_part_of_the_whole() -> Broken:
     schedule = zero3(muon=True, tensor=2)
     cuts = schedule.buckets[1].cuts
@@ -50,6 +56,7 @@ def a_matrix_that_is_no_part_of_the_whole() -> Broken:
     return _with_bucket(schedule, 1, cuts=replace(cuts, wholes=(replace(cuts.wholes[0], shape=(48, 16)),))), None
 
 
+@breaks("optimizer_follows_from_the_buckets")
 def matrices_cut_over_other_ranks() -> Broken:
     """All of them, as they could be; but that many ranks exchange other bytes."""
     schedule = zero3(muon=True, tensor=2)
@@ -62,18 +69,21 @@ def matrices_cut_over_other_ranks() -> Broken:
     return schedule, next(i for i, event in schedule.of(Kind.EXCHANGE) if event.stream == TENSOR)
 
 
+@breaks("phases_are_in_order")
 def a_reduction_in_forward() -> Broken:
     schedule = zero3()
     at = place(schedule, Kind.REDUCE, 2, BACKWARD)
     return change(schedule, at, phase=FORWARD), at
 
 
+@breaks("events_match_their_buckets")
 def a_gather_of_other_bytes() -> Broken:
     schedule = zero3()
     at = place(schedule, Kind.UNSHARD, 1, FORWARD)
     return change(schedule, at, bytes=schedule.events[at].bytes - 64), at
 
 
+@breaks("events_match_their_buckets")
 def an_update_that_brings_moments_from_nowhere() -> Broken:
     """They rest on the device, and nothing has to hold them for it."""
     schedule = zero3()
@@ -81,18 +91,21 @@ def an_update_that_brings_moments_from_nowhere() -> Broken:
     return change(schedule, at, peak=512), at
 
 
+@breaks("events_match_their_buckets")
 def a_reduction_in_another_dtype() -> Broken:
     schedule = zero3()
     at = place(schedule, Kind.REDUCE, 1, BACKWARD)
     return change(schedule, at, dtype=torch.bfloat16), at
 
 
+@breaks("events_match_their_buckets")
 def a_name_and_a_number_that_disagree() -> Broken:
     schedule = zero3()
     at = place(schedule, Kind.WAIT, 1, FORWARD)
     return change(schedule, at, bucket="2"), at
 
 
+@breaks("waits_are_where_their_gathers_are")
 def a_wait_that_reads_elsewhere() -> Broken:
     schedule = zero3()
     at = place(schedule, Kind.WAIT, 1, FORWARD)
@@ -101,12 +114,14 @@ def a_wait_that_reads_elsewhere() -> Broken:
     return change(schedule, at, slot=SlotRange(slot.offset + 512, slot.bytes)), at
 
 
+@breaks("waits_are_where_their_gathers_are")
 def a_resident_bucket_that_nothing_refreshes() -> Broken:
     schedule = zero3(zero=1)
     gather, wait = place(schedule, Kind.UNSHARD, 1, FORWARD), place(schedule, Kind.WAIT, 1, FORWARD)
     return relinked(schedule, [event for i, event in enumerate(schedule.events) if i != gather]), wait - 1
 
 
+@breaks("waits_and_gradients_are_used")
 def a_wait_that_nothing_reads() -> Broken:
     schedule = zero3()
     at = place(schedule, Kind.WAIT, 1, FORWARD)
@@ -115,12 +130,14 @@ def a_wait_that_nothing_reads() -> Broken:
     return relinked(changed, list(changed.events)), at
 
 
+@breaks("optimizer_follows_from_the_buckets")
 def an_update_of_other_bytes() -> Broken:
     schedule = zero3(muon=True)
     at = next(i for i, _ in schedule.of(Kind.EXCHANGE))
     return change(schedule, at, bytes=schedule.events[at].bytes + 4), at
 
 
+@breaks("optimizer_follows_from_the_buckets")
 def an_update_too_few() -> Broken:
     schedule = zero3(muon=True)
     kinds = {Kind.EXCHANGE, Kind.COMPUTE}
@@ -131,12 +148,14 @@ def an_update_too_few() -> Broken:
     return change(changed, at, flops=17), at
 
 
+@breaks("computes_are_those_of_the_graphs")
 def compute_that_is_missing() -> Broken:
     schedule = zero3()
     read = next(i for i, event in enumerate(schedule.events) if event.writes)
     return relinked(schedule, [event for i, event in enumerate(schedule.events) if i != read]), None
 
 
+@breaks("computes_are_those_of_the_graphs")
 def compute_without_its_writes() -> Broken:
     schedule = zero3()
     first = next(i for i, event in enumerate(schedule.events) if event.writes)
@@ -144,48 +163,20 @@ def compute_without_its_writes() -> Broken:
     return relinked(changed, list(changed.events)), first
 
 
+@breaks("memory_is_what_it_says")
 def more_at_rest_than_there_is() -> Broken:
     schedule = zero3()
     return replace(schedule, resident_bytes=schedule.resident_bytes + 4), None
 
 
+@breaks("memory_is_what_it_says")
 def an_arena_that_is_too_large() -> Broken:
     schedule = zero3()
     return replace(schedule, arena_bytes=schedule.arena_bytes + 512), None
 
 
+@breaks("waits_for_follows_from_the_order")
 def compute_that_waits_for_nothing() -> Broken:
     schedule = zero3()
     at = next(i for i, _ in schedule.of(Kind.COMPUTE, phase=Phase.FORWARD))
     return change(schedule, at, waits_for=()), at
-
-
-MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
-    "header_is_possible": (no_ranks, no_such_stage, gradients_divided_by_another_number),
-    "buckets_are_possible": (
-        a_bucket_with_anothers_number,
-        a_bucket_laid_out_over_other_ranks,
-        a_bucket_with_state_in_no_format,
-        a_matrix_that_is_no_part_of_the_whole,
-    ),
-    "phases_are_in_order": (a_reduction_in_forward,),
-    "events_match_their_buckets": (
-        a_gather_of_other_bytes,
-        a_reduction_in_another_dtype,
-        an_update_that_brings_moments_from_nowhere,
-        a_name_and_a_number_that_disagree,
-    ),
-    "waits_are_where_their_gathers_are": (
-        a_wait_that_reads_elsewhere,
-        a_resident_bucket_that_nothing_refreshes,
-    ),
-    "waits_and_gradients_are_used": (a_wait_that_nothing_reads,),
-    "optimizer_follows_from_the_buckets": (
-        an_update_of_other_bytes,
-        an_update_too_few,
-        matrices_cut_over_other_ranks,
-    ),
-    "computes_are_those_of_the_graphs": (compute_that_is_missing, compute_without_its_writes),
-    "memory_is_what_it_says": (more_at_rest_than_there_is, an_arena_that_is_too_large),
-    "waits_for_follows_from_the_order": (compute_that_waits_for_nothing,),
-}

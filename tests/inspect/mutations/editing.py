@@ -1,5 +1,7 @@
 """Taking a schedule apart."""
 
+from collections.abc import Callable
+
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
 from tests.inspect.schedules import change, place, relinked
@@ -8,6 +10,18 @@ FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
 Broken = tuple[Schedule, int | None]
 """A schedule, and the position of the event that the error must name; None where no single one is to blame."""
+
+
+MUTATIONS: dict[str, list[Callable[[], Broken]]] = {}
+"""By rule: what it must catch."""
+
+
+def breaks(rule: str) -> Callable[[Callable[[], Broken]], Callable[[], Broken]]:
+    def noted(make: Callable[[], Broken]) -> Callable[[], Broken]:
+        MUTATIONS.setdefault(rule, []).append(make)
+        return make
+
+    return noted
 
 
 def moved(schedule: Schedule, source: int, target: int) -> list[Event]:

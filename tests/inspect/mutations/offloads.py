@@ -9,7 +9,7 @@ from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
 from fxshard.schedule.offloads import HostCopy
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, moved, without
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, breaks, moved, without
 from tests.inspect.schedules import change, relinked, zero3
 
 SIZE = 4096
@@ -62,50 +62,59 @@ def _moved(kind: Kind, number: int, to: Callable[[Schedule], int]) -> Broken:
     return relinked(schedule, moved(schedule, at, target)), target
 
 
+@breaks("copies_are_those_of_the_graphs")
 def leaves_before_it_is_computed() -> Broken:
     return _moved(Kind.OFFLOAD, 0, lambda schedule: next(i for i, _ in schedule.of(Kind.COMPUTE)))
 
 
+@breaks("copies_are_those_of_the_graphs")
 def of_other_bytes() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.RELOAD, 1)
     return change(schedule, at, bytes=SIZE // 2), at
 
 
+@breaks("copies_are_those_of_the_graphs")
 def of_an_activation_that_nobody_knows() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.OFFLOAD, 1)
     return change(schedule, at, number=7), at
 
 
+@breaks("copies_are_those_of_the_graphs")
 def on_the_compute_stream() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.OFFLOAD, 1)
     return change(schedule, at, stream="compute"), at
 
 
+@breaks("copies_are_those_of_the_graphs")
 def backward_wants_more_than_forward_offloads() -> Broken:
     schedule = offloading()
     forward, backward = schedule.graphs
     return replace(schedule, graphs=(forward, replace(backward, copies=(*backward.copies, backward.copies[0])))), None
 
 
+@breaks("memory_is_kept_until_it_is_out")
 def freed_while_it_is_copied() -> Broken:
     """Without a release nothing keeps compute from taking the memory that is still being copied."""
     schedule = offloading()
     return without(schedule, _place(schedule, Kind.RELEASE, 0)), _place(schedule, Kind.OFFLOAD, 0)
 
 
+@breaks("memory_is_kept_until_it_is_out")
 def freed_before_it_is_copied() -> Broken:
     return _moved(Kind.RELEASE, 0, lambda schedule: _place(schedule, Kind.OFFLOAD, 0))
 
 
+@breaks("memory_is_kept_until_it_is_out")
 def freed_without_waiting_for_the_copy() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.RELEASE, 1)
     return change(schedule, at, waits_for=()), at
 
 
+@breaks("memory_is_kept_until_it_is_out")
 def comes_back_before_it_is_out() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.RELOAD, 1)
@@ -113,6 +122,7 @@ def comes_back_before_it_is_out() -> Broken:
     return change(schedule, at, waits_for=tuple(i for i in schedule.events[at].waits_for if i != gone)), at
 
 
+@breaks("offloaded_values_are_back_when_read")
 def read_before_it_is_back() -> Broken:
     """The restore stands after the layer that reads."""
 
@@ -122,70 +132,48 @@ def read_before_it_is_back() -> Broken:
     return _moved(Kind.RESTORE, 0, behind_the_read)
 
 
+@breaks("offloaded_values_are_back_when_read")
 def read_without_waiting() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.RESTORE, 1)
     return change(schedule, at, waits_for=()), at
 
 
+@breaks("offloaded_values_are_back_when_read")
 def waited_for_before_it_starts() -> Broken:
     schedule = offloading()
     at, start = _place(schedule, Kind.RESTORE, 0), _place(schedule, Kind.RELOAD, 0)
     return relinked(schedule, moved(schedule, at, start)), start
 
 
+@breaks("offloaded_values_are_back_when_read")
 def never_brought_back() -> Broken:
     schedule = offloading()
     return without(schedule, _place(schedule, Kind.RELOAD, 0)), None
 
 
+@breaks("offloaded_values_are_back_when_read")
 def never_waited_for() -> Broken:
     schedule = offloading()
     return without(schedule, _place(schedule, Kind.RESTORE, 0)), None
 
 
+@breaks("host_slots_are_free")
 def host_memory_taken_before_it_is_back() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.OFFLOAD, 1)
     return change(schedule, at, slot=SlotRange(0, SIZE)), at
 
 
+@breaks("host_slots_are_free")
 def comes_back_from_elsewhere() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.RELOAD, 0)
     return change(schedule, at, slot=SlotRange(SIZE, SIZE)), at
 
 
+@breaks("host_slots_are_free")
 def too_small_a_place() -> Broken:
     schedule = offloading()
     at = _place(schedule, Kind.OFFLOAD, 0)
     return change(schedule, at, slot=SlotRange(0, SIZE // 2)), at
-
-
-MUTATIONS: dict[str, tuple[Callable[[], Broken], ...]] = {
-    "copies_are_those_of_the_graphs": (
-        leaves_before_it_is_computed,
-        of_other_bytes,
-        of_an_activation_that_nobody_knows,
-        on_the_compute_stream,
-        backward_wants_more_than_forward_offloads,
-    ),
-    "memory_is_kept_until_it_is_out": (
-        freed_while_it_is_copied,
-        freed_before_it_is_copied,
-        freed_without_waiting_for_the_copy,
-        comes_back_before_it_is_out,
-    ),
-    "offloaded_values_are_back_when_read": (
-        read_before_it_is_back,
-        read_without_waiting,
-        waited_for_before_it_starts,
-        never_brought_back,
-        never_waited_for,
-    ),
-    "host_slots_are_free": (
-        host_memory_taken_before_it_is_back,
-        comes_back_from_elsewhere,
-        too_small_a_place,
-    ),
-}

@@ -1,4 +1,4 @@
-"""``fxshard.AdamW(nan=...)``: a step whose gradients are not finite changes no bit on any rank, or nobody looks."""
+"""``nan=`` of AdamW and Muon: a step whose gradients are not finite changes no bit on any rank, or nobody looks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from tests.training import deliver, random_gradients
 LR, POISONED = 1e-2, 1
 
 
-def torchs_steps(seeds: list[int]) -> dict[str, torch.Tensor]:
-    """Parameters after torch's steps over the gradients of these seeds, in one process."""
+def plain_steps(name: str, seeds: list[int]) -> dict[str, torch.Tensor]:
+    """Parameters after steps over the gradients of these seeds, in one process: torch's AdamW, or Muon unsharded."""
     plain = Stack()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, fused=True)
+    muon = fxshard.Muon(lr=LR).build(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, fused=True) if name == "AdamW" else muon
     for seed in seeds:
         for name, grad in random_gradients(Stack(), seed).items():
             plain.get_parameter(name).grad = grad
@@ -48,8 +49,9 @@ def poison(model: fxshard.ShardedModule, value: float) -> None:
         next(each for each in rows if each.numel()).view(-1)[-1] = value
 
 
-def poisoned(nan: str, late: bool, value: float) -> dict[str, Any]:
-    model = fxshard.shard(Stack(), optimizer=fxshard.AdamW(lr=LR, nan=nan), zero=2)
+def poisoned(name: str, nan: str, late: bool, value: float) -> dict[str, Any]:
+    choice = getattr(fxshard, name)(lr=LR, nan=nan)
+    model = fxshard.shard(Stack(), optimizer=choice, zero=2, layout="rows")  # in which Muon's matrices travel
     said: list[str] = []
 
     def step() -> None:
@@ -79,13 +81,15 @@ def poisoned(nan: str, late: bool, value: float) -> dict[str, Any]:
 
 
 @pytest.mark.shows("X6")
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("name", "late"), [("AdamW", False), ("AdamW", True), ("Muon", False)])
 @pytest.mark.parametrize(("nan", "value"), [("raise", math.nan), ("skip", -math.inf)])
-def test_what_is_not_finite_changes_nothing_on_any_rank(ranks: Pool, nan: str, value: float, late: bool) -> None:
-    expected = torchs_steps([0, 2])
-    for found in ranks(2, poisoned, nan, late, value):
+def test_what_is_not_finite_changes_nothing_on_any_rank(
+    ranks: Pool, name: str, nan: str, value: float, late: bool
+) -> None:
+    expected = plain_steps(name, [0, 2])
+    for found in ranks(2, poisoned, name, nan, late, value):
         assert len(found["said"]) == 1 and "not finite" in found["said"][0], found["said"]
-        assert ("fxshard.AdamW(nan=" in found["said"][0]) == (nan == "raise")
+        assert (f"fxshard.{name}(nan=" in found["said"][0]) == (nan == "raise")
         assert found["unchanged"] and found["skipped"] == 1
         assert all(torch.equal(found["after"][name], expected[name]) for name in expected)
 
