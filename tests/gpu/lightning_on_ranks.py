@@ -1,6 +1,10 @@
 """Lightning's Trainer on GPUs: fit, validate in inference mode, save and resume through Inductor, beside plain PyTorch.
 
 torchrun --standalone --nproc-per-node 1 -m tests.gpu.lightning_on_ranks
+
+Ranks that share a GPU are nodes of one rank each, for Lightning gives every rank of a node a GPU of its own:
+
+torchrun --nnodes 2 --node-rank 0 --master-port 29500 --nproc-per-node 1 -m tests.gpu.lightning_on_ranks & (and 1)
 """
 
 from __future__ import annotations
@@ -45,20 +49,20 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     ranks, package = dist.get_world_size(), INSTALLED[0]
     torch.backends.cuda.matmul.fp32_precision = "ieee"
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    settings = {**SETTINGS, "devices": devices, "num_nodes": ranks // devices, "max_epochs": 2}
     shared = [tempfile.mkdtemp()]
     dist.broadcast_object_list(shared)
     folder = Path(shared[0])
     strategy = type(own(package))
     expected, validated = by_plain_torch(ranks)
-    module, _ = fit(package, strategy(zero=3), str(folder), devices=ranks, max_epochs=2, **SETTINGS)
+    module, _ = fit(package, strategy(zero=3), str(folder), **settings)
     epoch = len(expected)
     assert module.losses[:epoch] == pytest.approx(expected, rel=1e-3), (module.losses[:3], expected[:3])
     first = module.validated[-2]
     assert first == pytest.approx(validated, rel=1e-3), (module.validated, validated)
-    again, _ = fit(
-        package, strategy(zero=3), str(folder / "again"), devices=ranks, max_epochs=2,
-        ckpt_path=str(folder / "epoch=0.ckpt"), **SETTINGS,
-    )  # fmt: skip
+    checkpoint = str(folder / "epoch=0.ckpt")
+    again, _ = fit(package, strategy(zero=3), str(folder / "again"), ckpt_path=checkpoint, **settings)
     assert again.losses == pytest.approx(module.losses[epoch:], rel=1e-4)
     assert again.model.schedules["train"] and next(again.model.parameters()).is_cuda
     if dist.get_rank() == 0:

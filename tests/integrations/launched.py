@@ -26,9 +26,9 @@ def launched() -> Iterator[None]:
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     environment = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK", rank),
         "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # asked for, and not used: there is a process group
         "OMP_NUM_THREADS": "1",
