@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +15,7 @@ from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket, total_bytes
 from fxshard.runtime.parameter_methods import whole_parameters
-from fxshard.runtime.uneven_rows import UnevenRows, uneven
+from fxshard.runtime.uneven_rows import with_rows
 
 
 def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:
@@ -77,26 +76,6 @@ def load(
     for bucket in buckets:
         bucket.loaded()
     return missing, unexpected
-
-
-def with_rows(own: torch.Tensor, given: Any) -> Any:
-    """A DTensor that can be copied into a model's own; a whole tensor, if it is cut in another way. Collective.
-
-    ``torch.save`` writes DTensors of torch's class, which do not know which rows they have where ranks hold uneven
-    numbers of them. If all ranks have as many as they hold of the parameter, they are the parameter's: torch's own way
-    to cut would give some rank another number.
-    """
-    if not isinstance(own, DTensor) or not isinstance(given, DTensor):
-        return given
-    if isinstance(own, UnevenRows) and not isinstance(given, UnevenRows) and given.placements == own.placements:
-        same = torch.tensor(private.wrapped(given).shape == private.wrapped(own).shape, device=own.device).int()
-        dist.all_reduce(same, dist.ReduceOp.MIN, own.device_mesh.get_group(own._cut.along))
-        if same:
-            return uneven(private.as_dtensor(given), own._cut)
-    alike = isinstance(own, UnevenRows) == isinstance(given, UnevenRows) and given.placements == own.placements
-    if alike and getattr(own, "_cut", None) == getattr(given, "_cut", None):
-        return given
-    return given.full_tensor()
 
 
 def bytes_at_rest(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:

@@ -55,6 +55,7 @@ from fxshard._torch.private.step import (
     reduce_scatter,
     same_memory,
     scaled_mm,
+    shard_of_rows,
     share_memory,
 )
 
