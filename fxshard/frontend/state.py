@@ -30,6 +30,15 @@ def place_of(buckets: Sequence[Bucket]) -> dict[int, tuple[Bucket, str]]:
     return {id(parameter): (bucket, name) for bucket, name, parameter in places(buckets)}
 
 
+def without_extra(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a state dict, without what ``get_extra_state()`` of modules returned."""
+    return {key: value for key, value in state.items() if not _is_extra(key)}
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == "_extra_state"
+
+
 def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
     """A state dict of parameters and buffers as whole tensors, on the CPU of every rank. A collective call."""
     full = {
@@ -44,17 +53,19 @@ def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[
 
 
 def load(
-    own: Mapping[str, torch.Tensor], given: Mapping[str, Any], buckets: Sequence[Bucket], *, strict: bool
+    plain: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any], buckets: Sequence[Bucket], *, strict: bool
 ) -> tuple[list[str], list[str]]:
     """Load whole or sharded tensors into a model's own, all of them or none; returns missing and unexpected keys.
 
-    Experts may be in another layout, and ``module.`` may stand in front of all names.
+    Experts may be in another layout, and ``module.`` may stand in front of all names. Extra state goes to the modules
+    of the ``plain`` model.
     """
-    given = in_our_layout(own, given)
+    extra = {k if k in own else k.removeprefix("module."): value for k, value in given.items() if _is_extra(k)}
+    given = {**in_our_layout(without_extra(own), without_extra(given)), **extra}
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     problems = [f"missing keys: {missing}"] if missing and strict else []
     problems += [f"unexpected keys: {unexpected}"] if unexpected and strict else []
-    shared = [key for key in own if key in given]
+    shared = [key for key in own if key in given and key not in extra]
     problems += [
         f"{key} has shape {tuple(given[key].shape)}, the model has {tuple(own[key].shape)}"
         for key in shared
@@ -75,6 +86,8 @@ def load(
                 found[0].load({found[1]: found[0].part(found[1], value)})
     for bucket in buckets:
         bucket.loaded()
+    for key in own.keys() & extra.keys():
+        plain.get_submodule(key.rpartition(".")[0]).set_extra_state(extra[key])
     return missing, unexpected
 
 
