@@ -371,6 +371,12 @@ PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
 """A tensor subclass with this as ``__torch_function__`` gives plain tensors, at no cost. torch 2.11, 2.13."""
 
 
+def plain_attributes() -> AbstractContextManager[None]:
+    """Attributes of tensors are read without asking the ``__torch_function__`` of subclasses, in a sixth of the time.
+    torch 2.11, 2.13."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def wrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The very tensor that a DTensor wraps, not a view of it. torch 2.11, 2.13."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
