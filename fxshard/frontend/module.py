@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -407,6 +407,14 @@ class ShardedModule(nn.Module):
         raise StateError(
             "a sharded model cannot be copied or pickled, its parameters are spread over ranks: take "
             "full_state_dict(), or fxshard.save for a checkpoint"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What ``DistributedDataParallel`` asks for when it is made, ahead of its collectives."""
+        raise StateError(
+            "DistributedDataParallel(model): a sharded model reduces its gradients itself, and its ranks hold "
+            "different rows, which DDP would overwrite; use the model as it is"
         )
 
     def _get_name(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard._torch.private.aot import OTHER_TANGENT, Traced, before_backward, copied, graph_module, tangent_of, traced
@@ -331,6 +331,11 @@ def call_unbroken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call while Dynamo traces: a graph break in there, the first thing or later, is an error. torch 2.11, 2.13."""
     with torch._dynamo.error_on_graph_break(True):
         return call(*args, **kwargs)
+
+
+def inside_ddp() -> bool:
+    """Whether a ``DistributedDataParallel`` is running its forward, which Dynamo may be tracing. torch 2.11, 2.13."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
