@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from importlib.metadata import entry_points
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 
 import fxshard
 from fxshard._torch import private
@@ -80,3 +83,42 @@ def test_a_lookup_alone_is_not_compiled() -> None:
         SegmentCompiler("inductor")(scaled)
         compile.assert_called_once()
     assert torch.equal(found, weight[tokens])
+
+
+def not_sharded() -> tuple[int, int]:
+    """How many warnings there are of a model that trains on each rank by itself, and of one that DDP takes care of."""
+    found = []
+    for wrap in (lambda model: model, DistributedDataParallel):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = wrap(torch.compile(Mlp(), backend="fxshard", options={"lowering": "eager"}))
+            model(torch.ones(2, 7)).sum().backward()
+            with torch.no_grad():
+                model(torch.ones(2, 7))
+        found.append(sum("no gradients are reduced" in str(warning.message) for warning in caught))
+    return found[0], found[1]
+
+
+def test_ranks_that_train_apart_are_warned_of(ranks: Pool) -> None:
+    assert ranks(2, not_sharded) == [(1, 0)] * 2
+
+
+def in_wrappers() -> None:
+    with pytest.raises(fxshard.StateError, match="reduces its gradients itself"):
+        DistributedDataParallel(fxshard.shard(Mlp()))
+    with pytest.raises(fxshard.ConfigError, match="the model is a DistributedDataParallel"):
+        fxshard.shard(DistributedDataParallel(Mlp()))
+    model = torch.nn.Sequential(Mlp())
+    fully_shard(model[0])
+    with pytest.raises(fxshard.ConfigError, match="0 is a FSDPModule"):
+        fxshard.shard(model)
+
+
+def test_other_data_parallelism_is_refused(ranks: Pool) -> None:
+    ranks(2, in_wrappers)
+
+
+def test_modes_are_refused() -> None:
+    with pytest.raises(Exception, match="modes are Inductor's") as refused:
+        torch.compile(Mlp(), backend="fxshard", mode="max-autotune")(torch.ones(2, 7))
+    assert isinstance(getattr(refused.value, "inner_exception", None), fxshard.ConfigError)

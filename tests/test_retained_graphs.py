@@ -111,3 +111,23 @@ def test_no_backward_after_other_weights_were_loaded() -> None:
     model.load_state_dict({name: 2 * value for name, value in model.full_state_dict().items()})
     with pytest.raises(fxshard.StateError, match=r"before a checkpoint was read"):
         early.backward()
+
+
+def changed_by_hand(zero: int) -> bool:
+    """A change in place between a forward and its backward is refused, as in plain PyTorch; one before it is not."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = fxshard.compile(plain(), zero=zero, lowering="eager")
+    early = losses(model, rank)[0]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    with pytest.raises(fxshard.StateError, match=r"before an operation in place .* changed parameters"):
+        early.backward()
+    losses(model, rank)[0].backward()
+    return all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_no_backward_after_a_change_by_hand(ranks: Pool, zero: int) -> None:
+    assert changed_by_hand(zero)
+    assert all(ranks(2, changed_by_hand, zero))

@@ -40,6 +40,14 @@ def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, 
         if "layers" not in inspect.signature(factory).parameters:
             raise UsageError(f"--layers: {target} takes no argument 'layers'")
         options["layers"] = layers
+    parameters = inspect.signature(factory).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind not in kinds and p.default is p.empty and p.name not in options]
+    if needed:
+        raise UsageError(
+            f"{target} takes {', '.join(needed)}: give a function that needs no arguments and returns (module, "
+            "example_inputs)"
+        )
     return _model_and_inputs(factory(**options), target)
 
 

@@ -59,7 +59,7 @@ def of_model(model: ShardedModule, *, frozen: bool = True) -> Iterator[Held]:
     """
     keys: dict[int, list[str]] = {}
     values = {}
-    for key, value in model.state_dict(keep_vars=True).items():
+    for key, value in model._tensors().items():
         keys.setdefault(id(value), []).append(key)
         values[id(value)] = value
     for bucket, fragment, parameter in _places(model):

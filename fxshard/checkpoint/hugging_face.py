@@ -52,7 +52,7 @@ def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | Non
     with ExitStack() as open_files:
         try:
             where = _contents(paths, rename, open_files)
-            where = where if rename is not None else as_in_memory(model._inner, where, model.state_dict().keys())
+            where = where if rename is not None else as_in_memory(model._inner, where, model._tensors().keys())
         except (CheckpointError, OSError) as error:
             where = {}
             problems.append(str(error))
@@ -108,7 +108,7 @@ def save_safetensors(
             failure = str(error)
     ranks.settle([failure] if failure else [], "nothing was saved")
     writer = SafetensorsWriter(partial.folder, file_bytes) if partial is not None else None
-    for names, value in whole_tensors(model.state_dict(keep_vars=True), model._sharding.buckets):
+    for names, value in whole_tensors(model._tensors(), model._sharding.buckets):
         if writer is None or failure is not None:
             continue  # the others are still gathering: go on with them
         try:

@@ -147,6 +147,7 @@ def shard(
         raise StateError("this model is compiled or sharded already; compile the plain module, once")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected an nn.Module, got {type(model).__name__}")
+    _refuse_wrapped(model)
     if optimizer is not None and not isinstance(optimizer, AdamW | Muon):
         raise ConfigError(
             f"optimizer={optimizer!r}: expected fxshard.AdamW(...) or fxshard.Muon(...); a torch.optim optimizer is "
@@ -179,3 +180,17 @@ def shard(
         sharding.state.optimizer = ShardedMuon(sharding.engine, optimizer, splits, order, fused, decided)
     sharded._optimizer = sharding.state.optimizer
     return sharded
+
+
+WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise if torch's data parallelism has the model, or a part of it, already."""
+    for name, module in model.named_modules():
+        found = next((base.__name__ for base in type(module).__mro__ if base.__name__ in WRAPPERS), None)
+        if found is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is a {found}: fxshard takes its place, so leave out DistributedDataParallel, "
+                "FSDP and fully_shard, and give the plain model"
+            )

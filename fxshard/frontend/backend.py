@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+import torch.distributed as dist
+from torch import fx, nn
 
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError
@@ -34,9 +36,15 @@ from fxshard.schedule.schedule import Schedule
 
 
 def fxshard_backend(
-    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxshard")``. A model that ``fxshard.shard`` took apart runs sharded."""
+    if mode is not None:
+        raise ConfigError(f"torch.compile(mode={mode!r}): modes are Inductor's; leave it out with backend='fxshard'")
     shardings = {id(found[0]): found[0] for found in map(sharding_of, graph_inputs(graph)) if found is not None}
     if len(shardings) > 1:
         raise ConfigError("one graph uses parameters of two sharded models; shard them together or compile them apart")
@@ -47,7 +55,22 @@ def fxshard_backend(
                 "this model was sharded with its options; give them to fxshard.shard, not to torch.compile"
             )
         return backend_of(sharding)(graph, example_inputs)
+    _warn_of_ranks(graph)
     return Backend(unsharded(Options.from_dict(options), _device(example_inputs)))(graph, example_inputs)
+
+
+def _warn_of_ranks(graph: fx.GraphModule) -> None:
+    """Say that a model which trains on several ranks is not sharded, unless it is inside DDP, which reduces."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1 or not torch.is_grad_enabled() or private.inside_ddp():
+        return
+    if any(isinstance(value, nn.Parameter) and value.requires_grad for value in graph_inputs(graph)):
+        warnings.warn(
+            f"torch.compile(model, backend='fxshard') of a model that is not sharded: each of {ranks} ranks trains by "
+            "itself, no gradients are reduced. Compile fxshard.shard(model), or use fxshard.compile(model)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 class Backend:

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.module import ShardedModule
-from fxshard.frontend.state import with_rows
 from fxshard.plan.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.uneven_rows import with_rows
 
 
 class EMA:

@@ -125,6 +125,9 @@ def class_for(base: type[T], plain: type[nn.Module]) -> type[T]:
         members: dict[str, Any] = {"forward": own, "__module__": base.__module__, **_container_methods(plain)}
         if any(each.__module__.startswith("peft.") for each in plain.__mro__):
             members["__class__"] = property(lambda _: plain)  # isinstance(model, PeftModel) is how trainers ask
+        if plain.get_extra_state is not nn.Module.get_extra_state:
+            members["get_extra_state"] = lambda self: self._inner.get_extra_state()
+            members["set_extra_state"] = lambda self, state: self._inner.set_extra_state(state)
         _CLASSES[plain] = type(f"Sharded{plain.__name__}", (base,), members)
     return _CLASSES[plain]  # type: ignore[no-any-return]
 

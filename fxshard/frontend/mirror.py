@@ -215,6 +215,8 @@ def _member(base: type, name: str, value: Any) -> Any:
         return lambda self, *args, **kwargs: _refuse_change(f"what a {self._get_name()} holds")
     if base.__module__ == container.__name__:
         return None
+    if name in ("get_extra_state", "set_extra_state"):
+        return lambda self, *args: getattr(self._original, name)(*args)
     if name in vars(nn.Module):
         return vars(nn.Module)[name]  # what a class does of its own there, it does with weights that are gone
     if not name.startswith("__"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -250,13 +250,20 @@ class ShardedModule(nn.Module):
         place = state.place_of(self._sharding.buckets)
         for key, value in found.items():
             bucket, name = place.get(id(value), (None, ""))
-            found[key] = value.detach() if bucket is None else bucket.hand_out(name)
+            if bucket is not None:
+                found[key] = bucket.hand_out(name)
+            elif isinstance(value, torch.Tensor):
+                found[key] = value.detach()
         return found
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
         self._sharding.agreement.meet("full_state_dict()")
-        return state.whole(self.state_dict(keep_vars=True), self._sharding.buckets)
+        return {**self.state_dict(keep_vars=True), **state.whole(self._tensors(), self._sharding.buckets)}
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by the plain model's keys."""
+        return state.without_extra(self.state_dict(keep_vars=True))
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -267,7 +274,7 @@ class ShardedModule(nn.Module):
                 "load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign"
             )
         own = self.state_dict(keep_vars=True)
-        missing, unexpected = state.load(own, state_dict, self._sharding.buckets, strict=strict)
+        missing, unexpected = state.load(self._inner, own, state_dict, self._sharding.buckets, strict=strict)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def delete_cuda_graphs(self) -> None:
@@ -382,6 +389,14 @@ class ShardedModule(nn.Module):
         raise StateError(
             "a sharded model cannot be copied or pickled, its parameters are spread over ranks: take "
             "full_state_dict(), or fxshard.save for a checkpoint"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What ``DistributedDataParallel`` asks for when it is made, ahead of its collectives."""
+        raise StateError(
+            "DistributedDataParallel(model): a sharded model reduces its gradients itself, and its ranks hold "
+            "different rows, which DDP would overwrite; use the model as it is"
         )
 
     def _get_name(self) -> str:

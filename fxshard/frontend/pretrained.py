@@ -69,7 +69,7 @@ def save_pretrained(
     if given and first and failed is None:
         failed = _attempt(_check_whole, state_dict)
     if not any(agreement.share(failed)):
-        own = model.state_dict(keep_vars=True)
+        own = model._tensors()
         for names, value in _named_as(own, state_dict or {}) if given else whole_tensors(own, model._sharding.buckets):
             if export is not None and failed is None:  # after a failure the other ranks are still gathering
                 failed = _attempt(export.add, names, value)
@@ -197,7 +197,7 @@ def save_adapter(
         raise ConfigError(
             "no parameter trains, so there is no adapter to save: set is_trainable=True when it is loaded"
         )
-    own = model.state_dict(keep_vars=True)
+    own = model._tensors()
     wanted = {id(own[name]) for name in _of_adapters(plain, own)}
     wanted |= {id(parameter) for bucket in trained for parameter in bucket.params}
     gathered = [bucket for bucket in sharding.buckets if any(id(parameter) in wanted for parameter in bucket.params)]

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +15,7 @@ from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket, total_bytes
 from fxshard.runtime.parameter_methods import whole_parameters
-from fxshard.runtime.uneven_rows import UnevenRows, uneven
+from fxshard.runtime.uneven_rows import with_rows
 
 
 def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:
@@ -29,6 +28,15 @@ def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Paramete
 def place_of(buckets: Sequence[Bucket]) -> dict[int, tuple[Bucket, str]]:
     """The bucket of every parameter, and its name there, by the parameter's id."""
     return {id(parameter): (bucket, name) for bucket, name, parameter in places(buckets)}
+
+
+def without_extra(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a state dict, without what ``get_extra_state()`` of modules returned."""
+    return {key: value for key, value in state.items() if not _is_extra(key)}
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == "_extra_state"
 
 
 def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
@@ -45,17 +53,19 @@ def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[
 
 
 def load(
-    own: Mapping[str, torch.Tensor], given: Mapping[str, Any], buckets: Sequence[Bucket], *, strict: bool
+    plain: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any], buckets: Sequence[Bucket], *, strict: bool
 ) -> tuple[list[str], list[str]]:
     """Load whole or sharded tensors into a model's own, all of them or none; returns missing and unexpected keys.
 
-    Experts may be in another layout, and ``module.`` may stand in front of all names.
+    Experts may be in another layout, and ``module.`` may stand in front of all names. Extra state goes to the modules
+    of the ``plain`` model.
     """
-    given = in_our_layout(own, given)
+    extra = {k if k in own else k.removeprefix("module."): value for k, value in given.items() if _is_extra(k)}
+    given = {**in_our_layout(without_extra(own), without_extra(given)), **extra}
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     problems = [f"missing keys: {missing}"] if missing and strict else []
     problems += [f"unexpected keys: {unexpected}"] if unexpected and strict else []
-    shared = [key for key in own if key in given]
+    shared = [key for key in own if key in given and key not in extra]
     problems += [
         f"{key} has shape {tuple(given[key].shape)}, the model has {tuple(own[key].shape)}"
         for key in shared
@@ -76,27 +86,9 @@ def load(
                 found[0].load({found[1]: found[0].part(found[1], value)})
     for bucket in buckets:
         bucket.loaded()
+    for key in own.keys() & extra.keys():
+        plain.get_submodule(key.rpartition(".")[0]).set_extra_state(extra[key])
     return missing, unexpected
-
-
-def with_rows(own: torch.Tensor, given: Any) -> Any:
-    """A DTensor that can be copied into a model's own; a whole tensor, if it is cut in another way. Collective.
-
-    ``torch.save`` writes DTensors of torch's class, which do not know which rows they have where ranks hold uneven
-    numbers of them. If all ranks have as many as they hold of the parameter, they are the parameter's: torch's own way
-    to cut would give some rank another number.
-    """
-    if not isinstance(own, DTensor) or not isinstance(given, DTensor):
-        return given
-    if isinstance(own, UnevenRows) and not isinstance(given, UnevenRows) and given.placements == own.placements:
-        same = torch.tensor(private.wrapped(given).shape == private.wrapped(own).shape, device=own.device).int()
-        dist.all_reduce(same, dist.ReduceOp.MIN, own.device_mesh.get_group(own._cut.along))
-        if same:
-            return uneven(private.as_dtensor(given), own._cut)
-    alike = isinstance(own, UnevenRows) == isinstance(given, UnevenRows) and given.placements == own.placements
-    if alike and getattr(own, "_cut", None) == getattr(given, "_cut", None):
-        return given
-    return given.full_tensor()
 
 
 def bytes_at_rest(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:

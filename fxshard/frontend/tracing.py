@@ -177,13 +177,13 @@ def prepare_backward(run: Callable[..., Any], backward: Program) -> Callable[...
     """
 
     def call(*args: Any) -> Any:
-        steps = backward.steps_taken()
         results = run(*args)
+        versions = backward.versions()  # after it: what it gathers into memory that stays counts as a change, too
 
         def tell(missing: frozenset[int]) -> None:
             if torch.is_grad_enabled():
                 raise StateError(_SECOND_ORDER)
-            backward.refuse_stepped(steps)
+            backward.refuse_changed(versions)
             backward.without_loss = missing if backward.needs_losses else frozenset()
 
         private.before_backward(results, tell)

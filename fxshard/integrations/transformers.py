@@ -19,7 +19,7 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import fxshard
-from fxshard import CheckpointError, ShardedModule
+from fxshard import CheckpointError, ConfigError, ShardedModule
 from fxshard.checkpoint import load_safetensors
 from fxshard.frontend.pretrained import has_adapter
 from fxshard.integrations.accelerate import FOLDER, Accelerator
@@ -40,6 +40,11 @@ def sharded(trainer: Class, **options: Any) -> Class:
     return type(trainer.__name__, (_Sharded, trainer), own)  # type: ignore[return-value]
 
 
+def _generates(args: Any) -> bool:
+    """Whether metrics are those of generated tokens, as of a ``Seq2SeqTrainer``."""
+    return bool(getattr(args, "predict_with_generate", False))
+
+
 _Mixin: Any = object
 """Stands before a class of trainers, whichever it is."""
 
@@ -56,6 +61,12 @@ class _Sharded(_Mixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        wants = [name for name in ("compute_metrics", "preprocess_logits_for_metrics") if getattr(self, name, None)]
+        if wants and not self._compile_options.get("return_logits", True) and not _generates(self.args):
+            raise ConfigError(
+                f"{wants[0]} gets logits, and with return_logits=False there are none where a loss is computed: the "
+                "Trainer would leave metrics out without a word. Leave out return_logits, or the metrics"
+            )
         reference = getattr(self, "ref_model", None)  # of TRL's DPOTrainer: as large as the model, and only read
         if isinstance(reference, nn.Module) and not getattr(self.args, "sync_ref_model", False):
             self.ref_model = self.accelerator.shard_frozen(reference)

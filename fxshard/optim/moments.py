@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fxshard.optim.counts import StepCounts, own_rows
 from fxshard.optim.formats import Noise
@@ -16,6 +17,7 @@ from fxshard.plan.layout import aligned
 from fxshard.plan.state import PIECE_NUMEL, ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.host_memory import host_memory, untouched_memory
+from fxshard.runtime.uneven_rows import with_rows
 
 MOST_NUMEL = 2**30
 """Elements that are updated together, where they do not come from the host: fewer than kernels can count."""
@@ -182,9 +184,12 @@ class Moments(StepCounts):
         self.set_count(i, 0)
 
     def load(self, i: int, state: Mapping[str, Any]) -> None:
-        """Take over loaded state of a parameter, rounded to the nearest."""
+        """Take over loaded state of a parameter, rounded to the nearest. Collective if it is cut in another way."""
         for field, stored in self.fields(i).items():
-            given = own_rows(self.bucket, state[field], self.fragments[i], stored.values.numel())
+            given = state[field]
+            if isinstance(given, DTensor):
+                given = with_rows(self.state_of(i)[field], given)
+            given = own_rows(self.bucket, given, self.fragments[i], stored.values.numel())
             stored.write_(given.to(stored.values.device, stored.read_dtype).contiguous())
         if "step" in state:
             self.set_count(i, int(state["step"]))

@@ -261,9 +261,10 @@ class Bucket:
         """Counts the changes of the shard."""
         # A DTensor counts operations on itself, not on the rows it wraps: both counters are needed.
         # The rows count for themselves, too: they were wrapped detached.
-        own = sum(parameter._version + private.local_version(parameter) for parameter in self.params)
-        # Rows in state dicts are views of the shard and count with it; only their DTensors count for themselves.
-        return self.master._version + own + sum(tensor._version for tensor in self._handed_out.values())
+        with private.plain_attributes():
+            own = sum(parameter._version + private.local_version(parameter) for parameter in self.params)
+            # Rows in state dicts are views of the shard and count with it; only their DTensors count for themselves.
+            return self.master._version + own + sum(tensor._version for tensor in self._handed_out.values())
 
     @property
     def lags(self) -> bool:

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
-from fxshard.runtime.uneven_rows import UnevenRows
+from fxshard.runtime.uneven_rows import UnevenRows, with_rows
 
 if TYPE_CHECKING:
     from fxshard.runtime.bucket import Bucket
@@ -159,9 +159,30 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for group in optimizer.param_groups:
         if any(isinstance(parameter, ShardedParameter) for parameter in group["params"]):
             check(optimizer, group)
+    _cut_loaded_state(optimizer)
     buckets = buckets_of(optimizer)
     refuse_unreduced(buckets, "optimizer.step()")
     refuse_discarded(buckets)
+
+
+def _cut_loaded_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that was loaded as DTensors of torch's class, which do not know that rows are uneven, is cut as ours is.
+    Collective where there is such a state."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, UnevenRows) and any(type(value) is DTensor for value in state.values()):
+            bucket = _BUCKET_OF[parameter]()
+            for field, value in state.items():
+                if bucket is not None and type(value) is DTensor and value.shape == parameter.shape:
+                    state[field] = _rows(bucket, bucket.name_of(parameter), with_rows(parameter, value))
+
+
+def _rows(bucket: Bucket, name: str, given: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's rows of a whole tensor, as a sharded one."""
+    if isinstance(given, DTensor):
+        return given
+    fragment = bucket.fragments[bucket.plan.layout.index[name]]
+    rows = bucket.part(name, given)[fragment.row_start : fragment.row_stop]
+    return bucket.wrap(rows.clone(memory_format=torch.contiguous_format).view(-1), name)
 
 
 def _count_changes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -182,21 +182,29 @@ class Program:
         self.runs += 1
         return tuple(registers[i] if i is not None else None for i in self._returns)
 
-    def steps_taken(self) -> list[int]:
-        """How many optimizer steps and loaded checkpoints changed each bucket that the program reads."""
-        return [self._engine.buckets[index].steps for index in self._reads]
+    def versions(self) -> list[tuple[int, int]]:
+        """Of each bucket that the program reads: its optimizer steps and loaded checkpoints, and all changes of it."""
+        return [(self._engine.buckets[index].steps, self._engine.buckets[index].version) for index in self._reads]
 
-    def refuse_stepped(self, steps: list[int]) -> None:
-        """Of a backward: raise if what it reads was changed since its forward, when ``steps`` were taken."""
-        counts = zip(self._reads, self.steps_taken(), steps, strict=True)
-        changed = [self._engine.buckets[index].plan.name for index, now, then in counts if now != then]
-        if changed:
-            some = ", ".join(changed[:3]) + ", …" * (len(changed) > 3)
-            raise StateError(
-                f"backward() of a forward that ran before the last optimizer.step(), or before a checkpoint was read, "
-                f"which changed parameters that this backward reads ({some}): gradients would be those of neither the "
-                "old nor the new values. Call backward() for every loss before that, or run the forward again after it"
-            )
+    def refuse_changed(self, versions: list[tuple[int, int]]) -> None:
+        """Of a backward: raise if what it reads was changed since its forward, which ended with ``versions``."""
+        now = self.versions()
+        if now == versions:
+            return
+        pairs = list(zip(self._reads, now, versions, strict=True))
+        changed = [self._engine.buckets[index].plan.name for index, here, then in pairs if here != then]
+        some = ", ".join(changed[:3]) + ", …" * (len(changed) > 3)
+        stepped = any(here[0] != then[0] for _, here, then in pairs)
+        before = (
+            "of a forward that ran before the last optimizer.step(), or before a checkpoint was read, which"
+            if stepped
+            else "of a forward that ran before an operation in place (below torch.no_grad()) that"
+        )
+        raise StateError(
+            f"backward() {before} changed parameters that this backward reads ({some}): "
+            "gradients would be those of neither the old nor the new values. Call backward() for every loss before "
+            "that, or run the forward again after it"
+        )
 
     def boxed(self) -> BoxedCallable:
         """The program as AOTAutograd wants it: a function that says it takes its arguments in a list."""

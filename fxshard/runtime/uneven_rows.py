@@ -78,6 +78,13 @@ class UnevenRows(DTensor):
         """The whole tensor; what is computed from it has gradients for these rows. Collective."""
         return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
+    @property
+    def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """As other DTensors have them, to which these are equal. Asked where rows lie, they know it."""
+        given = super().placements
+        counts, along = self._cut.counts, self._cut.along
+        return tuple(private.shard_of_rows(p, counts) if i == along else p for i, p in enumerate(given))
+
     # -- torch.distributed.checkpoint --------------------------------------------------------------------------------
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
@@ -184,6 +191,26 @@ def gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGr
     gathered = sent.new_empty((len(counts), *padded.shape))
     private.all_gather(gathered.view(-1), padded.view(-1), group, async_op=False)
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).view(plain.dtype)
+
+
+def with_rows(own: torch.Tensor, given: Any) -> Any:
+    """A DTensor that can be copied into a model's own; a whole tensor, if it is cut in another way. Collective.
+
+    ``torch.save`` writes DTensors of torch's class, which do not know which rows they have where ranks hold uneven
+    numbers of them. If all ranks have as many as they hold of the parameter, they are the parameter's: torch's own way
+    to cut would give some rank another number.
+    """
+    if not isinstance(own, DTensor) or not isinstance(given, DTensor):
+        return given
+    if isinstance(own, UnevenRows) and not isinstance(given, UnevenRows) and given.placements == own.placements:
+        same = torch.tensor(private.wrapped(given).shape == private.wrapped(own).shape, device=own.device).int()
+        dist.all_reduce(same, dist.ReduceOp.MIN, own.device_mesh.get_group(own._cut.along))
+        if same:
+            return uneven(private.as_dtensor(given), own._cut)
+    alike = isinstance(own, UnevenRows) == isinstance(given, UnevenRows) and given.placements == own.placements
+    if alike and getattr(own, "_cut", None) == getattr(given, "_cut", None):
+        return given
+    return given.full_tensor()
 
 
 def _groups(args: Any, kwargs: Any) -> list[list[DTensor]]:

@@ -250,3 +250,24 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
     plain = nn.Sequential(Counting(1), Counting(1))
     fxshard.load(fxshard.shard(plain), tmp_path / "a")
     assert [module.seen for module in plain if isinstance(module, Counting)] == [7, 8]
+
+
+def test_extra_state_in_state_dicts() -> None:
+    def plain(seen: int) -> nn.Module:
+        return nn.Sequential(Counting(seen), nn.Sequential(Counting(seen + 1)))
+
+    def seen(model: nn.Module) -> list[int]:
+        return [module.seen for module in model.modules() if isinstance(module, Counting)]
+
+    model = fxshard.shard(plain(7))
+    assert list(model.state_dict()) == list(model.full_state_dict()) == list(plain(0).state_dict())
+    back = plain(0)
+    back.load_state_dict(model.full_state_dict())
+    assert seen(back) == [7, 8]
+    for given in (back.state_dict(), {f"module.{key}": value for key, value in back.state_dict().items()}):
+        other = plain(0)
+        fxshard.shard(other).load_state_dict(given)
+        assert seen(other) == [7, 8]
+    alone = Counting(0)
+    fxshard.shard(alone).load_state_dict(Counting(7).state_dict())
+    assert alone.seen == 7

@@ -169,6 +169,7 @@ def test_a_factory_with_keyword_inputs(planned: Planned, models: Path) -> None:
         (["mine:biuld"], "mine has no function 'biuld'; its functions are build, named, bare, number, fails"),
         (["mine:bare"], "forward takes input: return (module, example_inputs)"),
         (["mine:number"], "returned a int; expected an nn.Module"),
+        (["torch.nn:Linear"], "takes in_features, out_features: give a function that needs no arguments"),
         (["mine:bare", "--layers", "3"], "takes no argument 'layers'"),
         (["llama-8b", "--html", "no/such/place.html"], "there is no directory"),
     ],

@@ -208,3 +208,17 @@ def refusal(folder: str) -> str:
 
 def test_a_checkpoint_of_a_plain_trainer_is_not_resumed(ranks: Pool, tmp_path: Path) -> None:
     assert "without fxshard" in ranks(1, refusal, str(tmp_path))[0]
+
+
+def metrics_of_logits(folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    args = TrainingArguments(folder, use_cpu=True, report_to=[])
+    with launched(), pytest.raises(fxshard.ConfigError, match="compute_metrics gets logits, and with return_logits"):
+        sharded(Trainer, return_logits=False)(model=llama(), args=args, compute_metrics=len)
+
+
+def test_metrics_need_logits(ranks: Pool, tmp_path: Path) -> None:
+    ranks(1, metrics_of_logits, str(tmp_path))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +70,7 @@ from fxshard._torch.private.step import (
     reduce_scatter,
     same_memory,
     scaled_mm,
+    shard_of_rows,
     share_memory,
 )
 
@@ -242,6 +243,11 @@ def call_unbroken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
 
+def inside_ddp() -> bool:
+    """Whether a ``DistributedDataParallel`` is running its forward, which Dynamo may be tracing. torch 2.11, 2.13."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     """How long a collective of the group (by default, of the world) may take. torch 2.11, 2.13."""
     group = group or dist.group.WORLD
@@ -265,6 +271,12 @@ def local_version(tensor: torch.Tensor) -> int:
 
 PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
 """A tensor subclass with this as ``__torch_function__`` gives plain tensors, at no cost. torch 2.11, 2.13."""
+
+
+def plain_attributes() -> AbstractContextManager[None]:
+    """Attributes of tensors are read without asking the ``__torch_function__`` of subclasses, in a sixth of the time.
+    torch 2.11, 2.13."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def wrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from fxshard._torch.errors import StateError
 
 
 def fused_adamw(
@@ -139,6 +142,40 @@ class UnevenDTensor:
         wrapped = self._make(self._blank, self._spec, requires_grad=False)
         wrapped._local_tensor = local
         return wrapped
+
+
+class ShardOfRows(Shard):
+    """``Shard(0)``, to which it is equal, of which ranks hold given numbers of rows. ``set_state_dict`` of torch asks
+    for these to cut a whole tensor (``broadcast_from_rank0=True``). torch 2.11, 2.13."""
+
+    counts: tuple[int, ...] = ()
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        if sum(self.counts) != curr_local_size:
+            raise StateError(_CANNOT_CUT)
+        return self.counts[rank], sum(self.counts[:rank])
+
+
+class StridedRows(_StridedShard):
+    """The same of rows that a tensor-parallel dimension has cut first: torch cannot ask for these."""
+
+    def _local_shard_size_and_offset(self, *args: Any, **kwargs: Any) -> Any:
+        raise StateError(_CANNOT_CUT)
+
+
+_CANNOT_CUT = (
+    "torch would cut a whole tensor by its own rule, but ranks hold uneven numbers of these rows: give whole tensors "
+    "to load_state_dict of the model or the optimizer, on every rank, or use fxshard.save and fxshard.load"
+)
+
+
+def shard_of_rows(placement: Any, counts: tuple[int, ...] | None) -> Any:
+    """A placement that cuts rows, for ranks that hold ``counts`` of them. torch 2.11, 2.13."""
+    if isinstance(placement, _StridedShard):
+        return StridedRows(placement.dim, split_factor=placement.split_factor)
+    made = ShardOfRows(placement.dim)
+    made.counts = counts or ()
+    return made
 
 
 def as_dtensor(tensor: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
