@@ -29,7 +29,9 @@ from fxshard._torch.private.dynamo import (
     graph_input_example,
     leaves_alone,
     module_path,
+    open_floats,
     open_inputs,
+    with_floats,
     without_logging,
 )
 from fxshard._torch.private.inductor import (
