@@ -147,3 +147,29 @@ def test_recompute_reproduces_the_mask_and_ranks_draw_their_own(ranks: Pool, low
         assert same
         assert 0.45 < kept < 0.55
     assert first[2] != second[2]
+
+
+class Half(Checkpointed):
+    """One block is checkpointed, of the other a budget may decide."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.block, self.layers[0], self.emb(x), use_reentrant=False)
+        hidden = self.block(self.layers[1], hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+def test_a_plan_tries_less_memory_where_a_checkpointed_mask_is_drawn_again() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    with pytest.raises(fxshard.BudgetError, match="need at least"):
+        fxshard.plan(Half("full", 0.5, 2), (tokens, tokens), world_size=2, memory_budget=1, lowering="eager")
+
+
+def test_dropout_of_checkpointed_blocks_that_are_frozen() -> None:
+    model = make("full", dropout=0.5).requires_grad_(False)
+    tokens = torch.arange(32).view(2, 16)
+    sharded = fxshard.compile(make("full", dropout=0.5).requires_grad_(False), lowering="eager")
+    losses = []
+    for each in (model, sharded):
+        torch.manual_seed(1)
+        losses.append(float(each(tokens, tokens)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -26,7 +26,10 @@ from tests.training import EPS, deliver, llama, random_gradients
 ONE, EACH = fxshard.AdamW(lr=1e-2, eps=EPS, over_replicas=True), fxshard.AdamW(lr=1e-2, eps=EPS)
 
 
-def trained(choice: fxshard.AdamW, **options: Any) -> tuple[dict[str, torch.Tensor], fxshard.ShardedModule]:
+Choice = fxshard.AdamW | fxshard.Muon
+
+
+def trained(choice: Choice, **options: Any) -> tuple[dict[str, torch.Tensor], fxshard.ShardedModule]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fxshard.compile(Stack(), mesh=mesh, lowering="eager", optimizer=choice, **options)
     for step in range(3):
@@ -70,6 +73,19 @@ def test_equals_hsdp_bitwise(ranks: Pool, settings: list[tuple[int, dict[str, An
         assert rank["wrong"] == []
         assert all(torch.equal(value, found[0]["parameters"][name]) for name, value in rank["parameters"].items())
         assert rank["events"] == [("cpu×2 replicas", "replicas")] * rank["buckets"]
+
+
+def muon_in_several_graphs(zero: int) -> list[str]:
+    made = [
+        trained(fxshard.Muon(lr=1e-2, over_replicas=over), zero=zero, layout="whole", fullgraph=False)[0]
+        for over in (True, False)
+    ]
+    return [name for name in made[0] if not torch.equal(made[0][name], made[1][name])]
+
+
+@pytest.mark.parametrize("zero", [2, thorough(3)])
+def test_muon_shares_state_of_a_model_that_may_have_several_graphs(ranks: Pool, zero: int) -> None:
+    assert ranks(4, muon_in_several_graphs, zero) == [[]] * 4
 
 
 def memory(path: Path) -> tuple[list[int], list[int], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -140,17 +140,18 @@ class Backend:
         if self.one_graph or not any(refs):
             return self._noting(context, self.compile(graph, refs, example_inputs, watching))
         again = private.copied(graph)  # before AOTAutograd has worked on it
-        opened = private.open_inputs(graph)
+        opened, floats = private.open_inputs(graph), private.open_floats(graph)
 
         def another(args: Sequence[Any]) -> Callable[..., Any]:
             refs = [self._ref(value) for value in args]
             if opened is None:
-                return self.compile(private.copied(again), refs, args, observer())
+                fixed = private.with_floats(private.copied(again), {i: float(args[i]) for i in floats})
+                return self.compile(fixed, refs, args, observer())
             with opened.tracing():
                 return self.compile(private.copied(again), refs, opened.values, observer())
 
         first = self.compile(graph, refs, example_inputs, watching)
-        return self._noting(context, variants(first, tuple(refs), self._ref, another, opened is not None))
+        return self._noting(context, variants(first, tuple(refs), self._ref, another, opened is not None, floats))
 
     def _noting(self, context: PassContext, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run`` with the results of the captured graph alone, where passes had it return logits for the optimizer."""
@@ -258,12 +259,14 @@ def variants(
     identify: Callable[[Any], ParamRef | None],
     compile: Compile,
     sizes_open: bool,
+    floats: Collection[int] = (),
 ) -> Callable[..., Any]:
     """What Dynamo calls in place of a compiled graph: chooses the program by the parameters that are passed.
 
     Dynamo treats the parameters of a module as inputs of its graph: code that was captured for one layer is called
     again with the parameters of the next. A program, however, is tied to its parameters: their buckets, their places,
-    their schedule. So the inputs are looked at on every call, and each set of parameters gets a program of its own.
+    their schedule. So the inputs are looked at on every call, and each set of parameters gets a program of its own;
+    so does each value of ``floats``, the inputs that are numbers which Dynamo left open.
     """
     others: dict[Any, Callable[..., Any]] = {}
 
@@ -272,7 +275,8 @@ def variants(
         if given == refs:
             return first(*args)
         # With open sizes every program takes what Dynamo's guards let through, as the first one does.
-        key = given, torch.is_grad_enabled(), () if sizes_open else tuple(map(_kind, args))
+        numbers = tuple(float(args[i]) for i in floats)
+        key = given, torch.is_grad_enabled(), numbers, () if sizes_open else tuple(map(_kind, args))
         if key not in others:
             with private.no_observers():
                 others[key] = compile(args)

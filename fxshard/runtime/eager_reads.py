@@ -119,7 +119,15 @@ class EagerReads(private.OperatorObserver):
         self._copies[id(result)] = (result, place)
 
     def _note(self, place: Place, where: str | None = None) -> None:
-        name = self._engine.buckets[place[0]].plan.params[place[1]]
+        plan = self._engine.buckets[place[0]].plan
+        name = plan.params[place[1]]
+        if plan.quantized:  # Python would multiply in bf16 what was chosen for less
+            policy = "MXFP8" if plan.float8 is None else "Float8"
+            raise StateError(
+                f"{where or user_code()}: {name!r} is to run in {policy}, but code between graphs reads it, where "
+                "nothing is quantized: mend the graph break, or add it to "
+                f"{policy}(exclude=(..., {name.removesuffix('.weight')!r}))"
+            )
         if name not in self.places:
             self.places[name] = where or user_code()
 

@@ -72,9 +72,10 @@ def assemble(
             carried = _carried(found, buckets, reduced, carry)
             found = [event for event in found if event is not carried.get(event.bucket_index)]
             found += updates(reduced, buckets, carried, _group(found))
+        elif any(buckets[index].shares_state for index in reduced):
+            found += updates(reduced, buckets, {}, _group(found))
         else:
-            shared = [event for event in updates(reduced, buckets, {}, _group(found)) if event.stream == "replicas"]
-            found = [*found, *shared, *(update(event, buckets[index]) for index, event in reduced.items())]
+            found = [*found, *(update(event, buckets[index]) for index, event in reduced.items())]
     scales = scales_event(buckets, phases[0], _group(found))
     found = found if scales is None else [scales, *found]
     events = tuple(with_dependencies(found, buckets))

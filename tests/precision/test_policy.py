@@ -13,6 +13,7 @@ from fxshard._torch.errors import ConfigError, PassError, StateError
 from fxshard.frontend.precision_report import report
 from fxshard.plan.quantized import choose_linears
 from tests.precision.nets import Net, net
+from tests.thorough import thorough
 
 
 class Odd(nn.Module):
@@ -118,6 +119,29 @@ def test_another_use_of_a_quantized_weight_is_named() -> None:
     x = torch.zeros(2, 8, dtype=torch.int64)
     with pytest.raises(PassError, match=r"'layers.0.up.weight' is to run in MXFP8.*exclude=\(..., 'layers.0.up'\)"):
         model(x, x)
+
+
+@torch.compiler.disable
+def untraced(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)  # type: ignore[no-any-return]
+
+
+class Breaks(Net):
+    """Leaves a layer to Python."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(untraced(self.layers[1], self.layers[0](self.emb(x)))).float().square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.shows("Q10")
+@pytest.mark.parametrize(
+    ("policy", "name"), [(fxshard.Float8(smallest=0), "Float8"), thorough(fxshard.MXFP8(), "MXFP8")]
+)
+def test_a_quantized_weight_that_code_between_graphs_reads_is_named(policy: fxshard.Precision, name: str) -> None:
+    model = fxshard.compile(Breaks(), precision=policy, lowering="eager", fullgraph=False)
+    expected = rf"nets\.py:\d+: 'layers.1.up.weight' is to run in {name}, but code.*exclude=\(..., 'layers.1.up'\)"
+    with pytest.raises(StateError, match=expected):
+        model(torch.zeros(2, 8, dtype=torch.int64))
 
 
 def test_the_report_says_what_runs_where() -> None:

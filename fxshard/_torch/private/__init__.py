@@ -30,7 +30,9 @@ from fxshard._torch.private.dynamo import (
     graph_input_example,
     leaves_alone,
     module_path,
+    open_floats,
     open_inputs,
+    with_floats,
     without_logging,
 )
 from fxshard._torch.private.inductor import (
@@ -78,10 +80,17 @@ from fxshard._torch.private.step import (
 def min_cut_partition(
     joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    """The partitioner that honours ``MUST_RECOMPUTE`` (``default_partition`` saves transposes). torch 2.11, 2.13.
 
-    with lazy_graph_modules():
+    For random numbers that are drawn again it needs the mode of the graph's values, which it looks for around itself:
+    a plan cuts its graph once more after the trace has ended.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+
+    mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
+    inside = contextlib.nullcontext() if TracingContext.try_get() is not None else tracing(TracingContext(mode))
+    with lazy_graph_modules(), inside:
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     return graph_module(forward, forward.graph), graph_module(backward, backward.graph)
 

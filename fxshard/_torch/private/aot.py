@@ -111,7 +111,19 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Mapping
         joint = aot_export_joint_with_descriptors(
             stack, graph, tuple(inputs), decompositions=dict(decompositions or {})
         )
+        if not joint._aot_state.needs_autograd:
+            _draw_once(joint.graph_module.graph)
         yield Traced(joint, _with_open_numbers_as_tensors(joint.graph_module), constants)
+
+
+def _draw_once(graph: fx.Graph) -> None:
+    """Of what a model checkpoints, let random numbers be kept where nothing is trained. torch 2.11, 2.13.
+
+    AOTAutograd refuses to compute such a graph's random numbers again, even where there is no backward to do it for.
+    """
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.meta.pop("recompute", None)
 
 
 def _graphs_are_logged() -> bool:

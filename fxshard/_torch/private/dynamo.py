@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,32 @@ def graph_input_example(placeholder: fx.Node) -> Any:
     """The real value of an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
     argument = placeholder.meta.get("grapharg")
     return argument.example if argument is not None else None
+
+
+def open_floats(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the inputs of a Dynamo graph that are Python numbers of any value: tensors of which the graph takes
+    the ``item()``. torch 2.11, 2.13."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return tuple(i for i, node in enumerate(inputs) if any(_is_item(user) for user in node.users) and _is_number(node))
+
+
+def with_floats(graph: fx.GraphModule, values: Mapping[int, float]) -> fx.GraphModule:
+    """The graph for these values of ``open_floats``: after Dynamo it can be traced no other way. Changes the graph."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    for i, value in values.items():
+        for item in [user for user in inputs[i].users if _is_item(user)]:
+            with graph.graph.inserting_before(item):
+                item.replace_all_uses_with(graph.graph.call_function(float, (value,)))
+            graph.graph.erase_node(item)
+    return graph
+
+
+def _is_number(placeholder: fx.Node) -> bool:
+    return bool(getattr(placeholder.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
 
 
 class OpenInputs:
