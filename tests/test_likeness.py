@@ -96,7 +96,7 @@ def likeness() -> dict[str, bool]:
     found["embeddings"] = model.get_input_embeddings() is model.model.embed_tokens
     found["part"] = model.model.layers[1].self_attn.head_dim == 8
     found["nothing else"] = not hasattr(model, "hf_device_map") and not hasattr(model.model, "hf_device_map")
-    found["moved nowhere"] = model.to("cpu") is model and model.float() is model
+    found["moved nowhere"] = model.to("cpu") is model.to("cpu:1") is model and model.float() is model
     model.loss_type = "ForSequenceClassification"
     model.model.layers[0].self_attn.attention_dropout = 0.5
     found["set"] = (plain.loss_type, plain.model.layers[0].self_attn.attention_dropout) == (model.loss_type, 0.5)

@@ -270,8 +270,14 @@ def refuse_moves(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) 
     """``to()``, ``cuda()``, ``float()`` and the like: accepted where they change nothing."""
     kinds = {(value.device, value.dtype) for value in (*module.parameters(), *module.buffers())}
     empty = [torch.empty(0, device=device, dtype=dtype) for device, dtype in kinds]
-    if not all(fn(tensor) is tensor for tensor in empty):
+    if not all(_stays(tensor, fn(tensor)) for tensor in empty):
         raise StateError(
             "a sharded model cannot be moved or cast: move or cast the plain model before fxshard.compile, "
             "or choose the compute dtype with precision=fxshard.Precision(...)"
         )
+
+
+def _stays(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether nothing changed. There is one CPU, however it is numbered: a Trainer calls it ``cpu:1`` on rank 1, and
+    torch makes a copy for that."""
+    return after is before or (before.is_cpu and after.is_cpu and after.dtype == before.dtype)

@@ -396,7 +396,8 @@ class ShardedModule(nn.Module):
         """What ``DistributedDataParallel`` asks for when it is made, ahead of its collectives."""
         raise StateError(
             "DistributedDataParallel(model): a sharded model reduces its gradients itself, and its ranks hold "
-            "different rows, which DDP would overwrite; use the model as it is"
+            "different rows, which DDP would overwrite; use the model as it is. For a Trainer or Accelerate: "
+            "fxshard.integrations"
         )
 
     def _get_name(self) -> str:
