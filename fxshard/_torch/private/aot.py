@@ -117,7 +117,7 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], decompositions: Mapping
 
 
 def _draw_once(graph: fx.Graph) -> None:
-    """Of what a model checkpoints, let random numbers be kept where nothing is trained. torch 2.11, 2.13.
+    """Of what a model checkpoints, let random numbers be kept where nothing is trained. torch 2.13.
 
     AOTAutograd refuses to compute such a graph's random numbers again, even where there is no backward to do it for.
     """

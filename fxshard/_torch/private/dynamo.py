@@ -30,7 +30,7 @@ def graph_input_example(placeholder: fx.Node) -> Any:
 
 def open_floats(graph: fx.GraphModule) -> tuple[int, ...]:
     """Positions of the inputs of a Dynamo graph that are Python numbers of any value: tensors of which the graph takes
-    the ``item()``. torch 2.11, 2.13."""
+    the ``item()``. torch 2.13."""
     inputs = graph.graph.find_nodes(op="placeholder")
     return tuple(i for i, node in enumerate(inputs) if any(_is_item(user) for user in node.users) and _is_number(node))
 
