@@ -353,6 +353,23 @@ class Always(TorchExperts):
     takes_dense = True
 
 
+class Twice(nn.Module):
+    """Each token once for either of its two experts, sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+        self.register_buffer("experts", torch.tensor([1, 0, 2, 1, 0, 2, 2, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)[self.experts.argsort() // 2].tanh().sum()
+
+
+def sorted_tokens() -> None:
+    """A gather by a permutation, of which each row is taken twice."""
+    captured(Twice(), torch.randn(4, 8), shows=True)
+
+
 class Masked(nn.Module):
     """Attention as transformers writes it where the whole model is captured."""
 
@@ -435,7 +452,7 @@ def show(
 
 
 PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, rotated, filled, communicating, deferred)
-PARTS += (replicas, offloaded)
+PARTS += (replicas, offloaded, sorted_tokens)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +51,28 @@ def test_the_backend_is_found_by_name() -> None:
     torch.testing.assert_close(actual, expected)
     actual.sum().backward()
     assert all(parameter.grad is not None for parameter in compiled.parameters())
+
+
+def test_torch_compile_around_a_step_that_calls_a_compiled_model() -> None:
+    plain, sharded = Stack(), fxshard.compile(Stack(), optimizer=fxshard.AdamW(lr=1e-2, eps=EPS), lowering="eager")
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS, fused=True)
+
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(2.0 * x, y) / 4.0
+        return loss
+
+    around = torch.compile(step, backend="eager")
+    for i in range(3):
+        expected, found = step(plain, *batch(i, 0)), around(sharded, *batch(i, 0))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+        for loss, optimizer in ((expected, theirs), (found, sharded.optimizer)):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(torch.compile(sharded)(*batch(3, 0)), sharded(*batch(3, 0)))
+    whole = torch.compile(lambda x, y: sharded(x, y), fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"fxshard.compile has compiled the model"):
+        whole(*batch(3, 0))
 
 
 def test_unsharded_model_lowers_through_inductor() -> None:

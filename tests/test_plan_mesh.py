@@ -14,6 +14,8 @@ from tests.parallel import batch, cut, on_meta
 from tests.pool import Pool
 
 OPTIONS: dict[str, Any] = {"lowering": "eager", "optimizer": fxshard.AdamW(lr=1e-2)}
+INPUTS = tuple(value.repeat(16, 1) for value in batch(0, 0))
+"""So many that activations count beside parameters."""
 ON_CPU: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "parallelize": cut, "hardware": "cpu", **OPTIONS}
 
 
@@ -21,11 +23,9 @@ def plans() -> dict[str, Any]:
     """On a rank that leaves its group, because this makes torch's fake one."""
     dist.destroy_process_group()
     model = on_meta()
-    free = fxshard.plan(model, batch(0, 0), **ON_CPU)
+    free = fxshard.plan(model, INPUTS, **ON_CPU)
     assert not dist.is_initialized() and all(parameter.is_meta for parameter in model.parameters())
-    h200 = fxshard.plan(
-        model, batch(0, 0), mesh={"dp_replicate": 4, "dp_shard": 8, "tp": 8}, parallelize=cut, **OPTIONS
-    )
+    h200 = fxshard.plan(model, INPUTS, mesh={"dp_replicate": 4, "dp_shard": 8, "tp": 8}, parallelize=cut, **OPTIONS)
     tight = within_budget(model)
     return {"free": free.to_json(), "h200": h200.to_json(), "tight": tight, "errors": refused(model)}
 
@@ -33,9 +33,9 @@ def plans() -> dict[str, Any]:
 def within_budget(model: nn.Module) -> tuple[int, str]:
     """The smallest memory budget, and the plan for it."""
     try:
-        fxshard.plan(model, batch(0, 0), memory_budget=1, **ON_CPU)
+        fxshard.plan(model, INPUTS, memory_budget=1, **ON_CPU)
     except fxshard.BudgetError as error:
-        return error.smallest, fxshard.plan(model, batch(0, 0), memory_budget=error.smallest, **ON_CPU).to_json()
+        return error.smallest, fxshard.plan(model, INPUTS, memory_budget=error.smallest, **ON_CPU).to_json()
     raise AssertionError("nothing fits one byte")
 
 

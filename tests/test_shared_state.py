@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
@@ -23,6 +25,19 @@ from tests.stack import batch as stack_batch
 from tests.thorough import thorough
 from tests.training import EPS, deliver, llama, random_gradients
 
+
+class Rows(Stack):
+    """Uneven numbers of rows that fill vectors of the CPU: AdamW rounds what does not otherwise, by where it is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.head = nn.Linear(16, 5, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.pad(x, (0, 9)), y)
+
+
 ONE, EACH = fxshard.AdamW(lr=1e-2, eps=EPS, over_replicas=True), fxshard.AdamW(lr=1e-2, eps=EPS)
 
 
@@ -31,7 +46,7 @@ Choice = fxshard.AdamW | fxshard.Muon
 
 def trained(choice: Choice, **options: Any) -> tuple[dict[str, torch.Tensor], fxshard.ShardedModule]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = fxshard.compile(Stack(), mesh=mesh, lowering="eager", optimizer=choice, **options)
+    model = fxshard.compile(Rows(), mesh=mesh, lowering="eager", optimizer=choice, **options)
     for step in range(3):
         model(*stack_batch(step, dist.get_rank())).backward()
         model.clip_grad_norm_(1.0)

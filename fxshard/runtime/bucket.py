@@ -202,6 +202,9 @@ class Bucket:
         rows = rows_of(local, self.offsets(name, fragment), whole, written)
         return self._wrapped(rows, name, field, all_rows=not (fragment is not None and self.plan.shares_state))
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return next(n for n, own in zip(self.plan.params, self.params, strict=True) if own is parameter)
+
     def hand_out(self, name: str) -> torch.Tensor:
         """A parameter for a state dict, the same tensor each time. What is written to it changes the parameter."""
         if name not in self._handed_out:

@@ -16,8 +16,8 @@ from fxshard.plan.stored_names import Source, find_sources
 from tests.checkpoint.zoo import deliver, same
 from tests.pool import Pool
 
-EXPERTS, OUT, IN = 12, 3, 5
-"""More than ten: numbers are no letters."""
+EXPERTS, OUT, IN = 12, 16, 5
+"""More than ten experts: numbers are no letters. Biases fill vectors: AdamW rounds them alike, stacked or apart."""
 
 
 class Indexed(nn.Module):

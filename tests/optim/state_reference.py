@@ -114,7 +114,8 @@ class Reference:
         g, self.step = grad.numpy().reshape(-1), self.step + 1
         m = self.m + (g - self.m) * F32(1 - 0.9)
         v = self.v * F32(0.999) + g * g * F32(1 - 0.999)
-        spread = np.sqrt(v) / F32((1 - 0.999**self.step) ** 0.5) + F32(eps)
+        root = torch.from_numpy(v).sqrt().numpy()  # torch's own: on x86 CPUs it is not always the nearest number
+        spread = root / F32((1 - 0.999**self.step) ** 0.5) + F32(eps)
         self.p = self.p * F32(1 - lr * decay) - m / spread * F32(lr / (1 - 0.9**self.step))
         draws = [drawn(self.name, self.step, len(g), second) for second in (False, True)]
         self.m = kept(m, self.format, self.line, True, draws[0])
