@@ -111,9 +111,15 @@ class ShardedModule(nn.Module):
         precision = self._sharding.precision
         if precision is not None and precision.param is not None and precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), precision.param)
-        if torch.compiler.is_compiling():  # torch.compile(model, backend="fxshard") traces through here
-            # Code between graphs, or ahead of the first one, would find parameters without memory.
-            return private.call_unbroken(self._inner, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return self._run(*args, **kwargs)
+        if self._compiled is not None:  # torch.compile around the model, or around a step that calls it
+            return self._run_as_compiled(*args, **kwargs)
+        # torch.compile(model, backend="fxshard") traces through here. Code between graphs, or ahead of the first one,
+        # would find parameters without memory.
+        return private.call_unbroken(self._inner, *args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._identity.check()
         if self._unsharded is not None:
             self._unsharded.refuse("the model was called")
@@ -140,6 +146,9 @@ class ShardedModule(nn.Module):
         if any(is_hollow(leaf) for leaf in tree_leaves(result)):
             raise StateError(_RETURNS_PARAMETER)
         return result
+
+    _run_as_compiled = torch.compiler.disable(_run, reason="fxshard.compile has compiled the model: no fullgraph=True")
+    """For another ``torch.compile``: it captures what is around the call, and the model's own programs run."""
 
     def _failed(self, error: FxshardError) -> FxshardError:
         """Until the ranks have agreed on a schedule, each waits for the others there: tell them not to."""
