@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 SEEN = 0.995
 
 
-def curve(trades: Sequence[Trade], arguments: argparse.Namespace) -> str:
-    """Step time over budget, a line for each budget from which on a step is faster by half a percent."""
+def curve(trades: Sequence[Trade], arguments: argparse.Namespace, about: str) -> str:
+    """Step time over budget, a line for each budget from which on a step is faster by half a percent.
+
+    ``about``: the model, its layers and inputs.
+    """
     from fxshard.schedule.html import duration
     from fxshard.schedule.schedule import size
 
     slowest = max(trade.seconds for trade in trades)
-    lines = [heading(arguments), ""]
+    lines = [about, heading(arguments), ""]
     title = "optimizer state; computed again in backward, or on the host"
     lines.append(f"{'budget':>12}{'step':>12}{'arena':>12}   {'':<30} {title}")
     for trade in apart(trades):

@@ -23,8 +23,8 @@ STYLE = (
 )
 
 
-def to_html(trades: Sequence[Trade], shown: Sequence[Trade], heading: str, capacity: int) -> str:
-    """``shown``: the rows of the table. ``capacity``: bytes of the device."""
+def to_html(trades: Sequence[Trade], shown: Sequence[Trade], heading: str, about: str, capacity: int) -> str:
+    """``shown``: rows of the table. ``about``: the model, its layers and inputs. ``capacity``: bytes of the device."""
     rows = "".join(_row(trade) for trade in shown)
     titles = (
         "memory_budget",
@@ -34,10 +34,14 @@ def to_html(trades: Sequence[Trade], shown: Sequence[Trade], heading: str, capac
         "computed again in backward, or on the host",
     )
     head = "<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"
+    said = (
+        f"Each point is a budget from which on the simulated step is faster; the first is the smallest that works. "
+        f"The device has {size(capacity)}."
+    )
     return (
         f'<!doctype html><meta charset="utf-8"><title>{escape(heading)}</title><style>{STYLE}</style>'
-        f"<h1>{escape(heading)}</h1><p>Each point is a budget from which on the simulated step is faster; the first is "
-        f"the smallest that works. The device has {size(capacity)}.</p>{_curve(trades)}<table>{head}{rows}</table>\n"
+        f"<h1>{escape(heading)}</h1><p>{escape(about)}</p><p>{said}</p>"
+        f"{_curve(trades)}<table>{head}{rows}</table>\n"
     )
 
 

@@ -152,14 +152,15 @@ def _run(arguments: argparse.Namespace) -> int:
             from fxshard.schedule.simulate import simulate
 
             simulation = simulate(found, machine)
+    what = about(arguments.target, arguments.layers, inputs)
     if simulation is None:
         from fxshard.cli import budget_page
 
-        print(curve(found, arguments))
-        page = partial(budget_page.to_html, found, list(apart(found)), heading(arguments), machine.memory_bytes)
+        print(curve(found, arguments, what))
+        page = partial(budget_page.to_html, found, list(apart(found)), heading(arguments), what, machine.memory_bytes)
         _write([(arguments.html, page)])
     else:
-        _show(found, simulation, arguments, machine, about(arguments.target, arguments.layers, inputs))
+        _show(found, simulation, arguments, machine, what)
     return 0
 
 

@@ -97,6 +97,7 @@ def test_a_sweep_is_a_page_too(planned: Planned, tmp_path: Path) -> None:
     assert "<title>1.00 GiB: 200.00 ms</title>" in page and "<title>2.00 GiB: 100.00 ms</title>" in page
     assert 'points="70.0,70.0 830.0,70.0 830.0,180.0"' in page  # down to half the height at the second budget
     assert "<td>layers.*.mlp.up mm</td>" in page and "<td>nothing</td>" in page and "The device has 131" in page
+    assert "llama-8b · 1 layers (--layers) · inputs of 1 × 4096" in page
 
 
 def test_activations_are_those_of_compile(planned: Planned) -> None:
