@@ -62,7 +62,7 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tup
 
 
 def _early(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
-    """Where nodes stand: in their order, but views that backward alone reads behind what they are views of.
+    """Where nodes stand: in their order, but views that backward alone reads come after what they are views of.
 
     The partitioner puts those that it takes from backward to the end of forward, the last layer's first.
     """

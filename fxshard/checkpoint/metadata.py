@@ -144,7 +144,7 @@ def _place(value: Any, files: Mapping[str, int]) -> Place:
     if place.relative_path not in files:
         raise _Foreign(f"it refers to {place.relative_path!r}, which is no file of the checkpoint")
     if place.offset + place.length > files[place.relative_path]:
-        raise _Foreign(f"it refers to bytes behind the end of {place.relative_path!r}")
+        raise _Foreign(f"it refers to bytes past the end of {place.relative_path!r}")
     return place
 
 

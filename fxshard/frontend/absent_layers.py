@@ -3,7 +3,7 @@
 ``fold_layers`` finds out from a captured graph that layers repeat, and spares them AOTAutograd; Dynamo traces all
 before. Where it is known of a model that it calls the modules of a list one after the other, and that those in the
 middle are alike, a few of them are captured, and what is written again for each layer is written for the absent ones
-too. Which is never concluded from a model: whoever has written it says so.
+too. That is never concluded from a model: its author says so.
 """
 
 from __future__ import annotations

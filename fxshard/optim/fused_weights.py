@@ -1,4 +1,4 @@
-"""Weights that are several projections in one, found by name and shape: how Muon cuts them if nobody says otherwise.
+"""Weights that are several projections in one, found by name and shape: how Muon cuts them by default.
 
 Orthogonalised as one matrix, a projection with large gradients drowns the others. Which rows belong to which is a
 convention of the model: all queries, then keys, then values (``qkv_proj``); or query, key and value of each head, or

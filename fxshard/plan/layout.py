@@ -168,7 +168,7 @@ class Layout:
 
     def _check_boundaries(self, slot: Slot) -> None:
         """Boundaries inside a parameter fall between its rows: the first one does, and then all do that follow it at
-        multiples of a row. There may be millions of them, in a file that somebody wrote."""
+        multiples of a row. There may be millions of them, in a file from outside."""
         first = (slot.offset // self.shard_numel + 1) * self.shard_numel if self.shard_numel else slot.end
         if first >= min(slot.end, self.numel):
             return

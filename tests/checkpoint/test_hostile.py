@@ -89,7 +89,7 @@ def test_what_is_read_is_what_torch_reads(good: Path) -> None:
         ("relative_path", "/etc/passwd", "no file of the checkpoint"),
         ("offset", -1, "no number of bytes"),
         ("length", 2**70, "no number of bytes"),
-        ("length", 10**12, "behind the end"),
+        ("length", 10**12, "past the end"),
         ("length", "1", "no number of bytes"),
     ],
 )

@@ -162,7 +162,7 @@ def before_backward(results: Sequence[Any], tell: Callable[[frozenset[int]], Non
         if isinstance(value, torch.Tensor) and value.grad_fn is not None
     }
     nodes = {node for node, _ in places.values() if node.name() == "CompiledFunctionBackward"}
-    for node in nodes:  # one; a result that is a view is behind a node of its own, and counts as used
+    for node in nodes:  # one; a view has a node of its own after it, and counts as used
         own = {number: place for number, (other, place) in places.items() if other is node}
         node.register_prehook(lambda grads, own=own: tell(frozenset(n for n, i in own.items() if grads[i] is None)))
 
