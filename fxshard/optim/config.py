@@ -26,8 +26,8 @@ class AdamW:
 
     ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch. ``nan``: what to
     do when a gradient is not finite, as in :class:`fxshard.Muon`: "raise" or "skip"; by default nothing is checked,
-    as in torch. ``groups`` maps patterns of parameter names to what is different for them (lr, betas, eps, weight_decay); the
-    first that matches counts, and each is a group of ``param_groups``. ``over_replicas``: with HSDP, replicas share the
+    as in torch. ``groups`` maps patterns of parameter names to what is different for them (lr, betas, eps,
+    weight_decay); the first that matches counts, and each is a group of ``param_groups``. ``over_replicas``: with HSDP, replicas share the
     state of a shard instead of all keeping it. ``state``: how the moments are kept: "fp32" as the masters are, "bf16"
     and "8bit" rounded at random, in a half and in a quarter of the memory. ``offload="host"`` keeps them in the host's
     memory and brings them to the GPU for the update. ``offload="auto"`` lets a ``memory_budget`` decide which buckets'

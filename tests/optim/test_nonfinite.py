@@ -1,4 +1,4 @@
-"""``nan=`` of AdamW and Muon: a step whose gradients are not finite changes no bit on any rank; or nothing is checked."""
+"""``nan=`` of AdamW and Muon: a step whose gradients are not finite changes no bit; by default nothing is checked."""
 
 from __future__ import annotations
 
