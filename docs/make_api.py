@@ -17,13 +17,16 @@ PAGE = Path(__file__).parent / "api.md"
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Sharding and planning": ("compile", "shard", "plan", "explain"),
-    "What a model is compiled with": ("AdamW", "Muon", "NorMuon", "Split", "Precision", "MXFP8", "Group", "grouped_mm"),
+    "What a model is compiled with": (
+        *("AdamW", "Muon", "NorMuon", "Split", "Precision", "Float8", "MXFP8", "Group", "Debug"),
+        *("quantize_frozen", "grouped_mm"),
+    ),
     "Saving and loading": ("save", "load", "latest"),
     "What comes back": ("ShardedModule", "EMA", "Schedule", "Profile"),
 }
 """Public names in an order that tells a story. Errors come after these, and whatever is left after the errors."""
 
-_ALL_DEFAULTS = (fxshard.AdamW(),)
+_ALL_DEFAULTS = (fxshard.AdamW(), fxshard.Debug())
 """Defaults that are objects with nothing but defaults."""
 
 INTRODUCTION = """\

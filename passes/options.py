@@ -54,16 +54,19 @@ def parse_bytes(budget: int | str | None) -> int | None:
 class Debug:
     """Switches for finding out what a part of the compiler does. No one changes a result by more than rounding.
 
-    ``prefetch``: how many all-gathers run ahead of the one in use, 0 gathers when needed; None lets the cost model
-    decide when each one must start. ``keep_resident``: buckets stay unsharded between forward and backward where they
-    fit. ``defer_wgrad``: weight-gradient products of backward run where they hide communication that nothing else
-    hides. ``overlap``: collectives run during compute; off, each one is waited for where it starts. ``arena``: buffers
-    have planned places in one allocation; off, each is allocated when needed. ``fold_layers``: layers that repeat go
-    through autograd once, not one by one. ``chunk_loss``: losses are computed in chunks of tokens, without logits,
-    wherever that is possible; off, nowhere; None with ``return_logits=False``. ``window_attention``: attention whose
-    mask is a window or separates documents reads no mask; off, nowhere; None where there is a kernel for it, which is
-    on CUDA in half precision. ``verify``: check every schedule.
-    ``verify_each_pass``: check the graphs after each pass, too, so that an error names the pass that made it.
+    - ``prefetch``: how many all-gathers run ahead of the one in use, 0 gathers when needed; None lets the cost model
+      decide when each one must start.
+    - ``keep_resident``: buckets stay unsharded between forward and backward where they fit.
+    - ``defer_wgrad``: weight-gradient products of backward run where they hide communication that nothing else hides.
+    - ``overlap``: collectives run during compute; off, each one is waited for where it starts.
+    - ``arena``: buffers have planned places in one allocation; off, each is allocated when needed.
+    - ``fold_layers``: layers that repeat go through autograd once, not one by one.
+    - ``chunk_loss``: losses are computed in chunks of tokens, without logits, wherever that is possible; off, nowhere;
+      None with ``return_logits=False``.
+    - ``window_attention``: attention whose mask is a window or separates documents reads no mask; off, nowhere; None
+      where there is a kernel for it, which is on CUDA in half precision.
+    - ``verify``: check every schedule. ``verify_each_pass``: check the graphs after each pass, too, so that an error
+      names the pass that made it.
 
     >>> fxshard.compile(model, debug=fxshard.Debug(prefetch=0, keep_resident=False))
     """

@@ -77,13 +77,16 @@ def save(
 ) -> Save:
     """Save model, optimizer, random states and ``extra``: a folder that ``fxshard.load`` reads on any number of ranks.
 
-    Collective. ``path`` appears when the checkpoint is complete, and not before; it must not exist. ``optimizer``: one
-    of ``torch.optim`` over ``model.parameters()``, where the model has none of its own. ``extra``: this rank's own
-    dictionary of numbers, strings, lists and tensors: LR scheduler, position in the data. ``frozen``: off, parameters
-    that do not train are left out, and ``load`` leaves those of the model as they are: checkpoints of adapters.
-    ``asynchronous``: copy the state to the host, return, and write during training; the next save waits, and so does
-    ``.wait()`` on what is returned. ``keep``: delete all but so many of the newest checkpoints in that folder.
-    ``progress``: called with (bytes done, bytes of this rank).
+    Collective. ``path`` appears when the checkpoint is complete, and not before; it must not exist.
+
+    - ``optimizer``: one of ``torch.optim`` over ``model.parameters()``, where the model has none of its own.
+    - ``extra``: this rank's own dictionary of numbers, strings, lists and tensors: LR scheduler, position in the data.
+    - ``frozen``: off, parameters that do not train are left out, and ``load`` leaves those of the model as they are:
+      checkpoints of adapters.
+    - ``asynchronous``: copy the state to the host, return, and write during training; the next save waits, and so does
+      ``.wait()`` on what is returned.
+    - ``keep``: delete all but so many of the newest checkpoints in that folder.
+    - ``progress``: called with (bytes done, bytes of this rank).
 
     >>> fxshard.save(model, f"runs/a/step-{step}", extra={"step": step, "scheduler": scheduler.state_dict()}, keep=3)
     """

@@ -67,25 +67,41 @@ def compile(
     >>> model.optimizer.zero_grad()
     >>> print(model.schedule)
 
-    ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too. ``units``: patterns
-    of module names that are gathered together (default: the blocks of repeated lists). ``layout``: ``"rows"`` cuts
-    parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"`` decides for each bucket.
-    ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``). ``groups``: patterns of
-    parameter names whose replicas are on a mesh of their own, ``{"*.experts.*": mesh["ep_dp"]}`` (or
-    :class:`fxshard.Group`). ``memory_budget``: bytes, or ``"60GiB"``, for all that a step holds. ``activations``:
-    what is done with saved values for which it has no room: ``"recompute"`` computes them again in backward,
-    ``"offload"`` copies them to the host and back, ``"auto"`` does what is faster. ``init``: for a model on the meta
-    device, called with every module that owns parameters or buffers, in place of its ``reset_parameters``.
-    ``hardware``: the machine whose durations the schedule is made for (default: the one it runs
-    on). ``experts``: what runs mixture-of-experts MLPs: ``"auto"`` picks, of the implementations that run on
-    the machine, the one measured to take least, ``"torch"``, ``"triton"``, ``"te"`` or ``"te-mxfp8"`` that one,
-    ``"off"`` leaves them as they are written.
-    ``return_logits``: off, a model that returns its logits next to the loss that is computed from them, as those of
-    ``transformers`` do with ``labels``, returns None for them, and they are never made (see docs/design/loss.md).
-    ``passes``: a list derived from ``fxshard.PASSES``. ``lowering``: ``"inductor"``, or ``"eager"`` to run operator by
-    operator. ``cuda_graphs``: from their second run on, forward and backward are captured in CUDA graphs and replayed;
-    their memory stays reserved between steps. ``fullgraph`` and ``dynamic`` are ``torch.compile``'s. ``debug``:
-    switches of :class:`fxshard.Debug`, which change no result by more than rounding.
+    What is sharded, and how:
+
+    - ``zero``: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too.
+    - ``optimizer``: ``fxshard.AdamW``, ``Muon`` or ``NorMuon``; without it, one of ``torch.optim`` over
+      ``model.parameters()``.
+    - ``precision``: ``fxshard.Precision``, ``Float8`` or ``MXFP8``; without it, the model's own.
+    - ``units``: patterns of module names that are gathered together; by default the blocks of repeated lists.
+    - ``layout``: ``"rows"`` cuts parameters between rows, ``"whole"`` gives each parameter to one rank, ``"auto"``
+      decides for each bucket.
+    - ``groups``: patterns of parameter names whose replicas are on a mesh of their own,
+      ``{"*.experts.*": mesh["ep_dp"]}`` (or :class:`fxshard.Group`).
+    - ``reduction``: gradients are averaged over ranks (``"mean"``), or added up (``"sum"``).
+    - ``init``: for a model on the meta device, called with every module that owns parameters or buffers, in place of
+      its ``reset_parameters``.
+
+    Memory and time:
+
+    - ``memory_budget``: bytes, or ``"60GiB"``, for all that a step holds.
+    - ``activations``: what is done with saved values for which the budget has no room: ``"recompute"`` computes them
+      again in backward, ``"offload"`` copies them to the host and back, ``"auto"`` does what is faster.
+    - ``hardware``: the machine whose durations the schedule is made for; by default the one it runs on.
+    - ``experts``: what runs mixture-of-experts MLPs: of the implementations that run on the machine, ``"auto"`` takes
+      the one measured to take least, ``"torch"``, ``"triton"``, ``"te"`` or ``"te-mxfp8"`` that one, ``"off"`` leaves
+      them as they are written.
+    - ``return_logits``: off, a model that returns logits next to the loss computed from them, as those of
+      ``transformers`` do with ``labels``, returns None for them, and they are never made (docs/design/loss.md).
+    - ``cuda_graphs``: from their second run on, forward and backward are captured in CUDA graphs and replayed; their
+      memory stays reserved between steps.
+
+    How it is compiled:
+
+    - ``lowering``: ``"inductor"``, or ``"eager"`` to run operator by operator.
+    - ``fullgraph`` and ``dynamic`` are ``torch.compile``'s.
+    - ``passes``: a list derived from ``fxshard.PASSES``.
+    - ``debug``: switches of :class:`fxshard.Debug`, which change no result by more than rounding.
     """
     if cuda_graphs and not fullgraph:
         raise ConfigError(

@@ -24,15 +24,17 @@ NAN = ("raise", "skip")
 class AdamW:
     """AdamW over the shards by torch's fused kernel, equal to ``torch.optim.AdamW``.
 
-    ``decay`` decides by name and shape which parameters decay; by default all of them do, as in torch. ``nan``: what to
-    do when a gradient is not finite, as in :class:`fxshard.Muon`: "raise" or "skip"; by default nothing is checked,
-    as in torch. ``groups`` maps patterns of parameter names to what is different for them (lr, betas, eps,
-    weight_decay); the first that matches counts, and each is a group of ``param_groups``. ``over_replicas``: with HSDP, replicas share the
-    state of a shard instead of all keeping it. ``state``: how the moments are kept: "fp32" as the masters are, "bf16"
-    and "8bit" rounded at random, in a half and in a quarter of the memory. ``offload="host"`` keeps them in the host's
-    memory and brings them to the GPU for the update. ``offload="auto"`` lets a ``memory_budget`` decide which buckets'
-    moments are on the host, ``state="auto"`` in which of the formats they are; without a budget, fp32 on the device.
-    ``qk_clip``: as in :class:`fxshard.Muon`.
+    - ``decay`` says by name and shape which parameters decay; by default all of them do, as in torch.
+    - ``groups`` maps patterns of parameter names to what is different for them (lr, betas, eps, weight_decay). The
+      first that matches counts, and each is a group of ``param_groups``.
+    - ``nan``: what to do when a gradient is not finite, as in :class:`fxshard.Muon`: "raise" or "skip". By default
+      nothing is checked, as in torch.
+    - ``state``: how moments are kept: "fp32" as the masters are, "bf16" and "8bit" rounded at random, in a half and in
+      a quarter of the memory, or "auto": as a ``memory_budget`` decides; without a budget, fp32.
+    - ``offload="host"`` keeps moments in the host's memory and brings them to the GPU for the update. ``"auto"`` lets a
+      ``memory_budget`` decide for which buckets; without a budget, for none.
+    - ``over_replicas``: with HSDP, replicas share the state of a shard instead of all keeping it.
+    - ``qk_clip``: as in :class:`fxshard.Muon`.
 
     >>> fxshard.AdamW(lr=3e-4, weight_decay=0.1, decay=lambda name, shape: len(shape) > 1)
     >>> fxshard.AdamW(lr=3e-4, groups={"embed*": {"lr": 1e-3, "weight_decay": 0.0}})
@@ -147,24 +149,29 @@ def _check_groups(choice: AdamW | Muon, known: tuple[str, ...]) -> None:
 class Muon:
     """Muon for the matrices of hidden layers, AdamW for everything else, in one optimizer.
 
-    ``lr`` and ``weight_decay`` are Muon's; ``adamw`` has its own. ``scale`` multiplies the update of a matrix by
-    "rms": 0.2·√max(out, in), which gives it the size of an AdamW update; "spectral": √max(1, out/in); "ratio":
-    √(out/in); a number; what a function of (out, in) returns; or nothing. ``groups`` maps patterns of parameter names
-    to what is different for them (lr, momentum, nesterov, weight_decay, scale): the first that matches counts, and each
-    is a group of ``param_groups``; AdamW's parameters have ``adamw``'s. Weight decay is decoupled and uses ``lr``
-    without that factor. ``coefficients`` names a set of ``fxshard.optim.coefficients``. ``use(name, shape)`` says which
-    parameters are Muon's; by default all matrices that are no embeddings or output heads. ``split`` maps name patterns
-    to how fused weights are cut before orthogonalisation (a ``Split``, or its ``parts``); weights that no pattern
-    matches are cut if their names and shapes say that they are fused (``model.report.splits``), unless ``split`` is
-    "off". ``form`` chooses how
-    Newton–Schulz is computed. ``nan``: what to do when a gradient is not finite: "raise" a ``StateError``, or "skip"
-    the step with a warning. Nothing is changed either way. On a GPU the host does not wait to know: it raises or warns
-    when the next step begins, or when the optimizer's state is read. ``state`` and ``offload`` are those of
-    :class:`fxshard.AdamW`, for the momentum and for AdamW's part alike. ``beta2``: normalize each row of an update by
-    its running second moment, as :class:`fxshard.NorMuon` does. ``over_replicas``: with HSDP, replicas share state and
-    work where owners hold whole matrices (layout "whole"); where matrices travel, each replica keeps their momentum.
-    ``qk_clip``: if the largest attention logit of a head exceeds this number in a step, the weights of its queries and
-    keys are scaled down to it after the update (MuonClip).
+    - ``lr`` and ``weight_decay`` are Muon's; ``adamw`` has its own. Weight decay is decoupled and uses ``lr`` without
+      ``scale``.
+    - ``scale`` multiplies the update of a matrix by "rms": 0.2·√max(out, in), which gives it the size of an AdamW
+      update; "spectral": √max(1, out/in); "ratio": √(out/in); a number; what a function of (out, in) returns; or
+      nothing.
+    - ``use(name, shape)`` says which parameters are Muon's; by default all matrices that are no embeddings or output
+      heads.
+    - ``split`` maps name patterns to how fused weights are cut before orthogonalisation (a ``Split``, or its
+      ``parts``). Weights that no pattern matches are cut if their names and shapes say that they are fused
+      (``model.report.splits``), unless ``split`` is "off".
+    - ``groups`` maps patterns of parameter names to what is different for them (lr, momentum, nesterov, weight_decay,
+      scale). The first that matches counts, and each is a group of ``param_groups``; AdamW's parameters have those of
+      ``adamw``.
+    - ``coefficients`` names a set of ``fxshard.optim.coefficients``, ``form`` how Newton–Schulz is computed.
+    - ``nan``: what to do when a gradient is not finite: "raise" a ``StateError``, or "skip" the step with a warning.
+      Nothing is changed either way. On a GPU the host does not wait to know: it raises or warns when the next step
+      begins, or when the optimizer's state is read.
+    - ``state`` and ``offload`` are those of :class:`fxshard.AdamW`, for the momentum and for AdamW's part alike.
+    - ``over_replicas``: with HSDP, replicas share state and work where owners hold whole matrices (layout "whole");
+      where matrices travel, each replica keeps their momentum.
+    - ``beta2``: normalize each row of an update by its running second moment, as :class:`fxshard.NorMuon` does.
+    - ``qk_clip``: if the largest attention logit of a head exceeds this number in a step, the weights of its queries
+      and keys are scaled down to it after the update (MuonClip).
 
     >>> fxshard.Muon(lr=2e-2, scale="spectral", adamw=fxshard.AdamW(lr=3e-4), split={"*.qkv.weight": 3})
     """

@@ -22,25 +22,24 @@ SMALLEST = 384
 class Float8(Quantized):
     """Chosen linears multiply in float8, as Hopper (compute capability 8.9 and up) does. The rest is bf16.
 
-    ``scaling``: what shares a scale. ``"tensor"``: all of a matrix; ``"row"``: what one element of a product sums
-    over; ``"block"``: 128 of those, of weights 128 × 128. Scales are powers of two, made anew from the values of each
-    step. Weights and activations are E4M3; so are output gradients, E5M2 with a scale per tensor. ``weight_gradient``:
-    ``"fp8"``, or ``"bf16"``, which multiplies activations and output gradients as they are.
-
-    ``linears``: patterns of ``nn.Linear`` names, or a function of name and weight shape; ``exclude``: patterns that are
-    left out again. What has a dimension that 16 (``"block"``: 128) does not divide, or shares its weight with something
-    that is no linear, stays in bf16; naming it without a wildcard is an error. So does, unless it is named, what is
-    too small to gain: with ``in · out / (in + out)`` below ``smallest`` casting takes longer than the products save.
-
-    ``experts``: patterns of names of stacks of weights ``[experts, ..., ...]``, or a function of name and shape, none
-    by default. They have scales per row whatever ``scaling`` says, in forward and input gradient; their weight
-    gradients are bf16, and so is what travels.
-
-    ``gather="fp8"``: the largest magnitudes of all masters are combined over ranks in one all-reduce a step, owners
-    quantize what they own, and float8 travels. ``"bf16"`` moves bf16 and quantizes where it multiplies. Neither changes
-    a result. ``emulate=False`` is an error on a device without
-    float8 products, which otherwise multiplies the same values in a wider dtype. ``reduce`` and ``master`` are as in
-    :class:`fxshard.Precision`.
+    - ``scaling``: what shares a scale. ``"tensor"``: all of a matrix; ``"row"``: what one element of a product sums
+      over; ``"block"``: 128 of those, of weights 128 × 128. Scales are powers of two, made anew from the values of
+      each step. Weights and activations are E4M3; so are output gradients, E5M2 with a scale per tensor.
+    - ``weight_gradient``: ``"fp8"``, or ``"bf16"``, which multiplies activations and output gradients as they are.
+    - ``linears``: patterns of ``nn.Linear`` names, or a function of name and weight shape; ``exclude``: patterns that
+      are left out again. A weight with a dimension that 16 (``"block"``: 128) does not divide, or that something else
+      than a linear uses too, stays in bf16; naming it without a wildcard is an error.
+    - ``smallest``: linears with ``in · out / (in + out)`` below it stay in bf16 unless they are named: casting takes
+      longer than their products save.
+    - ``experts``: patterns of names of stacks of weights ``[experts, ..., ...]``, or a function of name and shape, none
+      by default. They have scales per row whatever ``scaling`` says, in forward and input gradient; their weight
+      gradients are bf16, and so is what travels.
+    - ``gather="fp8"``: the largest magnitudes of all masters are combined over ranks in one all-reduce a step, owners
+      quantize what they own, and float8 travels. ``"bf16"`` moves bf16 and quantizes where it multiplies. Neither
+      changes a result.
+    - ``emulate``: on a device without float8 products the same values are multiplied in a wider dtype; off, that is an
+      error.
+    - ``reduce`` and ``master`` are as in :class:`fxshard.Precision`.
 
     >>> fxshard.compile(model, zero=3, precision=fxshard.Float8(exclude=("head", "layers.0.*")))
     """

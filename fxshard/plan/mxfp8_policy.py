@@ -16,13 +16,14 @@ CHOICES = ("auto", "staged", "direct", "off")
 class MXFP8(Quantized):
     """Chosen linears and experts multiply in MXFP8: forward, input gradient and weight gradient. The rest is bf16.
 
-    ``linears``: patterns of ``nn.Linear`` names, or a function of name and weight shape; ``experts``: the same for
-    parameters ``[experts, rows, columns]`` that grouped products multiply; ``exclude``: patterns that are left out
-    again. What has a dimension that 32 does not divide, or is a linear's weight that something else than a linear uses
-    too, stays in bf16; naming it without a wildcard is an error. ``gather``: ``"staged"`` moves bf16 and
-    quantizes on every rank (ZeRO-1 and 2), ``"direct"`` moves the quantized copies (ZeRO-3), ``"auto"`` takes the one
-    for the stage, ``"off"`` moves bf16 and quantizes where it multiplies. None of them changes a result. ``reduce`` and
-    ``master`` are as in :class:`fxshard.Precision`.
+    - ``linears``: patterns of ``nn.Linear`` names, or a function of name and weight shape; ``experts``: the same for
+      parameters ``[experts, rows, columns]`` that grouped products multiply; ``exclude``: patterns that are left out
+      again. A weight with a dimension that 32 does not divide, or one of a linear that something else uses too, stays
+      in bf16; naming it without a wildcard is an error.
+    - ``gather``: ``"staged"`` moves bf16 and quantizes on every rank (ZeRO-1 and 2), ``"direct"`` moves the quantized
+      copies (ZeRO-3), ``"auto"`` takes the one for the stage, ``"off"`` moves bf16 and quantizes where it multiplies.
+      None of them changes a result.
+    - ``reduce`` and ``master`` are as in :class:`fxshard.Precision`.
 
     >>> fxshard.compile(model, zero=3, precision=fxshard.MXFP8(exclude=("head", "layers.0.*")))
     """
