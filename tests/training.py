@@ -107,8 +107,7 @@ def deliver(model: fxshard.ShardedModule, grads: dict[str, torch.Tensor]) -> Non
         flat = bucket.hold_gradient().zero_()
         for fragment, parameter, own in zip(bucket.fragments, bucket.params, bucket.grads, strict=True):
             if fragment.name in grads:
-                whole = bucket.part(fragment.name, grads[fragment.name])
-                rows = whole[fragment.row_start : fragment.row_stop] if whole.ndim else whole
+                rows = bucket.rows(fragment.name, bucket.part(fragment.name, grads[fragment.name]))
                 bucket.as_rows(flat, fragment.name).copy_(rows)
                 parameter.grad = own
 

@@ -132,7 +132,7 @@ def second_numel(bucket: BucketPlan, fragment: Fragment) -> int:
     """Elements of the second moment of some rows of a parameter."""
     if fragment.name not in bucket.matrices:
         return fragment.numel
-    shape = bucket.layout.slots[bucket.layout.index[fragment.name]].spec.shape
+    shape = bucket.layout.spec(fragment.name).shape
     return row_numel(fragment.numel, shape) if bucket.row_moments else 0
 
 
