@@ -99,7 +99,7 @@ def line_blocks(line: int) -> int:
     return -(-line // BLOCK)
 
 
-def value_dtype(format: str, line: int, exact: torch.dtype = torch.float32) -> torch.dtype:
+def value_dtype(format: str, line: int, exact: torch.dtype) -> torch.dtype:
     """Of one element of a moment that is computed with in the dtype ``exact``; what is in 8 bits has scales as well."""
     if format == "8bit" and line:
         return torch.uint8
