@@ -154,6 +154,19 @@ def train_step(model: Any, *inputs: Any, optimizer: torch.optim.Optimizer | None
     return loss.detach()
 
 
+def step_both(
+    model: fxshard.ShardedModule, plain: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of a sharded model and of a plain one on the same batch; their losses."""
+    results = [each(*args, **kwargs) for each in (model, plain)]
+    mine, theirs = (getattr(result, "loss", result) for result in results)
+    for loss, each in ((mine, model.optimizer), (theirs, optimizer)):
+        loss.backward()
+        each.step()
+        each.zero_grad()
+    return mine.detach(), theirs.detach()
+
+
 def with_debug(options: dict[str, Any]) -> dict[str, Any]:
     """Options of ``fxshard.compile`` or ``plan`` in which switches of ``fxshard.Debug`` may stand by themselves."""
     names = [field.name for field in fields(fxshard.Debug)]
