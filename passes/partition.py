@@ -120,8 +120,7 @@ class _Joint:
         return replace(partitioned, recomputed=recomputed, tighter=tighter)
 
     def peak(self, partitioned: Partitioned) -> int:
-        graphs = {phase: module.graph for phase, module in partitioned.graphs.items()}
-        return peak_bytes(step_activations(graphs, self.fused))
+        return peak_bytes(step_activations(partitioned.graphs, self.fused))
 
 
 def _copy_written(forward: fx.GraphModule, outputs: int, written: Sequence[int]) -> None:
