@@ -37,7 +37,7 @@ class Draft:
 
     @classmethod
     def of(cls, modules: Mapping[Phase, fx.GraphModule], fused: bool) -> Draft:
-        held = step_activations({phase: module.graph for phase, module in modules.items()}, fused)
+        held = step_activations(modules, fused)
         found: dict[Phase, tuple[Stretch, ...]] = {}
         events: list[Event] = []
         for phase, module in modules.items():

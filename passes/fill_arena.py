@@ -56,7 +56,7 @@ def fill_arena(
 
 
 def leading_gathers(
-    timeline: Timeline, buckets: Buckets, memory: MemoryPlan, asked: int | None, arena_budget: int | None = None
+    timeline: Timeline, buckets: Buckets, memory: MemoryPlan, asked: int | None, arena_budget: int | None
 ) -> int:
     """How many gathers forward can start with, in places that the arena has anyway.
 

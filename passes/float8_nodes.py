@@ -36,8 +36,8 @@ from fxshard.kernels.float8_ops import (
     float8_quantize,
     float8_transposed,
 )
-from fxshard.passes.matrix_products import Operand, Product, inherit, stacked
-from fxshard.passes.mxfp8_nodes import Copy, unpacked
+from fxshard.passes.matrix_products import Operand, Product, call_at, stacked, unpacked_at
+from fxshard.passes.mxfp8_nodes import Copy
 from fxshard.plan.gather_modes import Float8Recipe
 
 MAGNITUDE = 0x7FFF
@@ -86,7 +86,7 @@ class Float8Nodes:
             by_tensor = self._recipe.scaling is Scaling.TENSOR
             scales = self._scales(self._largest(value, ROWWISE if by_tensor else operand.axis), dtype)
             if by_tensor and operand.base in self._both:
-                plain, turned = unpacked(self._graph, float8_cast_both, (value, scales, dtype), user)
+                plain, turned = unpacked_at(user, float8_cast_both, value, scales, dtype)
                 rowwise, columnwise = (Operand(operand.base, axis) for axis in (ROWWISE, COLUMNWISE))
                 return {rowwise: (plain, scales), columnwise: (turned, scales)}
             if operand.axis == ROWWISE:
@@ -115,12 +115,12 @@ class Float8Nodes:
                     'not of blocks: use Float8(scaling="row") or "tensor", or exclude them'
                 )
             args = (str(scaling), self._recipe.axis(axis))
-            parts = [unpacked(self._graph, float8_quantize, (each, *args), self._user) for each in members]
+            parts = [unpacked_at(self._user, float8_quantize, each, *args) for each in members]
             both = [part[0] for part in parts], [part[1] for part in parts]
-            data, scales = unpacked(self._graph, float8_stack, (*both, axis), self._user)
+            data, scales = unpacked_at(self._user, float8_stack, *both, axis)
             return data, scales
         if operand.base in self._weights:
-            data, scales = unpacked(self._graph, float8_quantize_stack, (value, operand.axis), self._user)
+            data, scales = unpacked_at(self._user, float8_quantize_stack, value, operand.axis)
             return data, scales
         magnitude = self._call(_aten.bitwise_and.Scalar, self._bits(value), MAGNITUDE)
         largest = self._widened(self._call(_aten.amax.default, magnitude, [1], True))
@@ -129,7 +129,7 @@ class Float8Nodes:
 
     def _weight(self, value: fx.Node, axis: int) -> Copy:
         scaling, copy = self._recipe.scaling, self._recipe.axis(axis)
-        data, scales = unpacked(self._graph, float8_quantize, (value, str(scaling), copy), self._user)
+        data, scales = unpacked_at(self._user, float8_quantize, value, str(scaling), copy)
         if axis == ROWWISE:
             return data, scales
         return self._call(float8_transposed, data), self._turned(scales)
@@ -203,7 +203,4 @@ class Float8Nodes:
         return self._call(_aten.clone.default, turned, memory_format=torch.contiguous_format)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self._graph.call_function(target, args, kwargs)
-        inherit(node, self._user)
-        node.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
-        return node
+        return call_at(self._user, target, *args, **kwargs)

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.passes.context import PassContext
-from fxshard.passes.matrix_products import inherit
+from fxshard.passes.matrix_products import call_at
 
 _aten = torch.ops.aten
 _SORTS = {_aten.sort.default, _aten.sort.stable}
@@ -40,7 +40,7 @@ def gather_gradients(module: fx.GraphModule, context: PassContext) -> fx.GraphMo
             continue
         order, times = found
         with graph.inserting_before(node):
-            call = _caller(graph, node)
+            call = _caller(node)
             if order not in inverses:
                 inverses[order] = _inverse_of(call, order)
             gradient = call(_aten.index.Tensor, node.args[2], [inverses[order]])
@@ -136,13 +136,10 @@ def _note_inverse(node: fx.Node, inverses: dict[fx.Node, fx.Node]) -> None:
         inverses.setdefault(node, order)
 
 
-def _caller(graph: fx.Graph, place: fx.Node) -> Callable[..., fx.Node]:
+def _caller(place: fx.Node) -> Callable[..., fx.Node]:
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = graph.call_function(target, args, kwargs)
-        inherit(made, place)
         with private.as_fake_as(place.meta["val"]):
-            made.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
-        return made
+            return call_at(place, target, *args, **kwargs)
 
     return call
 

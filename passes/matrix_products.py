@@ -7,7 +7,9 @@ looked through: what counts is along which dimension of the untransposed matrix 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -83,6 +85,20 @@ def _of_tokens(node: fx.Node, left: fx.Node, right: fx.Node, offsets: fx.Node) -
 def inherit(node: fx.Node, place: fx.Node) -> None:
     """Take over what the partitioner knows of a place: its phase, and whether it is recomputed."""
     node.meta.update({key: value for key, value in place.meta.items() if key not in _OWN})
+
+
+def call_at(place: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """Call an operator, where the graph inserts nodes just now, that inherits from ``place``; with what it gives."""
+    made = place.graph.call_function(target, args, kwargs)
+    inherit(made, place)
+    made.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
+    return made
+
+
+def unpacked_at(place: fx.Node, target: Callable[..., Any], *args: Any) -> list[fx.Node]:
+    """The same with an operator that returns a tuple; its elements."""
+    node = call_at(place, target, *args)
+    return [call_at(place, operator.getitem, node, i) for i in range(len(node.meta["val"]))]
 
 
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import fx
@@ -12,7 +10,7 @@ from torch import fx
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE
 from fxshard.kernels.mxfp8_grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups, mxfp8_stack
 from fxshard.kernels.mxfp8_ops import mxfp8_mm, mxfp8_quantize, mxfp8_quantize_both
-from fxshard.passes.matrix_products import Operand, Product, inherit, stacked
+from fxshard.passes.matrix_products import Operand, Product, stacked, unpacked_at
 
 Copy = tuple[fx.Node, fx.Node]
 """Payload and scales."""
@@ -39,16 +37,16 @@ class Mxfp8Nodes:
         members = stacked(value)
         with graph.inserting_before(user):
             if base in self._both and operand.offsets is None:
-                first, second, third, fourth = unpacked(graph, mxfp8_quantize_both, (value,), user)
+                first, second, third, fourth = unpacked_at(user, mxfp8_quantize_both, value)
                 return {Operand(base, ROWWISE): (first, second), Operand(base, COLUMNWISE): (third, fourth)}
             if operand.offsets is not None:
-                data, scales = unpacked(graph, mxfp8_quantize_groups, (value, operand.offsets), user)
+                data, scales = unpacked_at(user, mxfp8_quantize_groups, value, operand.offsets)
             elif members:  # each for itself: where they rest quantized, the stack is one of copies
-                parts = [unpacked(graph, mxfp8_quantize, (each, axis), user) for each in members]
+                parts = [unpacked_at(user, mxfp8_quantize, each, axis) for each in members]
                 stack_of = ([part[0] for part in parts], [part[1] for part in parts])
-                data, scales = unpacked(graph, mxfp8_stack, stack_of, user)
+                data, scales = unpacked_at(user, mxfp8_stack, *stack_of)
             else:
-                data, scales = unpacked(graph, mxfp8_quantize, (value, axis), user)
+                data, scales = unpacked_at(user, mxfp8_quantize, value, axis)
         return {operand: (data, scales)}
 
     def multiply(self, product: Product, copies: dict[Operand, Copy], dtype: torch.dtype) -> fx.Node:
@@ -61,17 +59,3 @@ class Mxfp8Nodes:
             if right.offsets is None:
                 return self._graph.call_function(mxfp8_grouped_mm, (*operands, product.offsets, right.axis, dtype))
             return self._graph.call_function(mxfp8_grouped_wgrad, (*operands, product.offsets, dtype))
-
-
-def unpacked(graph: fx.Graph, target: Any, args: tuple[Any, ...], user: fx.Node) -> list[fx.Node]:
-    """Call an operator that returns a tuple; its elements."""
-    node = graph.call_function(target, args)
-    inherit(node, user)
-    node.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
-    parts = []
-    for i, value in enumerate(node.meta["val"]):
-        part = graph.call_function(operator.getitem, (node, i))
-        inherit(part, user)
-        part.meta["val"] = value
-        parts.append(part)
-    return parts

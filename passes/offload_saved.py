@@ -28,7 +28,7 @@ from fxshard.plan.layout import aligned
 from fxshard.plan.memory import GRANULE, SlotRange
 from fxshard.schedule.activations import ON_HOST, owned_bytes
 from fxshard.schedule.aliases import is_constant, is_view, readers, root_of
-from fxshard.schedule.events import META, OPS, STREAM, Event, Kind, Phase, event_of
+from fxshard.schedule.events import META, OPS, STREAM, Kind, Phase, event_of, of_many
 from fxshard.schedule.graph_summary import unpacks
 from fxshard.schedule.offloads import Offloaded
 
@@ -166,28 +166,15 @@ class _Trip:
         return self.views[0][0]
 
     def insert(self, kind: Kind, before: fx.Node, arg: fx.Node, number: int, slot: SlotRange | None = None) -> fx.Node:
-        leaves = kind in (Kind.OFFLOAD, Kind.RELEASE)
         if STREAM[kind] == "compute":  # compute stops there: not before a collective is started
             before = _behind(before)
         value = self.value.meta["val"]
         with before.graph.inserting_before(before):
             node = before.graph.call_function(OPS[kind], (arg,))
         node.meta["val"] = value if kind is not Kind.RELEASE else None
-        node.meta[META] = Event(
-            kind=kind,
-            phase=Phase.FORWARD if leaves else Phase.BACKWARD,
-            bucket="",
-            bucket_index=-1,
-            params=(),
-            bytes=tensor_bytes(value),
-            dtype=value.dtype,
-            group="",
-            stream=STREAM[kind],
-            why=self.value.name,
-            slot=slot,
-            op=self.name,
-            number=number,
-        )
+        phase = Phase.FORWARD if kind in (Kind.OFFLOAD, Kind.RELEASE) else Phase.BACKWARD
+        about = {"bytes": tensor_bytes(value), "stream": STREAM[kind], "slot": slot, "op": self.name, "number": number}
+        node.meta[META] = of_many(kind, phase, value.dtype, self.value.name, **about)
         return node
 
 
@@ -279,9 +266,7 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 def _made_by(node: fx.Node) -> fx.Node:
     """What a view is made of, as far as nothing but views is in between."""
-    while is_view(node) and event_of(node) is None:
-        node = node.all_input_nodes[0]
-    return node
+    return root_of(node, event_of)
 
 
 def _follow(view: fx.Node, source: fx.Node) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fxshard.kernels.choose import implementation
 from fxshard.kernels.glu_op import add_expert_bias, expert_bias_dot, glu, glu_backward
 from fxshard.kernels.op import grouped_product, grouped_swiglu, grouped_swiglu_backward
 from fxshard.passes.context import PassContext
-from fxshard.passes.matrix_products import inherit, stacked, untransposed
+from fxshard.passes.matrix_products import call_at, stacked, untransposed
 from fxshard.passes.te_mlp_nodes import open_te_mlp
 from fxshard.schedule.params import param_inputs
 
@@ -67,14 +68,8 @@ Results = tuple[fx.Node | None, ...]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, opened: Callable[[Call, tuple[Any, ...]], Results]) -> None:
-    def call(target: Any, *args: Any) -> fx.Node:
-        made = graph.call_function(target, args)
-        inherit(made, node)
-        made.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
-        return made
-
     with graph.inserting_before(node):
-        results = opened(call, node.args)
+        results = opened(partial(call_at, node), node.args)
     for part in list(node.users):
         result = results[part.args[1]]  # type: ignore[index]
         if result is not None:

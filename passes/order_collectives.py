@@ -19,7 +19,7 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.errors import PassError
 from fxshard.passes.context import PassContext
-from fxshard.schedule.aliases import is_view
+from fxshard.schedule.aliases import is_view, root_of
 from fxshard.schedule.collectives import GROUP, stamp
 from fxshard.schedule.events import event_of
 
@@ -86,7 +86,7 @@ def _wait_at_first_use(graph: fx.Graph) -> None:
             anchors[node] = min((anchors.get(user, user) for user in node.users), key=order.__getitem__)
     returned = _waits_that_are_returned(anchors, output)
     for node in reversed(anchors):  # in the order of the graph
-        wait = _root(node)
+        wait = root_of(node, private.is_wait)
         if anchors[node] is not output:
             anchors[node].prepend(node)
         elif wait in returned:
@@ -111,13 +111,6 @@ def _waits_that_are_returned(anchors: dict[fx.Node, fx.Node], output: fx.Node) -
             else:
                 next_of_group[group] = anchor
     return found
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The wait that a node is, or is a view of; any other node where there is none."""
-    while is_view(node) and not private.is_wait(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _start_early(start: fx.Node) -> None:

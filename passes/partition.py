@@ -99,7 +99,8 @@ class _Joint:
         self, marks: frozenset[str], recomputed: tuple[Recomputed, ...], tried: frozenset[Key] = frozenset()
     ) -> Partitioned | None:
         """With ``marks`` computed again in backward. ``tried``: kinds of values that were dropped, or cannot be."""
-        joint = self._copy(marks)
+        joint = private.copied(self.graph)
+        mark(joint.graph, marks)
         cut = self.cut(joint)
         if cut is None:
             return None
@@ -119,16 +120,7 @@ class _Joint:
         return replace(partitioned, recomputed=recomputed, tighter=tighter)
 
     def peak(self, partitioned: Partitioned) -> int:
-        graphs = {phase: module.graph for phase, module in partitioned.graphs.items()}
-        return peak_bytes(step_activations(graphs, self.fused))
-
-    def _copy(self, marks: frozenset[str]) -> fx.GraphModule:
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        mark(graph, marks)
-        return private.graph_module(self.graph, graph)
+        return peak_bytes(step_activations(partitioned.graphs, self.fused))
 
 
 def _copy_written(forward: fx.GraphModule, outputs: int, written: Sequence[int]) -> None:

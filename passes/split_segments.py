@@ -18,6 +18,7 @@ from fxshard._torch import private
 from fxshard.passes.context import PassContext
 from fxshard.schedule.aliases import is_constant, is_view
 from fxshard.schedule.events import event_of
+from fxshard.schedule.graph_summary import unpacks
 
 
 def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -58,10 +59,7 @@ def split_segments(module: fx.GraphModule, context: PassContext) -> fx.GraphModu
 
 def is_runtime(node: fx.Node) -> bool:
     """A runtime node, or the unpacking of one."""
-    if event_of(node) is not None:
-        return True
-    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and event_of(source) is not None
+    return event_of(node) is not None or unpacks(node)
 
 
 def _gather_unpacking(graph: fx.Graph) -> None:

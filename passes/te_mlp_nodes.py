@@ -19,8 +19,8 @@ from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE
 from fxshard.kernels.op import grouped_swiglu, grouped_swiglu_gradients
 from fxshard.kernels.te_mlp_op import te_mlp_backward, te_mlp_forward, te_mlp_wgrad
 from fxshard.passes.context import PassContext
-from fxshard.passes.matrix_products import Operand, inherit, stacked, untransposed
-from fxshard.passes.mxfp8_nodes import Mxfp8Nodes, unpacked
+from fxshard.passes.matrix_products import Operand, call_at, stacked, unpacked_at, untransposed
+from fxshard.passes.mxfp8_nodes import Mxfp8Nodes
 from fxshard.schedule.params import param_inputs
 
 _PERMUTE = torch.ops.aten.permute.default
@@ -63,7 +63,7 @@ def _open_forward(graph: fx.Graph, node: fx.Node, *, trains: bool) -> list[fx.No
     """What backward reads: tokens and their scales, pre-activations, activations and their scales."""
     with graph.inserting_before(node):
         args = (*node.args[:2], *_weights(graph, node, node.args, ROWWISE), *node.args[8:-1], trains)
-        out, *kept = unpacked(graph, te_mlp_forward, args, node)
+        out, *kept = unpacked_at(node, te_mlp_forward, *args)
     _substitute(graph, node, {0: out})
     return kept
 
@@ -74,12 +74,12 @@ def _open_backward(graph: fx.Graph, node: fx.Node, kept: list[fx.Node]) -> None:
     with graph.inserting_before(node):
         weights = _weights(graph, node, node.args[1:], COLUMNWISE)
         args = (grad, offsets, pre, *weights, *node.args[9:-1])
-        grad_x, grad_weights, *columns, gate_bias, down_bias = unpacked(graph, te_mlp_backward, args, node)
+        grad_x, grad_weights, *columns, gate_bias, down_bias = unpacked_at(node, te_mlp_backward, *args)
 
         def gradient(of_out: list[fx.Node], operand: tuple[fx.Node, fx.Node], weight: Any) -> fx.Node:
             dtype = weight.meta["val"].dtype
-            made = _call(graph, node, te_mlp_wgrad, (*of_out, *operand, offsets, dtype))
-            return _call(graph, node, _PERMUTE, (made, [0, 2, 1]))
+            made = call_at(node, te_mlp_wgrad, *of_out, *operand, offsets, dtype)
+            return call_at(node, _PERMUTE, made, [0, 2, 1])
 
         of_gate = gradient(columns[:2], (tokens, tokens_scales), gate)
         of_down = gradient(columns[2:], (hidden, hidden_scales), down)
@@ -101,13 +101,6 @@ def _weights(graph: fx.Graph, node: fx.Node, inputs: Any, axis: int) -> tuple[An
         operand = Operand(base, axis)
         copies += Mxfp8Nodes(graph, ()).quantize(operand, base, node)[operand]
     return *copies, gate_bias, down_bias
-
-
-def _call(graph: fx.Graph, place: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    made = graph.call_function(target, args)
-    inherit(made, place)
-    made.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
-    return made
 
 
 def _substitute(graph: fx.Graph, node: fx.Node, results: dict[int, fx.Node]) -> None:

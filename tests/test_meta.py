@@ -15,7 +15,7 @@ from fxshard.frontend import materialise
 from tests.measuring import NewBytes
 from tests.pool import Pool
 from tests.toy import Mlp
-from tests.training import EPS, full_gradients
+from tests.training import EPS, full_gradients, step_both
 
 
 class Net(nn.Module):
@@ -76,13 +76,8 @@ def from_meta() -> dict[str, bool]:
     x = torch.arange(24)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS, fused=True)
     for step in range(2):
-        loss, expected = model(x), plain(x)
-        loss.backward()
-        expected.backward()
+        loss, expected = step_both(model, plain, optimizer, x)
         found[f"loss {step}"] = torch.allclose(loss, expected, rtol=1e-5)
-        for o in (model.optimizer, optimizer):
-            o.step()
-            o.zero_grad()
     after = plain.state_dict()
     found["statistics"] = torch.allclose(model.norm.running_var, after["norm.running_var"], rtol=1e-5)
     found["batches"] = int(model.state_dict()["norm.num_batches_tracked"]) == 2

@@ -10,7 +10,7 @@ import torch
 import fxshard
 from tests.hugging_face import llama
 from tests.thorough import thorough
-from tests.training import EPS
+from tests.training import EPS, step_both
 
 pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
 
@@ -72,12 +72,7 @@ def fine_tuned(last: int) -> tuple[float, int]:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, fused=True)
     for step in range(BATCHES):
         batch = packed(drawn(step, LENGTH if step < BATCHES - 1 else last))
-        loss, expected = model(**batch).loss, plain(**batch).loss
-        loss.backward()
-        expected.backward()
-        for each in (model.optimizer, optimizer):
-            each.step()
-            each.zero_grad()
+        loss, expected = step_both(model, plain, optimizer, **batch)
         worst = max(worst, abs(loss.item() / expected.item() - 1))
     return worst, model.report.compilations.captures
 

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import fxshard
 from tests.thorough import thorough
+from tests.training import step_both
 
 
 class RMSNorm(nn.Module):
@@ -55,14 +56,8 @@ def test_copies_that_products_read_are_made_again(lowering: str) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     x = torch.randn(8, 32)
     for _ in range(3):
-        expected, loss = plain(x), model(x)
         exact = {"rtol": 0, "atol": 0} if lowering == "eager" else {}
-        torch.testing.assert_close(loss, expected, **exact)
-        expected.backward()
-        loss.backward()
-        for each in (optimizer, model.optimizer):
-            each.step()
-            each.zero_grad()
+        torch.testing.assert_close(*step_both(model, plain, optimizer, x), **exact)
     outputs = model.graphs["forward"].graph.output_node().all_input_nodes
     saved = [node.meta["val"].numel() for node in outputs if node.op != "placeholder"]
     assert sorted(numel for numel in saved if numel > 1) == sorted([*[8, 8 * 64] * 3, *[8 * 32] * 3])

@@ -15,7 +15,7 @@ import fxshard
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
-from tests.training import EPS, VOCAB, full_gradients, llama
+from tests.training import EPS, VOCAB, full_gradients, llama, step_both
 
 
 def tokens(size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,14 +80,9 @@ def dynamic(lowering: str) -> tuple[list[float], list[float], list[int]]:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, fused=True)
     mine, theirs, captures = [], [], []
     for batch in batches:
-        loss, expected = model(*batch), plain(*batch)
-        loss.backward()
-        expected.backward()
-        for o in (model.optimizer, optimizer):
-            o.step()
-            o.zero_grad()
-        mine.append(float(loss.detach()))
-        theirs.append(float(expected.detach()))
+        loss, expected = step_both(model, plain, optimizer, *batch)
+        mine.append(float(loss))
+        theirs.append(float(expected))
         captures.append(model.report.compilations.captures)
     return mine, theirs, captures
 

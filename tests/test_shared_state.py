@@ -161,7 +161,7 @@ def test_every_row_of_a_shard_is_updated_by_one_replica(
             rows = [row for part in mine for row in range(part.row_start, part.row_stop)]
             assert rows == list(range(fragment.row_start, fragment.row_stop))
             assert sum(part.numel for part in mine) == fragment.numel
-            width = layout.slots[layout.index[fragment.name]].spec.row_numel
+            width = layout.spec(fragment.name).row_numel
             assert all(part.numel == part.rows * width for part in mine if fragment.numel)
 
 

@@ -43,7 +43,7 @@ def rows(model: fxshard.ShardedModule) -> dict[str, Any]:
     return {
         name: (bucket.offsets(name), parameter.grad.to_local().clone())
         for bucket in model._sharding.buckets
-        for name, parameter in zip(bucket.plan.params, bucket.params, strict=True)
+        for name, parameter in bucket.named()
     }
 
 

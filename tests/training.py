@@ -107,8 +107,7 @@ def deliver(model: fxshard.ShardedModule, grads: dict[str, torch.Tensor]) -> Non
         flat = bucket.hold_gradient().zero_()
         for fragment, parameter, own in zip(bucket.fragments, bucket.params, bucket.grads, strict=True):
             if fragment.name in grads:
-                whole = bucket.part(fragment.name, grads[fragment.name])
-                rows = whole[fragment.row_start : fragment.row_stop] if whole.ndim else whole
+                rows = bucket.rows(fragment.name, bucket.part(fragment.name, grads[fragment.name]))
                 bucket.as_rows(flat, fragment.name).copy_(rows)
                 parameter.grad = own
 
@@ -153,6 +152,19 @@ def train_step(model: Any, *inputs: Any, optimizer: torch.optim.Optimizer | None
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def step_both(
+    model: fxshard.ShardedModule, plain: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of a sharded model and of a plain one on the same batch; their losses."""
+    results = [each(*args, **kwargs) for each in (model, plain)]
+    mine, theirs = (getattr(result, "loss", result) for result in results)
+    for loss, each in ((mine, model.optimizer), (theirs, optimizer)):
+        loss.backward()
+        each.step()
+        each.zero_grad()
+    return mine.detach(), theirs.detach()
 
 
 def with_debug(options: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
 
 
 def extremes(
-    workload: Workload, precision: fxshard.Precision | None, device: torch.device, optimizer: fxshard.AdamW = ADAMW
+    workload: Workload, precision: fxshard.Precision | None, device: torch.device, optimizer: fxshard.AdamW
 ) -> tuple[int, int]:
     """The smallest budget, and what a step takes without one."""
     with torch.device("cpu"):

@@ -45,11 +45,10 @@ COLUMNS = (
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
     """The model of a process that measures: the one it was given, or a small Llama."""
-    layers, dim = int(arguments.layers) if arguments.layers else None, arguments.dim
+    layers = int(arguments.layers) if arguments.layers else None
     if arguments.model:
         return Workload(arguments.model[0], layers, cache=not arguments.no_cache)
-    config = LlamaConfig(vocab=1024, dim=dim, heads=dim // 64, hidden=dim * 11 // 4)
-    return Workload("small", layers, size=Size(config, 2, 256))
+    return Workload("small", layers, size=Size(LlamaConfig(vocab=1024, dim=256, heads=4, hidden=704), 2, 256))
 
 
 def measure(workload: Workload, device: str, contender: str) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def in_fresh_processes(case: Case, arguments: argparse.Namespace) -> dict[str, A
     """Measure with nothing compiled before, then once more with what that left in the compiler's cache."""
     model, layers, contender = case
     command = ["-m", "fxshard.bench.compile_time", "--contender", contender]
-    command += ["--device", arguments.device, "--dim", str(arguments.dim)]
+    command += ["--device", arguments.device]
     command += ["--model", model] if model else []
     command += ["--layers", layers] if layers else []
     command += ["--no-cache"] if arguments.no_cache else []
@@ -119,7 +118,6 @@ def main() -> None:
     add_device(parser)
     add_models(parser, default="a small Llama in fp32; the others are in bf16 on CUDA")
     parser.add_argument("--layers", metavar="N,...", help="depths to compare (default: 8,32, or what a model has)")
-    parser.add_argument("--dim", type=int, default=256, help="width of a small one, a multiple of 64 (default: 256)")
     parser.add_argument("--peer", choices=(PEER,), help="FSDP2 with each block compiled as well")
     parser.add_argument("--trace-all", action="store_true", help="fxshard with Debug(fold_layers=False) as well")
     parser.add_argument("--stages", action="store_true", help="also where the time went, by torch's own clocks")

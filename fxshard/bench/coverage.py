@@ -23,6 +23,8 @@ from fxshard.bench.harness import listed
 CLOSE = 1e-5
 """Relative difference of losses up to which they count as the same: that of rounding, after five steps in fp32."""
 COMMAND = "fxshard bench models --output docs/models.md"
+TIMEOUT = 300.0
+"""Seconds for one architecture."""
 DENSE = "a dense gated MLP"
 
 
@@ -181,7 +183,6 @@ def main() -> None:
     parser.add_argument("--only", type=listed(ARCHITECTURES), metavar="NAME,...", help=only)
     depths = "of models that are trained, and of two that are compiled only (default: 2,6,12)"
     parser.add_argument("--layers", type=_depths, default=Depths(), metavar="N,N,N", help=depths)
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one architecture (default: 300)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as a page of Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, losses included")
     arguments = parser.parse_args()
@@ -193,7 +194,7 @@ def main() -> None:
     with progress(len(names)) as begin:
         for name in names:
             begin(name)
-            rows.append(on_ranks(ARCHITECTURES[name], arguments.layers, arguments.timeout))
+            rows.append(on_ranks(ARCHITECTURES[name], arguments.layers, TIMEOUT))
             print(line(rows[-1]), flush=True)
             if arguments.json:  # after each: a run that is stopped has left what it found
                 arguments.json.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1))

@@ -24,7 +24,7 @@ class Layer:
         return [leaf for leaf in (self.x, self.gate_up, self.down, self.weights) if leaf is not None]
 
 
-def make_layer(experts: int, hidden: int, inner: int, tokens: int, routed: bool, device: str = "cuda") -> Layer:
+def make_layer(experts: int, hidden: int, inner: int, tokens: int, routed: bool, device: str) -> Layer:
     torch.manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ python -m fxshard.bench.optimizer --device cuda --json optimizer.json
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from itertools import product
 
@@ -19,6 +18,9 @@ from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import Start, choose, explain, iterate, orthogonalize, start
 from fxshard.plan.state import FORMATS, OFFLOADS
+
+ROUNDS, REPEAT = 5, 3
+"""Rounds in which contenders take turns, and calls in a row within each."""
 
 
 def shapes(layers: int, dim: int, hidden: int) -> list[tuple[int, int]]:
@@ -64,15 +66,14 @@ def adamw(sizes: list[tuple[int, int]], device: str, **kept: str) -> Callable[[]
     return sharded.optimizer.step
 
 
-def measure(arguments: argparse.Namespace) -> list[Table]:
+def measure(device: str) -> list[Table]:
     """Steps, and the parts of one of Muon's."""
     torch.manual_seed(0)
-    device = arguments.device
-    sizes = shapes(arguments.layers, arguments.dim, arguments.hidden)
+    sizes = shapes(16, 2048, 5632) if device == "cuda" else shapes(2, 64, 176)
     params = [torch.nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in sizes]
     for parameter in params:
         parameter.grad = torch.randn_like(parameter)
-    choice = fxshard.Muon(lr=1e-3, weight_decay=0.1, form=arguments.form)
+    choice = fxshard.Muon(lr=1e-3, weight_decay=0.1)
     named = [(f"layers.{i}.weight", parameter) for i, parameter in enumerate(params)]
     contenders: dict[str, Callable[[], object]] = {
         "torch.optim.Muon": torch.optim.Muon(params, lr=1e-3, weight_decay=0.1).step,
@@ -84,14 +85,14 @@ def measure(arguments: argparse.Namespace) -> list[Table]:
         contenders[name] = adamw(sizes, device, state=state, offload=offload)
 
     def clock(run: Callable[[], object]) -> float:
-        return timed(run, device, arguments.repeat)
+        return timed(run, device, REPEAT)
 
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     parameters = sum(rows * columns for rows, columns in sizes) / 1e6
-    forms = (f"{list(shape)}: {explain(shape, params[0].device, arguments.form)}" for shape in dict.fromkeys(sizes))
+    forms = (f"{list(shape)}: {explain(shape, params[0].device)}" for shape in dict.fromkeys(sizes))
     title = f"{len(sizes)} matrices, {parameters:.1f} M parameters, {name}; {'; '.join(forms)}"
-    steps = take_turns(contenders, clock, arguments.rounds)
-    taken = take_turns(parts(params, choice), clock, arguments.rounds)
+    steps = take_turns(contenders, clock, ROUNDS)
+    taken = take_turns(parts(params, choice), clock, ROUNDS)
     return [
         _table(title, steps, Column("ms", "ms", ".2f", ratio=True, bars="an optimizer step", unit="ms")),
         _table("parts of fxshard.Muon's", taken, Column("ms", "ms", ".2f")),
@@ -105,15 +106,8 @@ def _table(title: str, times: dict[str, float], column: Column) -> Table:
 def main() -> None:
     parser = parser_of(__doc__)
     add_device(parser)
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--layers", type=int, default=16 if cuda else 2)
-    parser.add_argument("--dim", type=int, default=2048 if cuda else 64)
-    parser.add_argument("--hidden", type=int, default=5632 if cuda else 176)
-    parser.add_argument("--form", default="auto", help="auto, plain, symmetric or gram")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeat", type=int, default=3, help="calls in a row within a round")
     arguments = parser.parse_args()
-    tables = measure(arguments)
+    tables = measure(arguments.device)
     print(*tables, sep="\n\n")
     write(arguments.json, tables)
 

@@ -23,6 +23,8 @@ from fxshard.bench.workloads import SIZES, Workload
 from fxshard.plan.hardware import Hardware, hardware
 from fxshard.schedule.events import Kind
 
+ROUNDS = 5
+"""Of five steps each."""
 RESCHEDULED = "measured, rescheduled by its own profile"
 COLUMNS = (
     Column("step_ms", "step ms", ratio=True),
@@ -63,13 +65,12 @@ def main() -> None:
     add_device(parser)
     parser.add_argument("--model", choices=SIZES, default="toy")
     parser.add_argument("--batch", type=int, help="sequences per rank")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of five steps")
     arguments = parser.parse_args()
     device = join_ranks(arguments.device)
     contender = Contender("fxshard", Workload(arguments.model, batch=arguments.batch), device, device.type == "cuda")
     model = contender.model
     assert isinstance(model, fxshard.ShardedModule)
-    for _ in range(arguments.rounds):
+    for _ in range(ROUNDS):
         contender.measure(5, 0)
     with model.profile(steps=5) as profile:
         for _ in range(5):
@@ -78,7 +79,7 @@ def main() -> None:
     model.reschedule(profile)
     contender.step()
     contender.rounds.clear()
-    for _ in range(arguments.rounds):
+    for _ in range(ROUNDS):
         contender.measure(5, 0)
     if dist.get_rank() == 0:
         report(model.schedule, profile, before, statistics.median(contender.rounds), arguments)

@@ -11,8 +11,8 @@ import torch
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
 from fxshard.frontend.module import ShardedModule
+from fxshard.frontend.state import places
 from fxshard.optim.moments import Deferred, Unpacked
-from fxshard.plan.layout import Fragment
 from fxshard.plan.state import state_shape
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.rows import Rows
@@ -62,11 +62,11 @@ def of_model(model: ShardedModule, *, frozen: bool = True) -> Iterator[Held]:
     for key, value in model._tensors().items():
         keys.setdefault(id(value), []).append(key)
         values[id(value)] = value
-    for bucket, fragment, parameter in _places(model):
+    for bucket, name, parameter in places(model._sharding.buckets):
         names = tuple(keys.pop(id(parameter)))
         if frozen or bucket.plan.trainable:
-            at = bucket.offsets(fragment.name)
-            yield Held(MODEL, names, tuple(parameter.shape), at, bucket.local(fragment.name))
+            at = bucket.offsets(name)
+            yield Held(MODEL, names, tuple(parameter.shape), at, bucket.local(name))
     first = model._sharding.channels.is_first
     for identity, of_buffer in keys.items():
         buffer = private.local_part(values[identity]).detach()
@@ -79,55 +79,49 @@ State = Mapping[torch.Tensor, Mapping[str, Any]]
 
 def of_optimizer(model: ShardedModule, state: State) -> Iterator[Held]:
     """State tensors: those shaped like their parameter (this rank has the same rows of both), and scalars."""
-    for bucket, fragment, parameter in _places(model):
+    for bucket, name, parameter in places(model._sharding.buckets):
         of_one = state.get(parameter, {})
         if isinstance(of_one, Unpacked):
-            yield from _unpacked(bucket, fragment, parameter, of_one)
+            yield from _unpacked(bucket, name, parameter, of_one)
             continue
         for field, value in of_one.items():
-            yield _state(bucket, fragment, parameter, field, value)
+            yield _state(bucket, name, parameter, field, value)
 
 
-def _unpacked(bucket: Bucket, fragment: Fragment, parameter: torch.nn.Parameter, state: Unpacked) -> Iterator[Held]:
+def _unpacked(bucket: Bucket, name: str, parameter: torch.nn.Parameter, state: Unpacked) -> Iterator[Held]:
     """State in fewer bits or on the host, which a checkpoint holds as fp32, one after another."""
     for field in state:
         if field == "step":
-            yield _state(bucket, fragment, parameter, field, state[field])
+            yield _state(bucket, name, parameter, field, state[field])
             continue
         rows = state.deferred(field)
         shapes = state_shape(field, parameter.shape), torch.empty(rows.shape, device="meta")
-        yield Held(OPTIMIZER, (fragment.name,), shapes[0], rows.offsets, shapes[1], field, deferred=rows)
+        yield Held(OPTIMIZER, (name,), shapes[0], rows.offsets, shapes[1], field, deferred=rows)
 
 
 def empty_like_parameter(model: ShardedModule, name: str, dtype: torch.dtype) -> torch.Tensor:
     """A state tensor for a parameter, sharded as it is."""
-    bucket, fragment = next((bucket, fragment) for bucket, fragment, _ in _places(model) if fragment.name == name)
-    return bucket.wrap(torch.zeros(fragment.numel, dtype=dtype, device=bucket.device), name)
+    bucket = next(bucket for bucket in model._sharding.buckets if name in bucket.plan.params)
+    return bucket.wrap(torch.zeros(bucket.fragment(name).numel, dtype=dtype, device=bucket.device), name)
 
 
 def parameter_names(model: ShardedModule) -> dict[int, str]:
     """Parameter (by identity) → the name it has in optimizer state."""
-    return {id(parameter): fragment.name for _, fragment, parameter in _places(model)}
+    return {id(parameter): name for _, name, parameter in places(model._sharding.buckets)}
 
 
-def _state(bucket: Bucket, fragment: Fragment, parameter: torch.nn.Parameter, field: str, value: object) -> Held:
+def _state(bucket: Bucket, name: str, parameter: torch.nn.Parameter, field: str, value: object) -> Held:
     if not isinstance(value, torch.Tensor) or tuple(value.shape) not in (state_shape(field, parameter.shape), ()):
         raise ConfigError(
-            f"optimizer state {field!r} of {fragment.name} is {_described(value)}; tensors of the parameter's shape "
+            f"optimizer state {field!r} of {name} is {_described(value)}; tensors of the parameter's shape "
             "and scalar tensors can be saved"
         )
     local = private.local_part(value)
     rows = private.wrapped(value) if local is not value else value
     # Replicas that share state hold fewer rows.
-    at = rows.offsets if isinstance(rows, Rows) else bucket.offsets(fragment.name)
-    return Held(OPTIMIZER, (fragment.name,), tuple(value.shape), at if value.shape else (), local.detach(), field)
+    at = rows.offsets if isinstance(rows, Rows) else bucket.offsets(name)
+    return Held(OPTIMIZER, (name,), tuple(value.shape), at if value.shape else (), local.detach(), field)
 
 
 def _described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
-
-
-def _places(model: ShardedModule) -> Iterator[tuple[Bucket, Fragment, torch.nn.Parameter]]:
-    for bucket in model._sharding.buckets:
-        for fragment, parameter in zip(bucket.fragments, bucket.params, strict=True):
-            yield bucket, fragment, parameter

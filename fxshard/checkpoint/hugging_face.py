@@ -60,9 +60,7 @@ def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | Non
     return [f"experts stored in another layout: {', '.join(regrouped)}"] if regrouped else []
 
 
-def fill_rows(
-    model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, problems: Sequence[str] = ()
-) -> list[str]:
+def fill_rows(model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, problems: Sequence[str]) -> list[str]:
     """Fill this rank's rows of the model from slices by name, if everything fits; returns names of experts that were
     stored in another layout. Collective. ``problems``: what was found before."""
     held, found = list(of_model(model)), list(problems)

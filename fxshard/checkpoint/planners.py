@@ -46,7 +46,7 @@ class SaveRows(DefaultSavePlanner):
     """Plans the writing of what a rank holds. What several ranks hold alike is written by one of them."""
 
     def __init__(
-        self, held: Sequence[Held], objects: Mapping[tuple[str, ...], bytes], progress: Progress | None = None
+        self, held: Sequence[Held], objects: Mapping[tuple[str, ...], bytes], progress: Progress | None
     ) -> None:
         super().__init__()
         self._held: dict[MetadataIndex, Held] = {}

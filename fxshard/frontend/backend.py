@@ -259,7 +259,7 @@ def variants(
     identify: Callable[[Any], ParamRef | None],
     compile: Compile,
     sizes_open: bool,
-    floats: Collection[int] = (),
+    floats: Collection[int],
 ) -> Callable[..., Any]:
     """What Dynamo calls in place of a compiled graph: chooses the program by the parameters that are passed.
 

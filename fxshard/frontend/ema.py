@@ -13,7 +13,6 @@ from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.module import ShardedModule
 from fxshard.plan.stored_names import in_our_layout
-from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.uneven_rows import with_rows
 
 
@@ -78,7 +77,7 @@ class EMA:
         """This rank's rows of the averages under the model's keys, for ``torch.distributed.checkpoint``."""
         self._not_swapped("state_dict()")
         return {
-            name: bucket.as_state(_part(bucket, average, name), name)
+            name: bucket.as_state(bucket.flat_part(average, name), name)
             for bucket, average in zip(self._buckets, self._averages, strict=True)
             for name in bucket.plan.params
         }
@@ -110,8 +109,7 @@ class EMA:
                 if isinstance(value, DTensor):
                     rows.copy_(value.to_local())
                 elif fragment.numel:
-                    part = bucket.part(fragment.name, value)
-                    rows.copy_(part[fragment.row_start : fragment.row_stop] if part.ndim else part)
+                    rows.copy_(bucket.rows(fragment.name, bucket.part(fragment.name, value)))
 
     def bytes_at_rest(self) -> int:
         """What this rank holds for the averages."""
@@ -120,8 +118,3 @@ class EMA:
     def _not_swapped(self, what: str) -> None:
         if self._swapped:
             raise StateError(f"EMA.{what} inside swapped(): the parameters are the averages there; leave it first")
-
-
-def _part(bucket: Bucket, flat: torch.Tensor, name: str) -> torch.Tensor:
-    fragment = bucket.fragments[bucket.plan.layout.index[name]]
-    return flat[fragment.offset : fragment.offset + fragment.numel]

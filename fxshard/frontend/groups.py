@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,11 +58,15 @@ def meshes_of(groups: Groups | None, mesh: DeviceMesh | None, own: Domain) -> di
     return found
 
 
+def is_count(number: object) -> TypeGuard[int]:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
 def planned_domains(sizes: Mapping[str, int] | None, own: Domain) -> list[Domain]:
     """The same without process groups: how many ranks hold the same parameters, of those of the model."""
     found = []
     for pattern, size in (sizes or {}).items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1 or own.ranks % size:
+        if not is_count(size) or own.ranks % size:
             raise ConfigError(
                 f"groups[{pattern!r}]={size!r}: expected how many ranks hold the same of these parameters, "
                 f"a divisor of world_size={own.ranks}"

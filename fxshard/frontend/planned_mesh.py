@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
-from fxshard.frontend.groups import meshes_of
+from fxshard.frontend.groups import is_count, meshes_of
 from fxshard.plan.domain import Domain, Reduction, data_parallel
 from fxshard.runtime.channels import shape_of
 
@@ -62,7 +62,7 @@ class PlannedMesh:
 @contextmanager
 def planned_mesh(shape: MeshShape, device: str) -> Iterator[PlannedMesh]:
     """Process groups for a mesh, in this process alone, for the block. ``device``: how groups are named."""
-    if not shape or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape.values()):
+    if not shape or not all(map(is_count, shape.values())):
         raise ConfigError(f'mesh={shape!r}: expected the ranks along each dimension, such as {{"dp": 128, "tp": 8}}')
     if dist.is_initialized():
         raise StateError(

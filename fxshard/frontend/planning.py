@@ -18,7 +18,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.absent_layers import AbsentLayers
 from fxshard.frontend.capture import FAILURES, capture, cast_floats, explained
-from fxshard.frontend.groups import planned_domains
+from fxshard.frontend.groups import is_count, planned_domains
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
@@ -194,9 +194,13 @@ def _partitioned(
 
 def _domains(ranks: _Ranks, reduction: Reduction, device: str) -> list[Domain]:
     """The model's own ranks, then those of ``groups``."""
-    shards = _shards(ranks.world_size, ranks.shard_size)
-    assert ranks.world_size is not None
-    domain = data_parallel(shards, ranks.world_size // shards, reduction, device)
+    world_size, shards = ranks.world_size, ranks.shard_size
+    if not is_count(world_size):
+        raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
+    shards = world_size if shards is None else shards
+    if not is_count(shards) or world_size % shards:
+        raise ConfigError(f"shard_size={shards!r}: expected a number of ranks that divides world_size={world_size}")
+    domain = data_parallel(shards, world_size // shards, reduction, device)
     return [domain, *planned_domains(ranks.groups, domain)]
 
 
@@ -211,16 +215,6 @@ def _check_capturable(model: nn.Module) -> None:
             'fxshard.plan was called below `with torch.device("meta")`, which reaches into the capture: make model and '
             "inputs there, and plan after that block"
         )
-
-
-def _shards(world_size: int | None, shard_size: int | None) -> int:
-    """Over how many ranks parameters are sharded."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ConfigError(f"world_size={world_size!r}: expected the number of data-parallel ranks, 1 or more")
-    shards = world_size if shard_size is None else shard_size
-    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1 or world_size % shards:
-        raise ConfigError(f"shard_size={shard_size!r}: expected a number of ranks that divides world_size={world_size}")
-    return shards
 
 
 def partition_model(
@@ -263,13 +257,9 @@ def partition_model(
     values = tree_map_only(torch.Tensor, _real, inputs)
     if precision is not None and precision.param is not None and precision.cast_inputs:
         values = cast_floats(values, precision.param)
-    args, kwargs = ((), dict(values)) if isinstance(values, Mapping) else (tuple(values), {})
     report("capturing")
-    try:
-        with private.lazy_graph_modules():
-            capture(hollow, backend, dynamic=False)(*args, **kwargs)
-    except FAILURES as error:
-        raise explained(error, hollow) from error
+    with private.lazy_graph_modules():
+        _call_captured(hollow, backend, values)
     return found[-1]
 
 
@@ -315,9 +305,13 @@ def explain(
         return lambda *args: results
 
     plain = model._inner if isinstance(model, ShardedModule) else model
-    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
-    try:
-        capture(plain, backend, dynamic=False)(*args, **kwargs)
-    except FAILURES as error:
-        raise explained(error, plain) from error
+    _call_captured(plain, backend, example_inputs)
     return context.experts
+
+
+def _call_captured(model: nn.Module, backend: Callable[..., Any], inputs: Any) -> None:
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    try:
+        capture(model, backend, dynamic=False)(*args, **kwargs)
+    except FAILURES as error:
+        raise explained(error, model) from error

@@ -143,13 +143,13 @@ def take_apart(
     model: nn.Module,
     choices: Mapping[str, Any],
     *,
-    mesh: DeviceMesh | None = None,
-    groups: Groups | None = None,
-    matrices: Collection[str] = (),
-    own_optimizer: bool = False,
-    measures_logits: bool = False,
-    state: StateChoice = StateChoice(),  # noqa: B008
-    init: Init | None = None,
+    mesh: DeviceMesh | None,
+    groups: Groups | None,
+    matrices: Collection[str],
+    own_optimizer: bool,
+    measures_logits: bool,
+    state: StateChoice,
+    init: Init | None,
 ) -> Sharding:
     """Shard ``model`` in place: its parameters become hollow, this rank's part of them goes into buckets.
 

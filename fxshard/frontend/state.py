@@ -13,7 +13,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.plan.stored_names import in_our_layout
-from fxshard.runtime.bucket import Bucket, total_bytes
+from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.parameter_methods import whole_parameters
 from fxshard.runtime.uneven_rows import with_rows
 
@@ -21,7 +21,7 @@ from fxshard.runtime.uneven_rows import with_rows
 def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:
     """Every parameter with its bucket and its name there."""
     for bucket in buckets:
-        for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
+        for name, parameter in bucket.named():
             yield bucket, name, parameter
 
 
@@ -94,7 +94,7 @@ def load(
 def bytes_at_rest(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Bytes this rank holds between steps, counted from the storages that exist: param, grad, state, and on its host,
     where optimizer state is there."""
-    sizes = total_bytes(buckets)
+    sizes = {what: sum(bucket.bytes_at_rest()[what] for bucket in buckets) for what in ("param", "grad", "state")}
     if isinstance(optimizer, ShardedOptimizer):
         moments = optimizer.state_bytes()
         sizes["state"] += moments["device"]

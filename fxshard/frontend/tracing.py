@@ -57,7 +57,7 @@ def partitioned_step(
     refs: Sequence[ParamRef | None],
     inputs: Sequence[Any],
     plan: ShardingPlan,
-    observer: Observer | None = None,
+    observer: Observer | None,
     report: Report = lambda stage: None,
     absent: AbsentLayers | None = None,
 ) -> Iterator[Step]:

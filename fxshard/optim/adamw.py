@@ -17,7 +17,7 @@ class ShardedAdamW(ShardedOptimizer):
     ``order``: the names of the model's parameters as ``parameters()`` gives them.
     """
 
-    def __init__(self, engine: Engine, choice: AdamW, order: Sequence[str], decided: bool = True) -> None:
+    def __init__(self, engine: Engine, choice: AdamW, order: Sequence[str], decided: bool) -> None:
         defaults = {"lr": choice.lr, "betas": choice.betas, "eps": choice.eps, "weight_decay": choice.weight_decay}
         verdicts = Verdicts(choice.nan, "AdamW") if choice.nan is not None else None
         groups = param_groups(choice, in_order(engine, order))

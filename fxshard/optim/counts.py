@@ -35,7 +35,7 @@ class StepCounts:
         self._counted: list[int] = []
         self._ones = torch.zeros_like(self.steps)
 
-    def count_step(self, allowed: torch.Tensor | None = None) -> None:
+    def count_step(self, allowed: torch.Tensor | None) -> None:
         """One more step for every parameter of AdamW's that has a gradient.
 
         With ``allowed``, one or zero on the device, the tensor counts only what is allowed, and the numbers assume that
@@ -70,7 +70,7 @@ class StepCounts:
         self.steps[i] = float(steps)
 
 
-def own_rows(bucket: Bucket, tensor: torch.Tensor, fragment: Fragment, numel: int | None = None) -> torch.Tensor:
+def own_rows(bucket: Bucket, tensor: torch.Tensor, fragment: Fragment, numel: int | None) -> torch.Tensor:
     """This rank's elements of sharded or of whole state, flat. ``numel``: how many, if not one for each parameter's."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
@@ -80,5 +80,4 @@ def own_rows(bucket: Bucket, tensor: torch.Tensor, fragment: Fragment, numel: in
                 "fxshard.load move state between layouts and numbers of ranks"
             )
         return local.reshape(-1)
-    part = bucket.part(fragment.name, tensor)
-    return (part[fragment.row_start : fragment.row_stop] if part.ndim else part).reshape(-1)
+    return bucket.rows(fragment.name, bucket.part(fragment.name, tensor)).reshape(-1)

@@ -59,8 +59,8 @@ def update_(
     splits: Sequence[Split | None],
     groups: Sequence[Mapping[str, Any]],
     form: str,
-    refused: torch.Tensor | None = None,
-    seconds: Sequence[torch.Tensor] | None = None,
+    refused: torch.Tensor | None,
+    seconds: Sequence[torch.Tensor] | None,
 ) -> None:
     """A step of Muon: momenta and values move. With ``seconds``, the second moments of rows, these move as well, and
     rows are normalized by them (NorMuon).

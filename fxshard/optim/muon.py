@@ -52,7 +52,7 @@ class ShardedMuon(ShardedOptimizer):
         splits: Mapping[str, Split | None],
         order: Sequence[str],
         fused: Mapping[str, Found],
-        decided: bool = True,
+        decided: bool,
     ) -> None:
         self._choice, self._splits = choice, splits
         self.splits = {name: found for name, found in fused.items() if name in splits}

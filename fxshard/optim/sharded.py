@@ -43,11 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """``decided``: whether buckets know how state is kept; else it waits on the host, in fp32, for ``keep``."""
         super().__init__(groups, defaults)
         self._engine = engine
-        self._name_of = {
-            id(parameter): name
-            for bucket in engine.buckets
-            for name, parameter in zip(bucket.plan.params, bucket.params, strict=True)
-        }
+        self._name_of = {id(parameter): name for bucket in engine.buckets for name, parameter in bucket.named()}
         self._group_of: dict[str, dict[str, Any]] = {}
         """By name of the parameter, as ``param_groups`` were when the step began."""
         self._verdicts = verdicts
@@ -220,7 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             name: moments.bucket.as_rows(moments.bucket.grad, name)
             for moments in self._moments.values()
             if moments.bucket.grad is not None
-            for name, parameter in zip(moments.bucket.plan.params, moments.bucket.params, strict=True)
+            for name, parameter in moments.bucket.named()
             if parameter.grad is not None
         }
         filled = {name: grad for name, grad in grads.items() if grad.numel()}
@@ -268,5 +264,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def in_order(engine: Engine, order: Sequence[str]) -> list[tuple[str, torch.nn.Parameter]]:
     """(name, parameter) of what is trained, in the order of the model's ``parameters()``; buckets have another one."""
     trained = [bucket for bucket in engine.buckets if bucket.plan.trainable]
-    found = {name: p for bucket in trained for name, p in zip(bucket.plan.params, bucket.params, strict=True)}
+    found = {name: p for bucket in trained for name, p in bucket.named()}
     return [(name, found[name]) for name in order if name in found]

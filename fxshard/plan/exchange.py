@@ -57,7 +57,7 @@ def _of_busiest_replica(
     totals = []
     for begin, end in shares(layout, shard, bucket.domain.replicas, bucket.matrices):
         own = [within(layout, fragment, begin, end) for fragment in layout.fragments(shard)]
-        specs = {f.name: layout.slots[layout.index[f.name]].spec for f in own if f.name in counted and f.rows}
+        specs = {f.name: layout.spec(f.name) for f in own if f.name in counted and f.rows}
         totals.append(sum(cost(specs[f.name].shape) * f.rows / specs[f.name].rows for f in own if f.name in specs))
     return max(totals)
 
@@ -78,7 +78,7 @@ def cut_alone(buckets: Iterable[BucketPlan]) -> list[CutAlone]:
     for bucket in buckets:
         if bucket.cuts is None:
             continue
-        specs = [bucket.layout.slots[bucket.layout.index[whole.name]].spec for whole in bucket.cuts.wholes]
+        specs = [bucket.layout.spec(whole.name) for whole in bucket.cuts.wholes]
         alone = [spec for spec in specs if spec.numel and not crosses(bucket.layout, spec)]
         matrices = [(spec, dim) for spec in alone if (dim := bucket.cuts.dim(spec.name, spec.shape)) is not None]
         if matrices:

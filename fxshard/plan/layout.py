@@ -106,6 +106,9 @@ class Layout:
     def index(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(self.names)}
 
+    def spec(self, name: str) -> TensorSpec:
+        return self.slots[self.index[name]].spec
+
     def fragment(self, rank: int, name: str) -> Fragment:
         """The part of ``name`` on ``rank``; zero rows where the rank holds none of it."""
         slot = self.slots[self.index[name]]
@@ -220,7 +223,7 @@ def _cut(layout: Layout, fragments: list[Fragment], wanted: int, matrices: Colle
     """The last place at or before ``wanted`` that cuts no row; of a matrix, the end that is nearer."""
     for fragment in fragments:
         if fragment.offset < wanted < fragment.offset + fragment.numel:
-            spec = layout.slots[layout.index[fragment.name]].spec
+            spec = layout.spec(fragment.name)
             if fragment.name in matrices and len(spec.shape) == 2:
                 return fragment.offset + (fragment.numel if 2 * (wanted - fragment.offset) > fragment.numel else 0)
             return fragment.offset + (wanted - fragment.offset) // spec.row_numel * spec.row_numel
@@ -231,7 +234,7 @@ def within(layout: Layout, fragment: Fragment, begin: int, end: int) -> Fragment
     """The rows of a fragment that lie in a stretch of its shard; none of them, where none does."""
     start = min(max(fragment.offset, begin), end)
     stop = min(max(fragment.offset + fragment.numel, start), end)
-    row = layout.slots[layout.index[fragment.name]].spec.row_numel
+    row = layout.spec(fragment.name).row_numel
     if stop - start == fragment.numel:
         return fragment
     if stop <= start:

@@ -99,7 +99,7 @@ def line_blocks(line: int) -> int:
     return -(-line // BLOCK)
 
 
-def value_dtype(format: str, line: int, exact: torch.dtype = torch.float32) -> torch.dtype:
+def value_dtype(format: str, line: int, exact: torch.dtype) -> torch.dtype:
     """Of one element of a moment that is computed with in the dtype ``exact``; what is in 8 bits has scales as well."""
     if format == "8bit" and line:
         return torch.uint8
@@ -132,7 +132,7 @@ def second_numel(bucket: BucketPlan, fragment: Fragment) -> int:
     """Elements of the second moment of some rows of a parameter."""
     if fragment.name not in bucket.matrices:
         return fragment.numel
-    shape = bucket.layout.slots[bucket.layout.index[fragment.name]].spec.shape
+    shape = bucket.layout.spec(fragment.name).shape
     return row_numel(fragment.numel, shape) if bucket.row_moments else 0
 
 

@@ -7,7 +7,7 @@ that training uses is touched: not the shards, not the arena, not a random state
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,17 +58,13 @@ def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, 
     Gathering is collective: all ranks call the method. Without a use of weights there is none.
     """
     weights = BorrowedWeights(engine, hollow)
-    before, engine.lends = engine.lends, True
     try:
-        if all_at_once:
-            for index in range(len(engine.buckets)):
+        with only_named(engine):
+            for index in range(len(engine.buckets)) if all_at_once else ():
                 weights.gather(index)
-            yield
-        else:
-            with _FirstUses(weights, hollow, method):
+            with nullcontext() if all_at_once else _FirstUses(weights, hollow, method):
                 yield
     finally:
-        engine.lends = before
         written = weights.give_back()
     if written:
         raise StateError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -97,9 +97,7 @@ class Bucket:
         with torch.no_grad():
             for fragment in self.fragments:
                 if fragment.numel and fragment.name in values:
-                    rows = values[fragment.name]
-                    rows = rows[fragment.row_start : fragment.row_stop] if rows.ndim else rows
-                    self.local(fragment.name).copy_(rows)
+                    self.local(fragment.name).copy_(self.rows(fragment.name, values[fragment.name]))
 
     def make_params(self, originals: Mapping[str, nn.Parameter]) -> None:
         """The parameters users see: sharded over the mesh, plain tensors where there is none."""
@@ -119,6 +117,14 @@ class Bucket:
             self.params.append(parameter)
             guard(parameter, self)
 
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters with their names."""
+        return zip(self.plan.params, self.params, strict=True)
+
+    def fragment(self, name: str) -> Fragment:
+        """Which rows of a parameter this rank has."""
+        return self.fragments[self.plan.layout.index[name]]
+
     # -- views -------------------------------------------------------------------------------------------------------
 
     def local(self, name: str) -> torch.Tensor:
@@ -127,11 +133,11 @@ class Bucket:
 
     def as_rows(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's rows of a parameter in a flat shard."""
-        return self.shaped(self._part(flat, name), name)
+        return self.shaped(self.flat_part(flat, name), name)
 
     def as_param(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """A parameter-shaped tensor (a DTensor where there is a mesh) over this rank's rows in a flat shard."""
-        return self.wrap(self._part(flat, name), name)
+        return self.wrap(self.flat_part(flat, name), name)
 
     def wrap(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's elements of a parameter, wherever they lie, as a parameter-shaped tensor."""
@@ -161,7 +167,7 @@ class Bucket:
     def _cut(self, name: str, along: int) -> Cut | None:
         """How the rows of a parameter are cut along a dimension of the mesh; None: as ``torch.chunk`` would do it."""
         layout = self.plan.layout
-        if not layout.slots[layout.index[name]].spec.shape:
+        if not layout.spec(name).shape:
             return None
         counts = tuple(layout.fragment(rank, name).rows for rank in range(layout.ranks))
         even = math.ceil(sum(counts) / layout.ranks)
@@ -172,12 +178,17 @@ class Bucket:
         """Of the whole parameter."""
         if self.tensor is not None:
             return torch.Size(self.tensor.pieces[name].shape)
-        return torch.Size(self.plan.layout.slots[self.plan.layout.index[name]].spec.shape)
+        return torch.Size(self.plan.layout.spec(name).shape)
 
     def offsets(self, name: str, fragment: Fragment | None = None) -> tuple[int, ...]:
         """Where in the whole parameter this rank's rows begin, or those of ``fragment``."""
-        row = (fragment or self.fragments[self.plan.layout.index[name]]).row_start
+        row = (fragment or self.fragment(name)).row_start
         return row_offsets(self.shape(name), row) if self.tensor is None else self.tensor.pieces[name].offsets(row)
+
+    def rows(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of what all shards of a parameter make; a view."""
+        fragment = self.fragment(name)
+        return part[fragment.row_start : fragment.row_stop] if part.ndim else part
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What a whole tensor, shaped like a parameter, has for this tensor-parallel rank; a view."""
@@ -203,14 +214,14 @@ class Bucket:
         return self._wrapped(rows, name, field, all_rows=not (fragment is not None and self.plan.shares_state))
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        return next(n for n, own in zip(self.plan.params, self.params, strict=True) if own is parameter)
+        return next(name for name, own in self.named() if own is parameter)
 
     def hand_out(self, name: str) -> torch.Tensor:
         """A parameter for a state dict, the same tensor each time. What is written to it changes the parameter."""
         if name not in self._handed_out:
             master = self.master  # and not this bucket, which would then wait for the garbage collector
             self._handed_out[name] = self.as_state(
-                self._part(master, name), name, lambda: torch.autograd.graph.increment_version([master])
+                self.flat_part(master, name), name, lambda: torch.autograd.graph.increment_version([master])
             )
         return self._handed_out[name]
 
@@ -317,9 +328,8 @@ class Bucket:
         if not self.prepare_accumulation():
             self.hold_gradient().zero_()
         assert self.grad is not None
-        fragment = self.fragments[self.plan.layout.index[name]]
-        if fragment.numel:
-            self.as_rows(self.grad, name).add_(full[fragment.row_start : fragment.row_stop] if full.ndim else full)
+        if self.fragment(name).numel:
+            self.as_rows(self.grad, name).add_(self.rows(name, full))
         self.publish_gradients([self.plan.layout.index[name]])
 
     def adopt_gradients(self) -> None:
@@ -375,25 +385,15 @@ class Bucket:
         ]
         return {"param": param, "grad": sum(grads), "state": master}
 
-    def _part(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+    def flat_part(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's elements of a parameter in a flat shard."""
-        fragment = self.fragments[self.plan.layout.index[name]]
+        fragment = self.fragment(name)
         return flat[fragment.offset : fragment.offset + fragment.numel]
 
     def shaped(self, part: torch.Tensor, name: str, fragment: Fragment | None = None, field: str = "") -> torch.Tensor:
         """Flat elements in the shape of this rank's rows of a parameter, or of the rows of a ``fragment``."""
-        index = self.plan.layout.index[name]
-        fragment, spec = fragment or self.fragments[index], self.plan.layout.slots[index].spec
+        fragment, spec = fragment or self.fragment(name), self.plan.layout.spec(name)
         return part.view((fragment.rows, *state_shape(field, spec.shape)[1:])) if spec.shape else part.view(())
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
-
-
-def total_bytes(buckets: Sequence[Bucket]) -> dict[str, int]:
-    """Bytes at rest over all buckets, by what they hold."""
-    sums = {"param": 0, "grad": 0, "state": 0}
-    for bucket in buckets:
-        for what, size in bucket.bytes_at_rest().items():
-            sums[what] += size
-    return sums

@@ -73,7 +73,7 @@ class Channels:
 
 
 def connect(
-    domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan], tensor: TensorParallel | None = None
+    domain: Domain, mesh: DeviceMesh | None, plans: Sequence[BucketPlan], tensor: TensorParallel | None
 ) -> Channels:
     """Make the groups that the buckets of a domain need. Collective among its ranks."""
     if mesh is None or domain.ranks == 1:

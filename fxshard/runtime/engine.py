@@ -248,7 +248,7 @@ class Engine:
         """
         return self._over_ranks(condition.to(self.device, torch.int32), dist.ReduceOp.MIN, what).bool()
 
-    def largest_on_all_ranks(self, values: torch.Tensor, what: str, own: Sequence[bool] = ()) -> torch.Tensor:
+    def largest_on_all_ranks(self, values: torch.Tensor, what: str, own: Sequence[bool]) -> torch.Tensor:
         """The largest of all ranks' values, one by one. For optimizers, in their step.
 
         ``own``, for each: whether other tensor-parallel ranks have something else in its place.

@@ -25,7 +25,7 @@ class Arena:
     so nothing has to be recorded on streams and no program has to know what ran before it.
     """
 
-    def __init__(self, device: torch.device, planned: bool = True) -> None:
+    def __init__(self, device: torch.device, planned: bool) -> None:
         self._device = device
         self._planned = planned
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)

@@ -70,7 +70,7 @@ def norms_by_name(
 def _local_gradients(bucket: Bucket, *, only_counted: bool = False) -> list[torch.Tensor]:
     """This rank's rows of the gradients that are there; none of them empty."""
     found = []
-    for name, parameter in zip(bucket.plan.params, bucket.params, strict=True):
+    for name, parameter in bucket.named():
         gradient = parameter.grad
         if gradient is not None and (not only_counted or bucket.channels.counts(bucket.plan, name)):
             local = private.local_part(gradient)

@@ -180,8 +180,7 @@ def _rows(bucket: Bucket, name: str, given: torch.Tensor) -> torch.Tensor:
     """A copy of this rank's rows of a whole tensor, as a sharded one."""
     if isinstance(given, DTensor):
         return given
-    fragment = bucket.fragments[bucket.plan.layout.index[name]]
-    rows = bucket.part(name, given)[fragment.row_start : fragment.row_stop]
+    rows = bucket.rows(name, bucket.part(name, given))
     return bucket.wrap(rows.clone(memory_format=torch.contiguous_format).view(-1), name)
 
 

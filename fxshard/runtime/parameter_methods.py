@@ -98,8 +98,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         bucket, name = ctx.bucket, ctx.name
-        fragment, own = bucket.fragments[bucket.plan.layout.index[name]], bucket.part(name, gradient)
-        rows = own[fragment.row_start : fragment.row_stop] if own.ndim else own
+        rows = bucket.rows(name, bucket.part(name, gradient))
         return bucket.wrap(rows.reshape(-1).clone(), name), None, None, None
 
 
@@ -124,7 +123,7 @@ class FullTensor:
         assert group is not None
         counts = [layout.fragment(rank, self._name).numel for rank in range(layout.ranks)]
         whole = gather_rows(bucket.local(self._name).detach().view(-1), counts, group)
-        return self._of_all_parts(bucket, whole.view(layout.slots[layout.index[self._name]].spec.shape))
+        return self._of_all_parts(bucket, whole.view(layout.spec(self._name).shape))
 
     def _of_all_parts(self, bucket: Bucket, part: torch.Tensor) -> torch.Tensor:
         return part if bucket.tensor is None else bucket.tensor.whole(self._name, part)

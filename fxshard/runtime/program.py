@@ -87,7 +87,7 @@ class Program:
     """One phase of a step, ready to run. It takes its arguments in a list, and empties it."""
 
     def __init__(
-        self, lowered: Lowered, engine: Engine, before_first_run: Callable[[], None] | None = None, owner: object = None
+        self, lowered: Lowered, engine: Engine, before_first_run: Callable[[], None] | None, owner: object
     ) -> None:
         self.phase = lowered.phase
         self.visible = lowered.visible

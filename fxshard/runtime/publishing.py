@@ -23,7 +23,7 @@ Written = frozenset[int]
 class Publishing:
     """The gradients of one backward program, from their reduction until parameters have them."""
 
-    def __init__(self, buckets: Sequence[Bucket], agreement: Agreement | None = None) -> None:
+    def __init__(self, buckets: Sequence[Bucket], agreement: Agreement | None) -> None:
         self._buckets = buckets
         self._agreement = agreement
         self.due: dict[int, Written] = {}

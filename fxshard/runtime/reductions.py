@@ -44,7 +44,7 @@ class Reducing:
 class Reductions:
     """Takes, reduces and settles gradient buckets. Called by programs only, in the order of the schedule."""
 
-    def __init__(self, frame: Frame, agreement: Agreement | None = None) -> None:
+    def __init__(self, frame: Frame, agreement: Agreement | None) -> None:
         self._frame = frame
         self.publishing = Publishing(frame.buckets, agreement)
         self.without_loss: frozenset[int] = frozenset()

@@ -134,8 +134,9 @@ class Activations:
                 yield Held(each, self.owned(each))
 
 
-def step_activations(graphs: Mapping[Phase, fx.Graph], fused: bool) -> dict[Phase, Activations]:
+def step_activations(modules: Mapping[Phase, fx.GraphModule], fused: bool) -> dict[Phase, Activations]:
     """Of the graphs of a step: during backward the caller still has what forward returned to it."""
+    graphs = {phase: module.graph for phase, module in modules.items()}
     forward, backward = graphs.get(Phase.FORWARD), graphs.get(Phase.BACKWARD)
     outside, memory = 0, dict[str, str]()
     if forward is not None and backward is not None:

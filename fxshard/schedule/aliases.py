@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
@@ -42,9 +42,9 @@ def is_view(node: fx.Node) -> bool:
     return _KNOWN[id(target)][1]
 
 
-def root_of(node: fx.Node) -> fx.Node:
-    """The node that has the memory of a value."""
-    while is_view(node):
+def root_of(node: fx.Node, stop: Callable[[fx.Node], object] | None = None) -> fx.Node:
+    """The node that has the memory of a value; or, of the views on the way to it, the first where to ``stop``."""
+    while is_view(node) and not (stop is not None and stop(node)):
         node = node.all_input_nodes[0]
     return node
 

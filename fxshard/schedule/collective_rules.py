@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from fxshard.plan.gather_modes import Copies
 from fxshard.schedule.bucket_rules import MOST_RANKS
 from fxshard.schedule.collectives import ModelCollective
 from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind
 from fxshard.schedule.graph_summary import GraphSummary
-from fxshard.schedule.step import Step
+from fxshard.schedule.step import COMPUTES_NOTHING, OF_NO_BUCKET, Step
 
 
 def collectives_have_one_order(step: Step) -> None:
@@ -69,9 +68,7 @@ def _of_graph(step: Step, graph: GraphSummary) -> None:
         if not 0 <= event.number < len(graph.collectives):
             step.broken(rule, i, f"is number {event.number}; the graph has {len(graph.collectives)}")
         source = graph.collectives[event.number]
-        for field, value in _wanted(event, source).items():
-            if getattr(event, field) != value:
-                step.broken(rule, i, f"has {field} {getattr(event, field)!r} where {value!r} is right")
+        step.has_right(rule, i, _wanted(event, source))
         if event.kind is Kind.COLLECTIVE:
             missing = [need for need in source.needs if not _over(graph, need, started, awaited)]
             if computed < source.after or missing:
@@ -101,17 +98,7 @@ def _over(graph: GraphSummary, number: int, started: set[int], awaited: Counter[
 def _wanted(event: Event, source: ModelCollective) -> dict[str, Any]:
     own_stream = event.kind is Kind.COLLECTIVE and source.waits > 0
     return {
-        "op": source.op,
-        "group": source.group,
-        "bytes": source.bytes,
-        "dtype": source.dtype,
-        "reads": source.reads,
-        "stream": source.group if own_stream else "compute",
-        "bucket": "",
-        "bucket_index": -1,
-        **dict.fromkeys(("params", "writes"), ()),
-        **dict.fromkeys(("flops", "traffic", "held", "nodes"), 0),
-        **({"peak": 0} if event.kind is Kind.AWAIT else {}),
-        "slot": None,
-        "copies": Copies.NONE,
+        **{field: getattr(source, field) for field in ("op", "group", "bytes", "dtype", "reads")},
+        **{**OF_NO_BUCKET, "writes": (), "stream": source.group if own_stream else "compute"},
+        **{**COMPUTES_NOTHING, "peak": 0 if event.kind is Kind.AWAIT else event.peak},
     }

@@ -17,7 +17,7 @@ from fxshard.schedule.dependencies import dependencies
 from fxshard.schedule.events import OF_HOST, OF_MODEL, STREAM, Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
 from fxshard.schedule.scales import scales_event
-from fxshard.schedule.step import GIVEN_BACK_BY, Step
+from fxshard.schedule.step import COMPUTES_NOTHING, GIVEN_BACK_BY, OF_NO_BUCKET, Step
 from fxshard.schedule.updates import update
 
 PASSING = (Phase.FORWARD, Phase.BACKWARD, Phase.EVAL)
@@ -62,7 +62,7 @@ def events_match_their_buckets(step: Step) -> None:
         if event.kind in OF_MODEL or event.kind in OF_HOST:
             continue  # collectives_are_those_of_the_graphs, copies_are_those_of_the_graphs
         if event.kind is Kind.COMPUTE:
-            wanted = _compute()
+            wanted = OF_NO_BUCKET | {"bytes": 0, "group": "", "stream": "compute"}
         elif event.kind is Kind.SCALES:
             wanted = _scales(step, event)
         else:
@@ -71,16 +71,9 @@ def events_match_their_buckets(step: Step) -> None:
             if not bucket.domain.device and wanted["group"]:
                 unnamed = event.group if unnamed is None else unnamed
                 wanted["group"] = unnamed
-        for field, value in wanted.items():
-            if getattr(event, field) != value:
-                step.broken(rule, i, f"has {field} {getattr(event, field)!r} where {value!r} is right")
+        step.has_right(rule, i, wanted)
         for what in _amiss(step, event):
             step.broken(rule, i, what)
-
-
-def _compute() -> dict[str, Any]:
-    about = {"bucket": "", "bucket_index": -1, "params": (), "bytes": 0, "group": "", "stream": "compute"}
-    return about | {"slot": None, "copies": Copies.NONE}
 
 
 def _scales(step: Step, event: Event) -> dict[str, Any]:
@@ -101,7 +94,7 @@ def _runtime(event: Event, bucket: BucketPlan) -> dict[str, Any]:
         "dtype": bucket.reduce_dtype if on_grads else bucket.param_dtype,
         "group": bucket.group("any", replicas=over_replicas),
         "stream": STREAM.get(kind, "compute"),
-        **dict.fromkeys(("flops", "traffic", "held", "peak", "nodes"), 0),
+        **COMPUTES_NOTHING,
         "reads": (),
         "writes": (),
     }

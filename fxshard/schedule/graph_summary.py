@@ -12,7 +12,7 @@ from fxshard._torch import private
 from fxshard.kernels.float8_ops import float8_mm_into
 from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
 from fxshard.kernels.ops import mm_into, scaled_into
-from fxshard.schedule.aliases import is_view
+from fxshard.schedule.aliases import is_view, root_of
 from fxshard.schedule.collectives import ModelCollective, described
 from fxshard.schedule.events import Event, Kind, Phase, event_of, events
 from fxshard.schedule.offloads import HostCopy
@@ -80,8 +80,7 @@ def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
 
 def bucket_viewed_by(node: fx.Node) -> Event | None:
     """The wait or grad event whose memory a node is a view of."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
+    node = root_of(node)
     if unpacks(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)

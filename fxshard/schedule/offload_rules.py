@@ -6,11 +6,10 @@ from bisect import bisect
 from collections.abc import Callable
 from typing import Any
 
-from fxshard.plan.gather_modes import Copies
 from fxshard.plan.memory import GRANULE, SlotRange
 from fxshard.schedule.events import OF_HOST, STREAM, Event, Kind, Phase
 from fxshard.schedule.offloads import HostCopy
-from fxshard.schedule.step import Step
+from fxshard.schedule.step import COMPUTES_NOTHING, OF_NO_BUCKET, Step
 
 
 def copies_are_those_of_the_graphs(step: Step) -> None:
@@ -37,9 +36,7 @@ def copies_are_those_of_the_graphs(step: Step) -> None:
         if not 0 <= event.number < len(copies.get(event.phase, ())):
             step.broken(rule, i, f"is about activation {event.number}, which is none that its graph has on the host")
         source = copies[event.phase][event.number]
-        for field, value in _wanted(event, source).items():
-            if getattr(event, field) != value:
-                step.broken(rule, i, f"has {field} {getattr(event, field)!r} where {value!r} is right")
+        step.has_right(rule, i, _wanted(event, source))
         if event.kind is Kind.OFFLOAD:
             if event.number != left:
                 step.broken(rule, i, f"is activation {event.number}, but leaves as number {left}")
@@ -49,19 +46,12 @@ def copies_are_those_of_the_graphs(step: Step) -> None:
 
 
 def _wanted(event: Event, source: HostCopy) -> dict[str, Any]:
-    wanted: dict[str, Any] = {
-        "op": source.op,
-        "bytes": source.bytes,
-        "dtype": source.dtype,
-        "group": "",
-        "stream": STREAM[event.kind],
-        "bucket": "",
-        "bucket_index": -1,
-        **dict.fromkeys(("params", "reads", "writes"), ()),
-        **dict.fromkeys(("flops", "float8_flops", "traffic", "held", "peak", "nodes"), 0),
-        "copies": Copies.NONE,
+    placed = event.kind in (Kind.OFFLOAD, Kind.RELOAD)  # on the host: ``host_slots_are_free``
+    return {
+        **{field: getattr(source, field) for field in ("op", "bytes", "dtype")},
+        **{**OF_NO_BUCKET, "reads": (), "writes": (), "slot": event.slot if placed else None},
+        **{**COMPUTES_NOTHING, "float8_flops": 0, "group": "", "stream": STREAM[event.kind]},
     }
-    return wanted if event.kind in (Kind.OFFLOAD, Kind.RELOAD) else wanted | {"slot": None}
 
 
 def memory_is_kept_until_it_is_out(step: Step) -> None:

@@ -70,7 +70,7 @@ class Thing:
 
 def largest(schedule: Schedule, graphs: Mapping[Phase, fx.GraphModule], fused: bool) -> tuple[Thing, ...]:
     """The ten largest, with the values that are alive where activations take most."""
-    held = step_activations({phase: module.graph for phase, module in graphs.items()}, fused)
+    held = step_activations(graphs, fused)
     where = max(held.values(), key=lambda each: max(each.during.values(), default=0))
     node = max(where.during, key=where.during.__getitem__)
     origin = {each.name: each for phase in held.values() for each in reversed(phase.nodes) if each.op != "placeholder"}

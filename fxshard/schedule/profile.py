@@ -66,15 +66,9 @@ class Profile:
                 continue
             number = 0
             for i, event in own:
-                seconds = None
-                if event.kind is Kind.COMPUTE:
-                    seconds = self.compute(phase, number)
-                elif event.kind is Kind.UNSHARD:
-                    seconds = self.gather(event.bucket)
-                elif event.kind is Kind.REDUCE:
-                    seconds = self.reduce(event.bucket)
-                if seconds is not None:
-                    found[i] = seconds
+                key = key_of(event, phase, number)
+                if key in self.seconds:
+                    found[i] = self.seconds[key]
                 number += event.kind not in (Kind.COMPUTE, Kind.UNSHARD, Kind.SCALES)
         return found
 
@@ -102,6 +96,15 @@ class Profile:
             for key, values in samples.items():
                 gathered.setdefault(key, []).append(median(values))
         return cls({key: fmean(values) for key, values in sorted(gathered.items())}, structure)
+
+
+def key_of(event: Event | None, phase: Phase, passed: int) -> Key | None:
+    """Under what a profile has an event, if it has it; None is a stretch of compute. ``passed``: events of its phase
+    before it that are no gathers."""
+    if event is None or event.kind is Kind.COMPUTE:
+        return "compute", str(phase), passed
+    collective = {Kind.UNSHARD: "gather", Kind.REDUCE: "reduce"}.get(event.kind)
+    return None if collective is None else (collective, event.bucket, 0)
 
 
 def structure(events: Iterable[Event]) -> str:

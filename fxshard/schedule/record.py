@@ -46,7 +46,7 @@ def record(
     phase of the step before. Any other optimizer is taken for AdamW, and its step ends before anything is gathered.
     ``fused``: stretches are compiled, so that not every value in them is written to memory.
     """
-    held = step_activations({phase: module.graph for phase, module in graphs.items()}, fused)
+    held = step_activations(graphs, fused)
     found = [event for phase, module in graphs.items() for event in _events_of(module.graph, phase, held[phase])]
     summaries = tuple(summary(module.graph, phase) for phase, module in graphs.items())
     made = assemble(found, summaries, buckets, memory, ranks=ranks, zero=zero, carry=carry)

@@ -33,8 +33,8 @@ from fxshard.schedule.profile import Profile, as_durations
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.step import GIVEN_BACK_BY, ScheduleError, Step
 
-COMPUTE, GATHER, REDUCE, REPLICAS = "compute", "gather", "reduce", "replicas"
-STREAMS = {Kind.UNSHARD: GATHER, Kind.EXCHANGE: GATHER, Kind.REDUCE: REDUCE, Kind.ALL_REDUCE: REPLICAS}
+COMPUTE, REPLICAS = "compute", "replicas"
+"""Streams."""
 
 SETTLING = 4
 """Steps to run until one starts as it ends: the second does, unless gathers outlast the whole optimizer phase."""
@@ -131,14 +131,6 @@ def simulate(
 # -- durations ---------------------------------------------------------------------------------------------------------
 
 
-def _stream(event: Event) -> str:
-    if event.kind is Kind.COLLECTIVE or event.kind in OF_HOST:
-        return event.stream
-    if event.kind is Kind.EXCHANGE and event.stream in (REPLICAS, TENSOR):
-        return event.stream
-    return STREAMS.get(event.kind, COMPUTE)
-
-
 def event_seconds(schedule: Schedule, hardware: Hardware) -> list[float]:
     """How long each event keeps its stream busy, by the cost model. Those that only mark a place take no time."""
     usual = _usual_dtype(schedule)
@@ -197,7 +189,7 @@ def _usual_dtype(schedule: Schedule) -> torch.dtype:
 
 def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) -> str:
     """What an event keeps busy besides its stream: of collectives the links they share, or nothing but themselves."""
-    stream = _stream(event)
+    stream = event.stream
     if stream == COMPUTE or event.kind in OF_HOST or not shared:
         return stream
     if event.kind is Kind.COLLECTIVE or stream == TENSOR:
@@ -245,9 +237,9 @@ def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bo
     """Take, again and again, the event that can start first: all others start later, so nothing is overtaken."""
     events = schedule.events
     needs, earliest = needed_before(events), _earliest(events, start)
-    streams: dict[str, list[int]] = {stream: [] for stream in dict.fromkeys(map(_stream, events))}
+    streams: dict[str, list[int]] = {stream: [] for stream in dict.fromkeys(event.stream for event in events)}
     for i in range(len(events) - 1, -1, -1):  # the next event of a stream is its last entry
-        streams[_stream(events[i])].append(i)
+        streams[events[i].stream].append(i)
     free = dict.fromkeys([*streams, *links], 0.0)  # streams, and links between ranks
     free |= {links[i]: start.network_free for i, event in enumerate(events) if _for_next_step(event)}
     ready: dict[str, float | None] = dict.fromkeys(streams)  # when the next event of each may start, once that is known

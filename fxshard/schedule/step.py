@@ -6,13 +6,14 @@ list without a gather before it. Such a bucket is called *carried*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fxshard._torch.errors import FxshardError
 from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.plan.gather_modes import Copies
 from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import OF_MANY, OF_MODEL, Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
@@ -104,10 +105,22 @@ class Step:
     def broken(self, rule: Callable[[Step], None], i: int, what: str) -> NoReturn:
         raise error_at(self.schedule, rule.__name__, i, what)
 
+    def has_right(self, rule: Callable[[Step], None], i: int, wanted: Mapping[str, Any]) -> None:
+        """Fields of an event have the values that are ``wanted``."""
+        event = self.event(i)
+        for field, value in wanted.items():
+            if getattr(event, field) != value:
+                self.broken(rule, i, f"has {field} {getattr(event, field)!r} where {value!r} is right")
+
     def fails(self, rule: Callable[[Step], None], what: str) -> NoReturn:
         """Where no single event is to blame."""
         raise ScheduleError(f"{rule.__name__}: {what}", rule.__name__)
 
+
+OF_NO_BUCKET: dict[str, Any] = {"bucket": "", "bucket_index": -1, "params": (), "slot": None, "copies": Copies.NONE}
+"""Fields of an event about no bucket in particular."""
+COMPUTES_NOTHING = dict.fromkeys(("flops", "traffic", "held", "peak", "nodes"), 0)
+"""Fields of an event that is no stretch of compute."""
 
 GIVEN_BACK_BY = {Kind.UNSHARD: Kind.RESHARD, Kind.GRAD: Kind.FINISH}
 

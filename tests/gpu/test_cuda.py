@@ -11,7 +11,7 @@ import torch
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 from tests.gpu.waiting import no_waiting
-from tests.training import with_debug
+from tests.training import step_both, with_debug
 
 pytestmark = pytest.mark.gpu
 SMALL = LlamaConfig(vocab=512, dim=256, layers=4, heads=4, hidden=704)
@@ -37,13 +37,8 @@ def test_trains_like_the_plain_model(lowering: str, zero: int) -> None:
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
     for step in range(4):
         x = tokens(step)
-        mine, theirs = model(x, x), reference(x, x)
+        mine, theirs = step_both(model, reference, optimizer, x, x)
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-        mine.backward()
-        theirs.backward()
-        for o in (model.optimizer, optimizer):
-            o.step()
-            o.zero_grad()
 
 
 @pytest.mark.parametrize("options", [{"overlap": False}, {"arena": False}, {"prefetch": 0}, {"keep_resident": False}])

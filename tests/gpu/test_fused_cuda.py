@@ -10,6 +10,7 @@ import copy
 import importlib
 import math
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -56,6 +57,22 @@ def make(counts: list[int] = COUNTS, **options: object) -> Problem:
 def exact(p: Problem, glu: Glu = SWIGLU) -> dict[str, torch.Tensor]:
     wide = replace(p, **{name: value.detach().double().requires_grad_() for name, value in p.tensors().items()})
     return result_and_gradients(wide, expert_by_expert(wide, glu))
+
+
+def sharded_from_plain(**options: Any) -> tuple[dict[str, float], fxshard.ShardedModule]:
+    """How far results and gradients of a sharded model are from those of the plain one; and the sharded one."""
+    torch.manual_seed(0)
+    plain = models.Joined(6, HIDDEN, INNER, "blocks of 32").to("cuda", BF16)
+    p = make()
+    model = fxshard.compile(copy.deepcopy(plain), zero=3, **options)
+    found = []
+    for each in (plain, model):
+        p.x.grad = p.weights.grad = None  # type: ignore[union-attr]
+        out = each(p.x, p.offsets, p.weights)
+        out.square().mean().backward()
+        grads = {key: parameter.grad for key, parameter in each.named_parameters()}
+        found.append({"y": out.detach(), "x": p.x.grad, "weights": p.weights.grad, **grads})  # type: ignore[union-attr]
+    return distances(found[1], found[0]), model
 
 
 def check(p: Problem, mine: dict[str, torch.Tensor], glu: Glu = SWIGLU) -> None:
@@ -235,18 +252,7 @@ def test_te_step_copies_no_weights(step: FusedGroupedMlp) -> None:
 @pytest.mark.parametrize(("step", "least", "most"), [("bf16", 0.0, 2e-2), ("fp8", 5e-3, 0.15)], indirect=["step"])
 def test_te_step_in_a_sharded_model(step: FusedGroupedMlp, least: float, most: float) -> None:
     """With padding in front and behind. FP8 must be near, and must not be bf16."""
-    torch.manual_seed(0)
-    plain = models.Joined(6, HIDDEN, INNER, "blocks of 32").to("cuda", BF16)
-    p = make()
-    model = fxshard.compile(copy.deepcopy(plain), zero=3, experts=STEP)
-    found = []
-    for each in (plain, model):
-        p.x.grad = p.weights.grad = None  # type: ignore[union-attr]
-        out = each(p.x, p.offsets, p.weights)
-        out.square().mean().backward()
-        grads = {key: parameter.grad for key, parameter in each.named_parameters()}
-        found.append({"y": out.detach(), "x": p.x.grad, "weights": p.weights.grad, **grads})  # type: ignore[union-attr]
-    away = distances(found[1], found[0])
+    away, _ = sharded_from_plain(experts=STEP)
     assert max(away.values()) < most and min(away.values()) >= least, away
 
 
@@ -297,17 +303,6 @@ def test_costs_are_measured() -> None:
 def test_te_mxfp8_in_a_sharded_model_where_it_can_run(precision: fxshard.MXFP8 | None) -> None:
     """The fused kernel, phase by phase. MXFP8 must be near, and must not be bf16."""
     available("te-mxfp8", glu=BLOCKS)
-    torch.manual_seed(0)
-    plain = models.Joined(6, HIDDEN, INNER, "blocks of 32").to("cuda", BF16)
-    p = make()
-    model = fxshard.compile(copy.deepcopy(plain), zero=3, experts="te-mxfp8", precision=precision)
-    found = []
-    for each in (plain, model):
-        p.x.grad = p.weights.grad = None  # type: ignore[union-attr]
-        out = each(p.x, p.offsets, p.weights)
-        out.square().mean().backward()
-        grads = {key: parameter.grad for key, parameter in each.named_parameters()}
-        found.append({"y": out.detach(), "x": p.x.grad, "weights": p.weights.grad, **grads})  # type: ignore[union-attr]
+    away, model = sharded_from_plain(experts="te-mxfp8", precision=precision)
     assert "te_mlp_wgrad" in str(model.graphs["backward"].graph)
-    away = distances(found[1], found[0])
     assert max(away.values()) < 0.15 and min(away.values()) >= 5e-3, away

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from fxshard.optim.coefficients import triples
 
@@ -20,6 +23,21 @@ def orthogonalized(matrix: torch.Tensor, coefficients: str = "quintic", steps: i
     exact = matrix.double()
     u, s, vt = torch.linalg.svd(exact / exact.norm().clamp(min=1e-7), full_matrices=False)
     return u @ torch.diag(images(s, coefficients, steps)) @ vt
+
+
+def check_steps(
+    ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer, mine: Sequence[Tensor], theirs: Sequence[Tensor]
+) -> None:
+    """Four steps of both on the same gradients. torch normalises after rounding to bf16, so the last bits differ."""
+    start = [value.detach().clone() for value in theirs]
+    for _ in range(4):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        ours.step()
+        torchs.step()
+    for one, other, before in zip(mine, theirs, start, strict=True):
+        assert (one - other).norm() < 0.03 * (other - before).norm()
 
 
 def distance(mine: torch.Tensor, exact: torch.Tensor) -> float:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from fxshard._torch.private.nodes import operator_of
+
 GROUP = "group_name"
 """The argument of a functional collective that names its process group."""
 
@@ -18,19 +20,15 @@ _COLLECTIVES: dict[int, tuple[torch._ops.OpOverload, str | None]] = {}
 """Names of operators that start a collective, by their identity: every node is asked, and their own hash is slow."""
 
 
-def _operator(node: fx.Node) -> torch._ops.OpOverload | None:
-    return node.target if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) else None
-
-
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a functional collective. torch 2.11, 2.13."""
-    target = _operator(node)
+    target = operator_of(node)
     return target is not None and target.namespace == "_c10d_functional" and target._opname == "wait_tensor"
 
 
 def collective_name(node: fx.Node) -> str | None:
     """``all_reduce``, ``all_to_all_single``, … where a node starts a functional collective. torch 2.11, 2.13."""
-    target = _operator(node)
+    target = operator_of(node)
     if target is None:
         return None
     if id(target) not in _COLLECTIVES:
@@ -70,13 +68,13 @@ def split_coalesced(graph: fx.Graph) -> None:
 
 def is_synchronous(node: fx.Node) -> bool:
     """Whether a collective is over when its operator returns: DTensor's own all-to-all is. torch 2.11, 2.13."""
-    target = _operator(node)
+    target = operator_of(node)
     return target is not None and target.namespace == "_dtensor"
 
 
 def collective_group(node: fx.Node) -> Any:
     """The process group of a functional collective, or its name. torch 2.11, 2.13."""
-    target = _operator(node)
+    target = operator_of(node)
     assert target is not None
     places = [argument.name for argument in target._schema.arguments]
     position = places.index(GROUP)

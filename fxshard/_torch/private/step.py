@@ -23,8 +23,8 @@ def fused_adamw(
     betas: tuple[float, float],
     weight_decay: float,
     eps: float,
-    maximize: bool = False,
-    refused: torch.Tensor | None = None,
+    maximize: bool,
+    refused: torch.Tensor | None,
 ) -> None:
     """The kernel that ``torch.optim.AdamW(fused=True)`` calls, for CPU and CUDA. torch 2.11, 2.13.
 
@@ -117,8 +117,8 @@ class UnevenDTensor:
         shape: torch.Size,
         *,
         sharded: bool,
-        tensor_parallel: bool = False,
-        tensor_dim: int | None = None,
+        tensor_parallel: bool,
+        tensor_dim: int | None,
     ) -> None:
         from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor.placement_types import Placement, _StridedShard

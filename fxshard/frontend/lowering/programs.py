@@ -22,7 +22,7 @@ from fxshard.runtime.engine import Engine
 from fxshard.runtime.program import Instruction, Lowered, Program
 from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind, Phase, event_of
 from fxshard.schedule.observe import Observer
-from fxshard.schedule.profile import Key
+from fxshard.schedule.profile import key_of
 
 Programs = Mapping[Phase, Lowered]
 
@@ -99,7 +99,7 @@ def _lower(
                     outputs=unpacked[call],
                     dead=tuple(register[node] for node in dict.fromkeys(args) if last_use.get(node) is call),
                     label=f"fxshard {phase} {_name(call, event)}",
-                    key=_key(event, phase, passed),
+                    key=key_of(event, phase, passed),
                     zeros=call.kwargs.get("zeros", ()),  # type: ignore[arg-type]
                     needs=call.kwargs.get("needs", ()),  # type: ignore[arg-type]
                 )
@@ -124,14 +124,6 @@ def _lower(
 
 def _name(call: fx.Node, event: Event | None) -> str:
     return str(call.target) if event is None else f"{event.kind} {event.op or event.bucket}"
-
-
-def _key(event: Event | None, phase: Phase, passed: int) -> Key | None:
-    """Under what a profile records an instruction."""
-    if event is None:
-        return "compute", str(phase), passed
-    collective = {Kind.UNSHARD: "gather", Kind.REDUCE: "reduce"}.get(event.kind)
-    return None if collective is None else (collective, event.bucket, 0)
 
 
 def _carries(scheduled: Scheduled) -> dict[int, Event]:

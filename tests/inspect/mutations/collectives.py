@@ -8,7 +8,7 @@ from fxshard.plan.model_groups import ModelGroup
 from fxshard.schedule.collectives import ModelCollective
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import Broken, added, breaks, moved, without
+from tests.inspect.mutations.editing import Broken, added, breaks, changed, moved, numbered, without
 from tests.inspect.schedules import change, evaluation, relinked
 
 TP, EP = ModelGroup("tp", 8), ModelGroup("ep", 4, 8)
@@ -36,14 +36,10 @@ def _event(kind: Kind, source: ModelCollective, number: int) -> Event:
     return Event(kind, Phase.EVAL, "", -1, (), *about, op=source.op, number=number)
 
 
-def _place(schedule: Schedule, kind: Kind, number: int) -> int:
-    return next(i for i, event in schedule.of(kind) if event.number == number)
-
-
 @breaks("collectives_have_one_order")
 def started_in_another_order() -> Broken:
     schedule = communicating()
-    first, second = (_place(schedule, Kind.COLLECTIVE, number) for number in (0, 1))
+    first, second = (numbered(schedule, Kind.COLLECTIVE, number) for number in (0, 1))
     return relinked(schedule, moved(schedule, first, second)), second - 1
 
 
@@ -58,7 +54,7 @@ def in_a_branch() -> Broken:
 @breaks("collectives_have_one_order")
 def not_there() -> Broken:
     schedule = communicating()
-    return without(schedule, _place(schedule, Kind.COLLECTIVE, 1)), None
+    return without(schedule, numbered(schedule, Kind.COLLECTIVE, 1)), None
 
 
 @breaks("collectives_have_one_order")
@@ -77,14 +73,14 @@ def a_gather_that_calls_itself_one() -> Broken:
 @breaks("collectives_are_those_of_the_graphs")
 def sent_before_it_is_computed() -> Broken:
     schedule = communicating()
-    at = _place(schedule, Kind.COLLECTIVE, 0)
+    at = numbered(schedule, Kind.COLLECTIVE, 0)
     return relinked(schedule, moved(schedule, at, at - 1)), at - 1
 
 
 @breaks("collectives_are_those_of_the_graphs")
 def read_before_it_is_there() -> Broken:
     schedule = communicating()
-    at = _place(schedule, Kind.AWAIT, 1)
+    at = numbered(schedule, Kind.AWAIT, 1)
     computed = [i for i, _ in schedule.of(Kind.COMPUTE)][-1]
     return relinked(schedule, moved(schedule, at, computed)), computed
 
@@ -92,26 +88,22 @@ def read_before_it_is_there() -> Broken:
 @breaks("collectives_are_those_of_the_graphs")
 def never_waited_for() -> Broken:
     schedule = communicating()
-    return without(schedule, _place(schedule, Kind.AWAIT, 0)), None
+    return without(schedule, numbered(schedule, Kind.AWAIT, 0)), None
 
 
 @breaks("collectives_are_those_of_the_graphs")
 def waited_for_before_it_starts() -> Broken:
     schedule = communicating()
-    at = _place(schedule, Kind.AWAIT, 0)
-    start = _place(schedule, Kind.COLLECTIVE, 0)
+    at = numbered(schedule, Kind.AWAIT, 0)
+    start = numbered(schedule, Kind.COLLECTIVE, 0)
     return relinked(schedule, moved(schedule, at, start)), start
 
 
 @breaks("collectives_are_those_of_the_graphs")
 def of_other_bytes() -> Broken:
-    schedule = communicating()
-    at = _place(schedule, Kind.COLLECTIVE, 1)
-    return change(schedule, at, bytes=1), at
+    return changed(communicating(), Kind.COLLECTIVE, 1, bytes=1)
 
 
 @breaks("collectives_are_those_of_the_graphs")
 def on_another_stream() -> Broken:
-    schedule = communicating()
-    at = _place(schedule, Kind.COLLECTIVE, 1)
-    return change(schedule, at, stream="gather"), at
+    return changed(communicating(), Kind.COLLECTIVE, 1, stream="gather")

@@ -7,7 +7,7 @@ import torch
 from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import TENSOR, Kind, Phase
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, breaks
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, breaks, changed
 from tests.inspect.schedules import change, place, relinked, zero3
 
 
@@ -71,9 +71,7 @@ def matrices_cut_over_other_ranks() -> Broken:
 
 @breaks("phases_are_in_order")
 def a_reduction_in_forward() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.REDUCE, 2, BACKWARD)
-    return change(schedule, at, phase=FORWARD), at
+    return changed(zero3(), Kind.REDUCE, 2, BACKWARD, phase=FORWARD)
 
 
 @breaks("events_match_their_buckets")
@@ -86,23 +84,17 @@ def a_gather_of_other_bytes() -> Broken:
 @breaks("events_match_their_buckets")
 def an_update_that_brings_moments_from_nowhere() -> Broken:
     """They rest on the device, and nothing has to hold them for it."""
-    schedule = zero3()
-    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
-    return change(schedule, at, peak=512), at
+    return changed(zero3(), Kind.UPDATE, 1, OPTIMIZER, peak=512)
 
 
 @breaks("events_match_their_buckets")
 def a_reduction_in_another_dtype() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.REDUCE, 1, BACKWARD)
-    return change(schedule, at, dtype=torch.bfloat16), at
+    return changed(zero3(), Kind.REDUCE, 1, BACKWARD, dtype=torch.bfloat16)
 
 
 @breaks("events_match_their_buckets")
 def a_name_and_a_number_that_disagree() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.WAIT, 1, FORWARD)
-    return change(schedule, at, bucket="2"), at
+    return changed(zero3(), Kind.WAIT, 1, FORWARD, bucket="2")
 
 
 @breaks("waits_are_where_their_gathers_are")

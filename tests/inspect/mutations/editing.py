@@ -24,6 +24,17 @@ def breaks(rule: str) -> Callable[[Callable[[], Broken]], Callable[[], Broken]]:
     return noted
 
 
+def numbered(schedule: Schedule, kind: Kind, number: int) -> int:
+    """Position of an event that is about no layer."""
+    return next(i for i, event in schedule.of(kind) if event.number == number)
+
+
+def changed(schedule: Schedule, kind: Kind, which: int, phase: Phase | None = None, /, **fields: object) -> Broken:
+    """Other fields of an event of a layer in a phase, or of the one with a number."""
+    at = numbered(schedule, kind, which) if phase is None else place(schedule, kind, which, phase)
+    return change(schedule, at, **fields), at
+
+
 def moved(schedule: Schedule, source: int, target: int) -> list[Event]:
     events = list(schedule.events)
     events.insert(target, events.pop(source))

@@ -6,7 +6,7 @@ from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import Kind
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.verify import Step
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, breaks, waiting_for_nothing
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, breaks, changed, waiting_for_nothing
 from tests.inspect.schedules import change, place, zero3
 
 
@@ -62,9 +62,7 @@ def a_place_too_small() -> Broken:
 
 @breaks("no_arena_overlap")
 def no_place() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.GRAD, 0, BACKWARD)
-    return change(schedule, at, slot=None), at
+    return changed(zero3(), Kind.GRAD, 0, BACKWARD, slot=None)
 
 
 @breaks("no_arena_overlap")

@@ -9,7 +9,7 @@ from fxshard.plan.memory import SlotRange
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
 from fxshard.schedule.offloads import HostCopy
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, breaks, moved, without
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, breaks, changed, moved, numbered, without
 from tests.inspect.schedules import change, relinked, zero3
 
 SIZE = 4096
@@ -52,13 +52,9 @@ def _after(schedule: Schedule, phase: Phase, nodes: int) -> int:
     return at
 
 
-def _place(schedule: Schedule, kind: Kind, number: int) -> int:
-    return next(i for i, event in schedule.of(kind) if event.number == number)
-
-
 def _moved(kind: Kind, number: int, to: Callable[[Schedule], int]) -> Broken:
     schedule = offloading()
-    at, target = _place(schedule, kind, number), to(schedule)
+    at, target = numbered(schedule, kind, number), to(schedule)
     return relinked(schedule, moved(schedule, at, target)), target
 
 
@@ -69,23 +65,17 @@ def leaves_before_it_is_computed() -> Broken:
 
 @breaks("copies_are_those_of_the_graphs")
 def of_other_bytes() -> Broken:
-    schedule = offloading()
-    at = _place(schedule, Kind.RELOAD, 1)
-    return change(schedule, at, bytes=SIZE // 2), at
+    return changed(offloading(), Kind.RELOAD, 1, bytes=SIZE // 2)
 
 
 @breaks("copies_are_those_of_the_graphs")
 def of_an_activation_that_nobody_knows() -> Broken:
-    schedule = offloading()
-    at = _place(schedule, Kind.OFFLOAD, 1)
-    return change(schedule, at, number=7), at
+    return changed(offloading(), Kind.OFFLOAD, 1, number=7)
 
 
 @breaks("copies_are_those_of_the_graphs")
 def on_the_compute_stream() -> Broken:
-    schedule = offloading()
-    at = _place(schedule, Kind.OFFLOAD, 1)
-    return change(schedule, at, stream="compute"), at
+    return changed(offloading(), Kind.OFFLOAD, 1, stream="compute")
 
 
 @breaks("copies_are_those_of_the_graphs")
@@ -99,26 +89,24 @@ def backward_wants_more_than_forward_offloads() -> Broken:
 def freed_while_it_is_copied() -> Broken:
     """Without a release nothing keeps compute from taking the memory that is still being copied."""
     schedule = offloading()
-    return without(schedule, _place(schedule, Kind.RELEASE, 0)), _place(schedule, Kind.OFFLOAD, 0)
+    return without(schedule, numbered(schedule, Kind.RELEASE, 0)), numbered(schedule, Kind.OFFLOAD, 0)
 
 
 @breaks("memory_is_kept_until_it_is_out")
 def freed_before_it_is_copied() -> Broken:
-    return _moved(Kind.RELEASE, 0, lambda schedule: _place(schedule, Kind.OFFLOAD, 0))
+    return _moved(Kind.RELEASE, 0, lambda schedule: numbered(schedule, Kind.OFFLOAD, 0))
 
 
 @breaks("memory_is_kept_until_it_is_out")
 def freed_without_waiting_for_the_copy() -> Broken:
-    schedule = offloading()
-    at = _place(schedule, Kind.RELEASE, 1)
-    return change(schedule, at, waits_for=()), at
+    return changed(offloading(), Kind.RELEASE, 1, waits_for=())
 
 
 @breaks("memory_is_kept_until_it_is_out")
 def comes_back_before_it_is_out() -> Broken:
     schedule = offloading()
-    at = _place(schedule, Kind.RELOAD, 1)
-    gone = _place(schedule, Kind.OFFLOAD, 1)
+    at = numbered(schedule, Kind.RELOAD, 1)
+    gone = numbered(schedule, Kind.OFFLOAD, 1)
     return change(schedule, at, waits_for=tuple(i for i in schedule.events[at].waits_for if i != gone)), at
 
 
@@ -134,46 +122,38 @@ def read_before_it_is_back() -> Broken:
 
 @breaks("offloaded_values_are_back_when_read")
 def read_without_waiting() -> Broken:
-    schedule = offloading()
-    at = _place(schedule, Kind.RESTORE, 1)
-    return change(schedule, at, waits_for=()), at
+    return changed(offloading(), Kind.RESTORE, 1, waits_for=())
 
 
 @breaks("offloaded_values_are_back_when_read")
 def waited_for_before_it_starts() -> Broken:
     schedule = offloading()
-    at, start = _place(schedule, Kind.RESTORE, 0), _place(schedule, Kind.RELOAD, 0)
+    at, start = numbered(schedule, Kind.RESTORE, 0), numbered(schedule, Kind.RELOAD, 0)
     return relinked(schedule, moved(schedule, at, start)), start
 
 
 @breaks("offloaded_values_are_back_when_read")
 def never_brought_back() -> Broken:
     schedule = offloading()
-    return without(schedule, _place(schedule, Kind.RELOAD, 0)), None
+    return without(schedule, numbered(schedule, Kind.RELOAD, 0)), None
 
 
 @breaks("offloaded_values_are_back_when_read")
 def never_waited_for() -> Broken:
     schedule = offloading()
-    return without(schedule, _place(schedule, Kind.RESTORE, 0)), None
+    return without(schedule, numbered(schedule, Kind.RESTORE, 0)), None
 
 
 @breaks("host_slots_are_free")
 def host_memory_taken_before_it_is_back() -> Broken:
-    schedule = offloading()
-    at = _place(schedule, Kind.OFFLOAD, 1)
-    return change(schedule, at, slot=SlotRange(0, SIZE)), at
+    return changed(offloading(), Kind.OFFLOAD, 1, slot=SlotRange(0, SIZE))
 
 
 @breaks("host_slots_are_free")
 def comes_back_from_elsewhere() -> Broken:
-    schedule = offloading()
-    at = _place(schedule, Kind.RELOAD, 0)
-    return change(schedule, at, slot=SlotRange(SIZE, SIZE)), at
+    return changed(offloading(), Kind.RELOAD, 0, slot=SlotRange(SIZE, SIZE))
 
 
 @breaks("host_slots_are_free")
-def too_small_a_place() -> Broken:
-    schedule = offloading()
-    at = _place(schedule, Kind.OFFLOAD, 0)
-    return change(schedule, at, slot=SlotRange(0, SIZE // 2)), at
+def too_small_anumbered() -> Broken:
+    return changed(offloading(), Kind.OFFLOAD, 0, slot=SlotRange(0, SIZE // 2))
