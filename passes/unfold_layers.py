@@ -355,8 +355,7 @@ class _Unfolding:
         of_layer = {self.line.member[self.inputs[k]]: result for k, result in enumerate(results)}
         for i, member in enumerate(self.folded.members):
             if i in gradient:
-                late = member is not None and member[0] >= self.folded.removed + 2
-                yield self._result(gradient[i], self.folded.removed if late or self._at_end(gradient[i]) else 0)
+                yield self._gradient_left(gradient[i], member)
                 continue
             assert member is not None
             yield self._gradient(member[0], [of_layer[layer, member[1]] for layer in range(1, MIDDLE + 1)])
@@ -377,6 +376,20 @@ class _Unfolding:
             if found is not None:
                 return found
         return _UNKNOWN
+
+    def _gradient_left(self, gradient: Any, member: Member | None) -> Any:
+        """The gradient of an input that is left.
+
+        That of a parameter of the last layers stands in its own layer's stretch or in the one after it. Further on the
+        first layer uses the parameter, too, and adds to it: of which layer such a sum is one is not certain.
+        """
+        g, layer = self.line.backward, member[0] - self.folded.removed if member is not None else 0
+        of_the_last = layer >= MIDDLE - 1
+        if of_the_last and g and isinstance(gradient, fx.Node):
+            late = (self.line.at[gradient] - g[MIDDLE]) // self.line.bw_period  # in stretches
+            if late > MIDDLE + 1 - layer:
+                return _UNKNOWN
+        return self._result(gradient, self.folded.removed if of_the_last or self._at_end(gradient) else 0)
 
     def _at_end(self, gradient: Any) -> bool:
         """Whether a gradient is computed before backward reaches the layers."""

@@ -99,10 +99,14 @@ def frozen(*places: int) -> Stack:
     return model
 
 
-def tied(a: int, b: int) -> Stack:
-    model = Stack(plain)
-    model.layers[a].weight = model.layers[b].weight
+def tied(a: int, b: int, name: str = "weight", rule: Rule = plain) -> Stack:
+    model = Stack(rule)
+    setattr(model.layers[a], name, getattr(model.layers[b], name))
     return model
+
+
+def bias_at_the_end(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    return x + torch.tanh(x @ layer.weight) + layer.bias  # type: ignore[operator]
 
 
 ALIKE = {
@@ -122,6 +126,7 @@ UNLIKE = {
     "no bias in one": lambda: Stack(plain, bias=lambda i: i != 4),
     "one frozen": lambda: frozen(4),
     "two tied": lambda: tied(2, 6),
+    "the first and the last tied": lambda: tied(0, LAYERS - 1, "bias", bias_at_the_end),
     "a buffer's row for each": lambda: Stack(
         lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) * model.scales[i]
     ),
@@ -221,7 +226,7 @@ def test_layers_that_compute_the_same_are_folded(name: str) -> None:
     assert folded(ALIKE[name](), (torch.randn(4, WIDTH),)) > 0
 
 
-@pytest.mark.parametrize("name", some(UNLIKE, "the second read by the last"))
+@pytest.mark.parametrize("name", some(UNLIKE, "the second read by the last", "the first and the last tied"))
 def test_near_misses_give_the_same(name: str) -> None:
     """Whether some of their layers are folded is not asked: what they compute is."""
     folded(UNLIKE[name](), (torch.randn(4, WIDTH),))
