@@ -15,6 +15,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError, FxshardError, StateError
 from fxshard._torch.private.attention import context_parallel_device
 from fxshard.frontend.layerdrop import NoneBelowZero, has_layerdrop
+from fxshard.frontend.output_hooks import install_output_hooks
 
 
 def capture(
@@ -41,6 +42,7 @@ def capture(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_context_parallel()
+        install_output_hooks(model, kwargs)
         with private.without_logging():  # not around torch.compile: a graph is captured when its first input comes
             return compiled(*args, **kwargs)
 
