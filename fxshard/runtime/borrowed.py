@@ -6,7 +6,7 @@ that training uses is touched: not the shards, not the arena, not a random state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,13 +78,19 @@ def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, 
 
 
 @contextmanager
-def only_named(engine: Engine) -> Iterator[None]:
-    """For code that asks modules for the keys of their state dicts, and takes values from elsewhere: no weights."""
+def lent(engine: Engine, values: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Whole ``values`` for hollow parameters, for code on one rank that computes with them. Nothing is gathered.
+
+    Modules say the keys of their state dicts meanwhile, of other parameters, too.
+    """
     before, engine.lends = engine.lends, True
+    hollow = [(parameter, lend(parameter, value)) for parameter, value in values.items()]
     try:
         yield
     finally:
         engine.lends = before
+        for parameter, value in hollow:
+            lend(parameter, value)
 
 
 class _FirstUses(private.OperatorObserver):
