@@ -294,6 +294,7 @@ class _Kernel(private.OperatorObserver):
 
 
 _OPERANDS = ("query", "key", "value", "attn_mask")
+_NUMBERS = ((4, "dropout_p"), (6, "scale"))
 
 
 def _check_operands(node: fx.Node, operands: Iterable[Any], mask: fx.Node) -> None:
@@ -301,6 +302,8 @@ def _check_operands(node: fx.Node, operands: Iterable[Any], mask: fx.Node) -> No
         raise Masked("is not all that this call masks by")
     if not all(private.is_plain(value(operand)) for operand in (node, *operands)):
         raise Masked("belongs to tensors of a class of their own")
+    if any(isinstance(argument(node, i, name), fx.Node) for i, name in _NUMBERS):
+        raise Masked("comes with a rate of dropout or a scale that changes from call to call")
     length, (query, key, _) = shape(mask)[-1], (shape(operand) for operand in operands)
     if not all(isinstance(size, int) and size == length for size in (query[-2], key[-2])):
         raise Masked("is not as long as queries and keys")

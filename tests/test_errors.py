@@ -105,6 +105,17 @@ def test_sparse_gradients() -> None:
         assert model(torch.arange(3)).shape == (3, 4)
 
 
+class Solving(OneLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve(torch.eye(4), self.linear(x).mT)
+
+
+def test_operators_with_side_effects() -> None:
+    """Their order is kept by tokens, which are inputs of the graph ahead of the parameters."""
+    with pytest.raises(fxshard.CaptureError, match=r"forward calls torch\.linalg\.solve"):
+        build(Solving())(torch.ones(2, 4))
+
+
 class Clamping(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

@@ -153,6 +153,24 @@ def test_a_loss_needs_no_key_value_cache() -> None:
         assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
 
 
+@pytest.mark.parametrize("configured", [False, True])
+def test_outputs_of_layers_are_collected_in_one_graph(configured: bool) -> None:
+    """By hooks that the model registers once, in a forward of its own or ahead of the capture."""
+    given = {} if configured else {"output_hidden_states": True}
+    plain, model = (llama(num_hidden_layers=2, output_hidden_states=configured) for _ in range(2))
+    model = fxshard.compile(model, lowering="eager")
+    if not configured:
+        assert model(input_ids=TOKENS, labels=TOKENS).hidden_states is None
+    mine, theirs = (m(input_ids=TOKENS, labels=TOKENS, **given) for m in (model, plain))
+    assert len(mine.hidden_states) == len(theirs.hidden_states) == 3
+    for state, expected in zip(mine.hidden_states, theirs.hidden_states, strict=True):
+        torch.testing.assert_close(state, expected)
+    (mine.loss + mine.hidden_states[1].square().mean()).backward()
+    (theirs.loss + theirs.hidden_states[1].square().mean()).backward()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(model.get_parameter(name).grad, plain.get_parameter(name).grad)
+
+
 @pytest.mark.thorough
 def test_a_loss_of_adapters_needs_no_key_value_cache() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")

@@ -38,3 +38,29 @@ def test_a_graph_that_is_called_with_other_numbers() -> None:
         torch.testing.assert_close(found, expected)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class Attends(nn.Module):
+    """Attention by a causal mask, with a rate of dropout that may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        x = self.linear(x)
+        mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask, rate).square().mean()
+
+
+def test_a_rate_of_dropout_that_changes() -> None:
+    plain, compiled = Attends(), Attends()
+    compiled.load_state_dict(plain.state_dict())
+    model = fxshard.compile(compiled, lowering="eager")
+    x = torch.randn(2, 2, 4, 8)
+    for rate in (0.1, 0.3, 0.6):
+        found = []
+        for each in (plain, model):
+            torch.manual_seed(1)
+            found.append(each(x, rate))
+        torch.testing.assert_close(*found)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch.errors import CheckpointError, ConfigError
 from fxshard.frontend.exporting import SafetensorsWriter, whole_tensors
 from fxshard.frontend.frozen_linears import FrozenLinear
-from fxshard.runtime.borrowed import only_named
+from fxshard.runtime.borrowed import lent
 
 if TYPE_CHECKING:
     from fxshard.frontend.module import ShardedModule
@@ -180,6 +180,10 @@ def has_adapter(plain: nn.Module) -> bool:
     return hasattr(plain, "peft_config") and hasattr(plain, "get_base_model")
 
 
+def _learns_prompts(plain: Any) -> bool:
+    return any(config.is_prompt_learning for config in plain.peft_config.values())
+
+
 def save_adapter(
     model: ShardedModule,
     save_directory: str | PathLike[str],
@@ -209,7 +213,14 @@ def save_adapter(
         if first and id(own[each[0]]) in wanted:
             whole.update(dict.fromkeys(each, value.to("cpu", copy=True)))
     written = whole if state_dict is None else state_dict
-    with only_named(sharding.engine):
+    # Of prompts that are learned peft writes what it computes from parameters.
+    prompts = {
+        sharding.hollow[name]: whole[name].to(sharding.hollow[name].device)
+        for bucket in (trained if _learns_prompts(plain) else ())
+        for name in bucket.plan.params
+        if name in whole
+    }
+    with lent(sharding.engine, prompts):
         failed = _attempt(_check_whole, written) if first else None
         if first and failed is None:
             failed = _attempt(partial(plain.save_pretrained, save_directory, state_dict=written, **options))

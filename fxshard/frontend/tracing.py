@@ -108,6 +108,7 @@ def _captured(
     constants = [None] * private.constants(graph)
     decompositions = private.inductor_decompositions() if plan.options.lowering == "inductor" else None
     with private.traced(graph, inputs, decompositions) as traced:
+        _refuse_effects(traced)
         private.split_coalesced(traced.graph.graph)
         note_groups(traced.graph.graph)
         every = (*constants, *refs)
@@ -126,6 +127,17 @@ def _refuse_written(refs: Sequence[ParamRef | None], written: Sequence[int], pla
             f"forward changes the parameter {names[0]!r} in place, but it sees a gathered copy of what the ranks hold. "
             "Use a changed copy (weight.clamp(...) in place of clamp_), make it a buffer, or change it outside of "
             "forward, below torch.no_grad()"
+        )
+
+
+def _refuse_effects(traced: private.Traced) -> None:
+    """Raise if forward calls operators with side effects: a schedule would have to keep their order."""
+    if traced.effects:
+        raise CaptureError(
+            f"forward calls {', '.join(traced.effects)}, which raises errors or does something else beside computing "
+            "its result. Call what does not: torch.linalg.solve_ex, inv_ex or cholesky_ex, which return whether they "
+            "succeeded, in place of solve, inv or cholesky; or put the call into a function below "
+            "@torch.compiler.disable, and compile with fullgraph=False"
         )
 
 

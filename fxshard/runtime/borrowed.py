@@ -6,7 +6,7 @@ that training uses is touched: not the shards, not the arena, not a random state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -59,7 +59,7 @@ def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, 
     """
     weights = BorrowedWeights(engine, hollow)
     try:
-        with only_named(engine):
+        with lent(engine, {}):
             for index in range(len(engine.buckets)) if all_at_once else ():
                 weights.gather(index)
             with nullcontext() if all_at_once else _FirstUses(weights, hollow, method):
@@ -74,13 +74,19 @@ def borrowed(engine: Engine, hollow: dict[Place, nn.Parameter], method: str, *, 
 
 
 @contextmanager
-def only_named(engine: Engine) -> Iterator[None]:
-    """For code that asks modules for the keys of their state dicts, and takes values from elsewhere: no weights."""
+def lent(engine: Engine, values: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Whole ``values`` for hollow parameters, for code on one rank that computes with them. Nothing is gathered.
+
+    Modules say the keys of their state dicts meanwhile, of other parameters, too.
+    """
     before, engine.lends = engine.lends, True
+    hollow = [(parameter, lend(parameter, value)) for parameter, value in values.items()]
     try:
         yield
     finally:
         engine.lends = before
+        for parameter, value in hollow:
+            lend(parameter, value)
 
 
 class _FirstUses(private.OperatorObserver):

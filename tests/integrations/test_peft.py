@@ -230,6 +230,37 @@ def test_files_are_those_of_peft_with_other_adapters_heads_and_embeddings(ranks:
             assert all(torch.equal(written[name], expected[name]) for name in written)
 
 
+def prompted(hidden: int) -> Any:
+    """A model with prompts that are learned: themselves, or by a network with ``hidden`` units that makes them."""
+    from peft import PromptEncoderConfig, PromptTuningConfig, get_peft_model
+
+    sizes: dict[str, Any] = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+    config = PromptEncoderConfig(**sizes, encoder_hidden_size=hidden) if hidden else PromptTuningConfig(**sizes)
+    torch.manual_seed(0)
+    return get_peft_model(llama(), config)
+
+
+def save_prompts(folder: str, hidden: int) -> dict[str, torch.Tensor]:
+    precision = fxshard.Precision(param=torch.bfloat16)
+    model = fxshard.compile(prompted(hidden), lowering="eager", precision=precision)
+    train(model, [dist.get_rank()])
+    model.save_pretrained(folder)
+    state = model.full_state_dict()
+    train(model, [dist.get_rank()])  # weights that were lent are taken back
+    return state
+
+
+@pytest.mark.parametrize("hidden", [0, 16])
+def test_prompts_are_computed_from_masters_and_saved(ranks: Pool, tmp_path: Path, hidden: int) -> None:
+    from peft import PeftModel
+
+    plain = prompted(hidden)
+    plain.load_state_dict(ranks(2, save_prompts, str(tmp_path), hidden)[0])
+    loaded = PeftModel.from_pretrained(llama(), str(tmp_path))
+    found = loaded.prompt_encoder["default"].embedding.weight
+    torch.testing.assert_close(found, plain.get_prompt_embedding_to_save("default"), check_dtype=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("format", [thorough("int8"), "nf4"])
 def test_qlora_is_bitwise_lora_on_rounded_weights(ranks: Pool, tmp_path: Path, format: str) -> None:

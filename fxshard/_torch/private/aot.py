@@ -60,6 +60,18 @@ class Traced:
         return subclasses.fw_metadata if subclasses is not None else self._joint._aot_state.fw_metadata
 
     @property
+    def effects(self) -> tuple[str, ...]:
+        """What has side effects in the graph: calls that check what LAPACK says, by their names, and other operators.
+        Their order is kept by tokens that are inputs and outputs of the graph.
+        """
+        calls = self.graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)
+        names = (
+            call.args[3] if call.args[1] is torch.ops.aten._linalg_check_errors.default else call.args[1]
+            for call in calls
+        )
+        return tuple(dict.fromkeys(map(str, names)))
+
+    @property
     def written_inputs(self) -> tuple[int, ...]:
         """Positions of inputs that get a new value after forward, as buffers that forward changes."""
         return tuple(self._inner.mutated_inp_runtime_indices)
