@@ -35,16 +35,21 @@ _UNITS = {
 }
 
 
-def parse_bytes(budget: int | str | None) -> int | None:
-    """``60GiB``, ``"1.5 GB"`` or a number of bytes."""
+def bytes_in(size: int | str) -> int | None:
+    """``60GiB``, ``"1.5 GB"`` or a number of bytes; None if it is something else."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?b?)\s*", str(size).lower())
+    try:
+        return None if match is None else int(float(match[1]) * _UNITS[match[2] if match[2] != "b" else ""])
+    except (KeyError, ValueError):
+        return None
+
+
+def _checked_budget(budget: int | str | None) -> int | None:
     if budget is None:
         return None
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?b?)\s*", str(budget).lower())
-    try:
-        assert match is not None
-        size = int(float(match[1]) * _UNITS[match[2] if match[2] != "b" else ""])
-    except (AssertionError, KeyError, ValueError):
-        raise ConfigError(f'memory_budget={budget!r}: expected bytes, or a string such as "60GiB" or "1.5GB"') from None
+    size = bytes_in(budget)
+    if size is None:
+        raise ConfigError(f'memory_budget={budget!r}: expected bytes, or a string such as "60GiB" or "1.5GB"')
     if size <= 0:
         raise ConfigError(f"memory_budget={budget!r}: expected more than nothing")
     return size
@@ -116,7 +121,7 @@ class Options:
         if self.zero not in ZERO or isinstance(self.zero, bool):
             raise ConfigError(f"zero={self.zero!r}: expected 0, 1, 2 or 3")
         check_precision(self.precision)
-        object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget))
+        object.__setattr__(self, "memory_budget", _checked_budget(self.memory_budget))
         if self.hardware is not None:
             hardware(self.hardware)
         known = {"layout": LAYOUTS, "lowering": LOWERINGS, "experts": choices(), "activations": ACTIVATIONS}

@@ -9,10 +9,13 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from fxshard._torch.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,6 +23,15 @@ if TYPE_CHECKING:
 
 class UsageError(Exception):
     """What was asked for cannot be done as asked; the message says what can."""
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """What fxshard says about an argument is an answer to the person at the terminal, not a crash."""
+    try:
+        yield
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
 
 
 def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxshard._torch.progress import Report, progress
-from fxshard.bench.target import UsageError, about, load, parallelizing, shortened
+from fxshard.bench.target import UsageError, about, answered, load, parallelizing, shortened
 from fxshard.cli.budget import apart, curve, decided, heading
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ def _run(arguments: argparse.Namespace) -> int:
         report("importing torch")
         from fxshard.plan.hardware import hardware
 
-        machine = _or_usage_error(lambda: hardware(arguments.hardware))
+        with answered():
+            machine = hardware(arguments.hardware)
         report(f"building {arguments.target}")
         with _telling(arguments.target):
             model, inputs = load(arguments.target, arguments.layers)
@@ -207,8 +208,8 @@ def planned_by(
         from fxshard.frontend.planning import sweep as planned
     else:
         from fxshard.frontend.planning import plan as planned
-    return _or_usage_error(
-        lambda: planned(
+    with answered():
+        return planned(
             model,
             inputs,
             **_ranks(model, arguments),
@@ -220,7 +221,6 @@ def planned_by(
             precision=precisions.get(arguments.precision),
             progress=lambda stage: report(f"planning: {stage}"),
         )
-    )
 
 
 def _ranks(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -286,13 +286,3 @@ def print_step(schedule: Schedule, simulation: Simulation, hardware: Hardware) -
     )
     if schedule.budget is not None:
         print(decided(schedule, hardware))
-
-
-def _or_usage_error(call: Callable[[], Any]) -> Any:
-    """What fxshard says about an argument is an answer to the person at the terminal, not a crash."""
-    from fxshard._torch.errors import ConfigError
-
-    try:
-        return call()
-    except ConfigError as error:
-        raise UsageError(str(error)) from None

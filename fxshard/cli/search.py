@@ -7,7 +7,7 @@ import os
 from multiprocessing import forkserver
 
 from fxshard._torch.progress import progress
-from fxshard.bench.target import UsageError
+from fxshard.bench.target import UsageError, answered
 
 EXAMPLES = """examples:
   fxshard search llama-70b --world-size 1024
@@ -56,15 +56,12 @@ def _search(arguments: argparse.Namespace) -> int:
         # Where the processes of the search come from: it imports torch once for all of them, and meanwhile.
         forkserver.set_forkserver_preload(["fxshard.bench.search"])
         forkserver.ensure_running()
-        from fxshard._torch.errors import ConfigError
         from fxshard.bench.search import Search, table
         from fxshard.bench.target import load, parallelizing
         from fxshard.plan.hardware import hardware
 
-        try:
+        with answered():
             machine = hardware(arguments.hardware)
-        except ConfigError as error:
-            raise UsageError(str(error)) from None
         model, inputs = load(arguments.target, arguments.layers)
         if max(tensor) > 1:  # before a minute is spent on the others
             parallelizing(arguments.target, model)

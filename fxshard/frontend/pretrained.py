@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch.errors import CheckpointError, ConfigError
 from fxshard.frontend.exporting import SafetensorsWriter, whole_tensors
 from fxshard.frontend.frozen_linears import FrozenLinear
+from fxshard.passes.options import bytes_in
 from fxshard.runtime.borrowed import lent
 
 if TYPE_CHECKING:
     from fxshard.frontend.module import ShardedModule
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def save_pretrained(
@@ -60,7 +59,9 @@ def save_pretrained(
             "it takes save_directory, max_shard_size, dtype and state_dict. Call it on every rank"
         )
     plain, agreement = model._inner, model._sharding.agreement
-    final, size = Path(save_directory), _bytes(max_shard_size)
+    final, size = Path(save_directory), bytes_in(max_shard_size)
+    if size is None:
+        raise ConfigError(f'max_shard_size={max_shard_size!r}: expected bytes, or a number with a unit, as "5GB"')
     aside = final.with_name(final.name + ".partial")
     first = model._sharding.channels.is_first
     export = _Export(plain, aside, size, dtype) if first else None
@@ -80,13 +81,6 @@ def save_pretrained(
     problem = next((each for each in agreement.share(failed) if each), None)
     if problem is not None:
         raise CheckpointError(f"{final} was not saved: {problem}")
-
-
-def _bytes(size: int | str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", str(size).upper())
-    if found is None:
-        raise ConfigError(f'max_shard_size={size!r}: expected bytes, or a number with a unit, as "5GB"')
-    return int(found[1]) * UNITS[found[2] or ""]
 
 
 def _attempt(do: Callable[..., object], *args: Any) -> str | None:
