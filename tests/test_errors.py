@@ -97,6 +97,16 @@ def test_lazy_modules() -> None:
         build(nn.Sequential(nn.LazyLinear(4)))
 
 
+def test_complex_parameters() -> None:
+    """They may be frozen."""
+    linear = nn.Linear(4, 4, dtype=torch.complex64)
+    with pytest.raises(fxshard.ConfigError, match="'weight' is complex"):
+        build(linear)
+    x = torch.ones(2, 4, dtype=torch.complex64)
+    expected = linear(x)
+    torch.testing.assert_close(build(linear.requires_grad_(False))(x), expected)
+
+
 def test_sparse_gradients() -> None:
     model = build(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
     with pytest.raises(fxshard.CaptureError, match="sparse=True"):
