@@ -228,6 +228,7 @@ def plan_model(
         )
     domain_of = domain_by_name(others, own)
     check_patterns(others, [name for name, _ in model.named_parameters()], domain_of)
+    refuse_complex(model)
     cuts = cut_matrices(model, matrices)
     if cuts is not None and state.row_moments:
         raise ConfigError(
@@ -246,6 +247,16 @@ def plan_model(
         state=state.first,
         cuts=cuts,
     )
+
+
+def refuse_complex(model: nn.Module) -> None:
+    """Raise for complex parameters that train: gradients are reduced, and moments kept, in floating-point numbers."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ConfigError(
+                f"{name!r} is complex ({parameter.dtype}) and trains: keep torch.view_as_real of it as the parameter, "
+                "and call torch.view_as_complex in forward, or freeze it"
+            )
 
 
 def _domain(mesh: DeviceMesh | None, reduction: Reduction) -> Domain:
