@@ -1,7 +1,8 @@
 """Random layers that repeat: each a few operations on values that go from layer to layer, drawn once for all layers.
 
 One value is the stream; others go beside it without parameters, and the end reads all of them. Layers may read
-what was made before the first, or by the first; weights may be shared by all, or frozen in one place of every layer.
+what was made before the first, or by the first; weights may be shared by all, by two layers, by a layer and the end, or
+frozen in one place of every layer.
 """
 
 from __future__ import annotations
@@ -86,6 +87,20 @@ class Drawn(nn.Module):
         if choice.random() < 0.2:
             for layer in self.layers:
                 cast(nn.ModuleList, layer)[0].requires_grad_(False)
+        self.added = nn.ParameterList(0.1 * torch.randn(width) for _ in range(layers if choice.random() < 0.4 else 0))
+        self.outside = choice.choice([0, layers - 1, choice.randrange(layers)]) if choice.random() < 0.3 else None
+        if choice.random() < 0.4:
+            self._tie(
+                *choice.choice([(0, layers - 1), (0, 1), (layers - 2, layers - 1), choice.sample(range(layers), 2)])
+            )
+
+    def _tie(self, one: int, other: int) -> None:
+        """Let two layers share what is added at their end, or, where nothing is, their first weight."""
+        if self.added:
+            self.added[one] = self.added[other]
+        else:
+            first, second = (cast(nn.ModuleList, self.layers[i])[0] for i in (one, other))
+            first.weight = second.weight
 
     def _draw(self, choice: random.Random, length: int) -> list[Operation]:
         found: list[Operation] = []
@@ -106,6 +121,8 @@ class Drawn(nn.Module):
             reads = [values[source.kind][source.number] for source in operation.reads]
             made.append(self._made(operation, linear, reads))
         stream = carried[0] + 0.4 * torch.tanh(made[-1])
+        if self.added:
+            stream = stream + self.added[number]
         beside = [BESIDE[(operations[0].which + i) % len(BESIDE)](value) for i, value in enumerate(carried[1:])]
         return stream, *beside
 
@@ -131,4 +148,6 @@ class Drawn(nn.Module):
                 total.add_(torch.tanh(carried[-1]))
             if number == self.read:
                 ends = ends + carried[-1]
+        if self.outside is not None:
+            ends = ends * cast(nn.ModuleList, self.layers[self.outside])[0].bias
         return carried[0] + torch.sin(ends + sum(carried[1:], total))
