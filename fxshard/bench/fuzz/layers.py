@@ -149,5 +149,5 @@ class Drawn(nn.Module):
             if number == self.read:
                 ends = ends + carried[-1]
         if self.outside is not None:
-            ends = ends * cast(nn.ModuleList, self.layers[self.outside])[0].bias
+            ends = ends * cast(Sequence[nn.Linear], self.layers[self.outside])[0].bias
         return carried[0] + torch.sin(ends + sum(carried[1:], total))
