@@ -45,7 +45,7 @@ def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> Fol
     if private.constants(module) or any(_is_symbolic(node) for node in module.graph.nodes):
         return None  # sizes may depend on values inside, too, where no input has an open one
     repeat = find_repeat(module, kinds, LEAST)
-    if repeat is None:
+    if repeat is None or not _apart(module, repeat):
         return None
     dropped = {node for node, member in repeat.members.items() if 2 <= member[0] < repeat.layers - 3}
     short = _without_layers(module, repeat, dropped)
@@ -53,6 +53,22 @@ def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> Fol
         return None
     kept = tuple(i for i, node in enumerate(inputs) if node not in dropped)
     return Folded(short, kept, tuple(repeat.members.get(node) for node in inputs), repeat.layers - KEPT)
+
+
+def _apart(module: fx.GraphModule, repeat: Repeat) -> bool:
+    """Whether layers meet only in what each hands to the next: nothing else reads what a layer computes, or its inputs.
+
+    What is read elsewhere, by the end or by a layer further on, gets gradients from two sides, and in a folded graph
+    the layers in between cannot be told from those that were left out.
+    """
+    at = {node: i for i, node in enumerate(module.graph.nodes)}
+
+    def layer_of(node: fx.Node) -> int:
+        return (at[node] - repeat.start) // repeat.period  # negative before the layers, their number or more after them
+
+    inputs = all(layer_of(user) == layer for node, (layer, _) in repeat.members.items() for user in node.users)
+    computed = (node for node in at if 0 <= layer_of(node) < repeat.layers - 1)
+    return inputs and all(layer_of(user) <= layer_of(node) + 1 for node in computed for user in node.users)
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -261,20 +261,13 @@ class _Unfolding:
     def _resolve(self, ref: fx.Node, other: fx.Node | None, shift: int) -> fx.Node | None:
         """What ``ref`` is for a layer moved by ``shift``. ``other`` is what the next or previous layer has there.
 
-        Outside of layers that repeat there is none, and a parameter is just that one: the end may use the first layer.
+        Outside of layers that repeat there is none, and a parameter is just that one.
         """
         if other is not None:
             return self.fixed.get(ref) if ref is other else self._moved(ref, shift)
         if self._in_layers(self.line.at[ref]):
             return self._moved(ref, shift) if self._is_next(self.line.at[ref], shift) else None
-        member = self.line.member.get(ref)
-        return self.fixed.get(ref) if member is None or self._is_itself(member[0], shift) else None
-
-    def _is_itself(self, layer: int, shift: int) -> bool:
-        """Whether the parameter of a layer can be no other layer's, where no neighbour tells: not from the other end,
-        except from the very first or last layer.
-        """
-        return layer in (0, MIDDLE + 1) or (layer == 1) == (shift == 0)
+        return self.fixed.get(ref)
 
     def _is_next(self, position: int, shift: int) -> bool:
         """Whether a position lies in the stretch next to the layers at one end, which is written there as it is.
@@ -378,17 +371,10 @@ class _Unfolding:
         return _UNKNOWN
 
     def _gradient_left(self, gradient: Any, member: Member | None) -> Any:
-        """The gradient of an input that is left.
-
-        That of a parameter of the last layers stands in its own layer's stretch or in the one after it. Further on the
-        first layer uses the parameter, too, and adds to it: of which layer such a sum is one is not certain.
+        """The gradient of an input that is left. That of a parameter of the last layers stands in its own layer's
+        stretch or in the one after it.
         """
-        g, layer = self.line.backward, member[0] - self.folded.removed if member is not None else 0
-        of_the_last = layer >= MIDDLE - 1
-        if of_the_last and g and isinstance(gradient, fx.Node):
-            late = (self.line.at[gradient] - g[MIDDLE]) // self.line.bw_period  # in stretches
-            if late > MIDDLE + 1 - layer:
-                return _UNKNOWN
+        of_the_last = member is not None and member[0] - self.folded.removed >= MIDDLE - 1
         return self._result(gradient, self.folded.removed if of_the_last or self._at_end(gradient) else 0)
 
     def _at_end(self, gradient: Any) -> bool:

@@ -153,6 +153,15 @@ def test_a_loss_needs_no_key_value_cache() -> None:
         assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
 
 
+def test_a_plan_is_that_of_a_call_without_a_cache() -> None:
+    """As the run is, in which keys and values would be results that live until the caller drops them."""
+    plain, inputs = llama(num_hidden_layers=1, use_cache=True), {"input_ids": TOKENS, "labels": TOKENS}
+    planned = fxshard.plan(plain, inputs, world_size=1, hardware="cpu", lowering="eager")
+    model = fxshard.compile(plain, lowering="eager")
+    model(**inputs).loss.backward()
+    assert planned == model.schedule and planned.peak_bytes == model.schedule.peak_bytes
+
+
 @pytest.mark.parametrize("configured", [False, True])
 def test_outputs_of_layers_are_collected_in_one_graph(configured: bool) -> None:
     """By hooks that the model registers once, in a forward of its own or ahead of the capture."""

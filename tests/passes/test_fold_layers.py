@@ -226,6 +226,31 @@ def test_layers_that_compute_the_same_are_folded(name: str) -> None:
     assert folded(ALIKE[name](), (torch.randn(4, WIDTH),)) > 0
 
 
+def read_elsewhere(read: Callable[[list[fx.Node], list[fx.Node]], fx.Node] | None) -> fx.GraphModule:
+    """Layers in a row; the end also reads one of their weights, or of their results."""
+    graph = fx.Graph()
+    weights = [graph.placeholder(f"weight{layer}") for layer in range(LAYERS)]
+    x = graph.placeholder("x")
+    results: list[fx.Node] = []
+    for weight in weights:
+        results.append(x := graph.call_function(torch.mul, (x, weight)))
+    end = graph.call_function(torch.add, (x, read(weights, results) if read is not None else 1.0))
+    graph.output((end,))
+    for node in graph.nodes:
+        node.meta["example_value"] = torch.empty(4)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("which", [0, 1])
+def test_layers_that_are_read_elsewhere_are_not_folded(layer: int, which: int) -> None:
+    """Only results of the last layer may be: gradients of the others would come from two sides."""
+    kinds = ["weight"] * LAYERS + [None]
+    assert fold_layers(read_elsewhere(None), kinds) is not None
+    found = fold_layers(read_elsewhere(lambda *nodes: nodes[which][layer]), kinds)
+    assert (found is not None) == (which == 1 and layer == LAYERS - 1)
+
+
 @pytest.mark.parametrize("name", some(UNLIKE, "the second read by the last", "the first and the last tied"))
 def test_near_misses_give_the_same(name: str) -> None:
     """Whether some of their layers are folded is not asked: what they compute is."""
