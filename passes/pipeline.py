@@ -33,7 +33,9 @@ from fxshard.passes.recompute_operands import recompute_operands
 from fxshard.passes.recompute_param_views import recompute_param_views
 from fxshard.passes.run import run_passes
 from fxshard.passes.save_residuals import save_residuals
+from fxshard.passes.scale_narrow import scale_narrow
 from fxshard.passes.stage_quantized import stage_quantized
+from fxshard.passes.sum_products import sum_products
 from fxshard.passes.timeline import Timeline
 from fxshard.passes.verify_each import verify_step
 from fxshard.passes.write_gradients import write_gradients
@@ -43,7 +45,7 @@ from fxshard.schedule.events import Phase
 EXPERTS: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swiglu)
 """What ``experts="off"`` leaves out."""
 
-BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, measure_logits, chunk_loss, *EXPERTS)
+BEFORE_AUTOGRAD: tuple[Pass, ...] = (recognize_masks, measure_logits, chunk_loss, scale_narrow, *EXPERTS)
 """On Dynamo's graph: what these put there brings its own backward."""
 
 JOINT: tuple[Pass, ...] = (
@@ -51,6 +53,7 @@ JOINT: tuple[Pass, ...] = (
     gather_gradients,
     open_experts,
     quantize_linears,
+    sum_products,
     recompute_param_views,
     recompute_operands,
     save_residuals,

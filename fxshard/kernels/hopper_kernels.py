@@ -72,44 +72,59 @@ def _tile(index, tiles_up_to, height, across, offsets, experts, BAND: gl.constex
 
 @gluon.jit
 def _load(
-    a_desc, b_desc, up_desc, a_bufs, b_bufs, full, empty, offsets, total, height, across, deep, b_rows, up_shift,
-    GATED: gl.constexpr, B_T: gl.constexpr, experts, PADDED: gl.constexpr, BAND: gl.constexpr,
+    a_desc, b_desc, up_desc, more_a_desc, more_b_desc, a_bufs, b_bufs, full, empty, offsets,
+    total, height, across, deep, more_deep, b_rows, up_shift,
+    GATED: gl.constexpr, ADDED: gl.constexpr, B_T: gl.constexpr, experts, PADDED: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """Fill one stage after the other as they become free."""
-    STAGES: gl.constexpr = a_bufs.type.shape[0]
-    A_BLOCK: gl.constexpr = a_desc.block_type.shape
-    B_BLOCK: gl.constexpr = b_desc.block_type.shape
-    B_COPIES: gl.constexpr = 2 if GATED else 1
     tiles_up_to = _tiles_up_to(offsets, experts, PADDED, 1)
     turn = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, begin, size, row, column = _tile(index, tiles_up_to, height, across, offsets, experts, BAND)
+        rows_before = expert * b_rows
         for step in range(0, deep, 64):
-            stage = turn % STAGES
-            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, a_desc.block_type.nbytes + B_COPIES * b_desc.block_type.nbytes)
-            a_buf = a_bufs.index(stage).reshape(A_BLOCK)
-            tma.async_copy_global_to_shared(a_desc, [FAR, begin + size, FAR - size + row, step], bar, a_buf)
-            if GATED:
-                halves = b_bufs._reinterpret(b_desc.dtype, [2 * STAGES] + B_BLOCK, b_desc.layout)
-                gate_buf = halves.index(2 * stage)
-                up_buf = halves.index(2 * stage + 1)
-                if B_T:
-                    down = expert * b_rows + column * 128
-                    tma.async_copy_global_to_shared(b_desc, [down, step], bar, gate_buf)
-                    tma.async_copy_global_to_shared(up_desc, [down + up_shift, step], bar, up_buf)
-                else:
-                    down = expert * b_rows + step
-                    tma.async_copy_global_to_shared(b_desc, [down, column * 128], bar, gate_buf)
-                    tma.async_copy_global_to_shared(up_desc, [down, column * 128 + up_shift], bar, up_buf)
-            elif B_T:
-                down = expert * b_rows + column * 256
-                tma.async_copy_global_to_shared(b_desc, [down, step], bar, b_bufs.index(stage))
-            else:
-                down = expert * b_rows + step
-                tma.async_copy_global_to_shared(b_desc, [down, column * 256], bar, b_bufs.index(stage))
+            _fill(a_desc, b_desc, up_desc, a_bufs, b_bufs, full, empty, turn, begin, size, row, column, rows_before,
+                  up_shift, step, GATED, B_T)  # fmt: skip
             turn += 1
+        if ADDED:
+            for step in range(0, more_deep, 64):
+                _fill(more_a_desc, more_b_desc, up_desc, a_bufs, b_bufs, full, empty, turn, begin, size, row, column, 0,
+                      up_shift, step, GATED, B_T)  # fmt: skip
+                turn += 1
+
+
+@gluon.jit
+def _fill(
+    a_desc, b_desc, up_desc, a_bufs, b_bufs, full, empty, turn, begin, size, row, column, rows_before, up_shift, step,
+    GATED: gl.constexpr, B_T: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a stage: 64 columns of the left operand, and what they are multiplied by."""
+    STAGES: gl.constexpr = a_bufs.type.shape[0]
+    A_BLOCK: gl.constexpr = a_desc.block_type.shape
+    B_BLOCK: gl.constexpr = b_desc.block_type.shape
+    B_COPIES: gl.constexpr = 2 if GATED else 1
+    stage = turn % STAGES
+    mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+    bar = full.index(stage)
+    mbarrier.expect(bar, a_desc.block_type.nbytes + B_COPIES * b_desc.block_type.nbytes)
+    a_buf = a_bufs.index(stage).reshape(A_BLOCK)
+    tma.async_copy_global_to_shared(a_desc, [FAR, begin + size, FAR - size + row, step], bar, a_buf)
+    if GATED:
+        halves = b_bufs._reinterpret(b_desc.dtype, [2 * STAGES] + B_BLOCK, b_desc.layout)
+        gate_buf = halves.index(2 * stage)
+        up_buf = halves.index(2 * stage + 1)
+        if B_T:
+            down = rows_before + column * 128
+            tma.async_copy_global_to_shared(b_desc, [down, step], bar, gate_buf)
+            tma.async_copy_global_to_shared(up_desc, [down + up_shift, step], bar, up_buf)
+        else:
+            down = rows_before + step
+            tma.async_copy_global_to_shared(b_desc, [down, column * 128], bar, gate_buf)
+            tma.async_copy_global_to_shared(up_desc, [down, column * 128 + up_shift], bar, up_buf)
+    elif B_T:
+        tma.async_copy_global_to_shared(b_desc, [rows_before + column * 256, step], bar, b_bufs.index(stage))
+    else:
+        tma.async_copy_global_to_shared(b_desc, [rows_before + step, column * 256], bar, b_bufs.index(stage))
 
 
 # -- the warps that multiply -----------------------------------------------------------------------------------------
@@ -225,14 +240,16 @@ def _multiply(
 # -- the kernel ------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["experts", "across", "deep", "b_rows", "up_shift"])
+@gluon.jit(do_not_specialize=["experts", "across", "deep", "more_deep", "b_rows", "up_shift"])
 def grouped_kernel(
-    a_desc, b_desc, up_desc, out_desc, second_desc, hidden_desc, offsets, weights,
-    experts, across, deep, b_rows, up_shift,
-    GATED: gl.constexpr, B_T: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-    ASM: gl.constexpr, WEIGHTED: gl.constexpr,
+    a_desc, b_desc, up_desc, more_a_desc, more_b_desc, out_desc, second_desc, hidden_desc, offsets, weights,
+    experts, across, deep, more_deep, b_rows, up_shift,
+    GATED: gl.constexpr, ADDED: gl.constexpr, B_T: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr,
+    BAND: gl.constexpr, ASM: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
-    """out = a·b for the rows of each group; GATED: out, second = a·b, a·up, and what ``ASM`` makes of them."""
+    """out = a·b for the rows of each group; GATED: out, second = a·b, a·up, and what ``ASM`` makes of them. ADDED: of a
+    single group, out = a·b + more_a·more_b, whose depth need not be a multiple of a stage's.
+    """
     dtype: gl.constexpr = a_desc.dtype
     B_SHAPE: gl.constexpr = [256, 64] if B_T else [64, 256]
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES, 128, 64], gl.NVMMASharedLayout.get_default_for([128, 64], dtype))
@@ -241,14 +258,15 @@ def grouped_kernel(
     full, empty = stage_barriers(STAGES)
     height = gl.max(_tiles_up_to(offsets, experts, PADDED, 8), 0)
     total = height * across
+    steps = deep // 64 + (more_deep + 63) // 64
     gl.warp_specialize(
         [
             (_multiply, (
                 out_desc, second_desc, hidden_desc, a_bufs, b_bufs, buffers, full, empty, offsets, weights,
-                total, height, across, deep, GATED, B_T, experts, PADDED, BAND, ASM, WEIGHTED)),
+                total, height, across, steps * 64, GATED, B_T, experts, PADDED, BAND, ASM, WEIGHTED)),
             (_load, (
-                a_desc, b_desc, up_desc, a_bufs, b_bufs, full, empty, offsets, total, height, across, deep,
-                b_rows, up_shift, GATED, B_T, experts, PADDED, BAND)),
+                a_desc, b_desc, up_desc, more_a_desc, more_b_desc, a_bufs, b_bufs, full, empty, offsets,
+                total, height, across, deep, more_deep, b_rows, up_shift, GATED, ADDED, B_T, experts, PADDED, BAND)),
         ],
         [1],
         [40],

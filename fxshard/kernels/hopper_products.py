@@ -75,12 +75,39 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     """Each row of ``x`` times the matrix of its expert, ``[experts, in, out]``, either of the last two dense."""
     tokens, width = x.shape[0], weight.shape[-1]
     out = x.new_empty(tokens, width)
-    b_t = weight.stride(-1) != 1
+    b_t = _b_t(weight)
     b, b_rows = _matrices(weight, 256, b_t)
     across = -(-width // 256)
-    copies = (_ragged(x, x.shape[1]), b, None, _ragged(out, width), None, None)
-    _launch(copies, offsets, None, tokens, (across, x.shape[1], b_rows, 0), b_t, "")
+    copies = (_ragged(x, x.shape[1]), b, None, None, None, _ragged(out, width), None, None)
+    _launch(copies, offsets, None, tokens, (across, x.shape[1], 0, b_rows, 0), b_t, "")
     return out
+
+
+def adds(x: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the kernels can compute ``x·weight + narrow·other``; left operands are dense, the others either way."""
+    if not multiplies(x, weight) or _b_t(weight) != _b_t(other):
+        return False
+    if any(tensor.dtype != torch.bfloat16 or not aligned(tensor) for tensor in (narrow, other)):
+        return False
+    return narrow.shape[1] % 8 == 0 and min(weight.stride()) == min(other.stride()) == 1
+
+
+def sum_of_products(x: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``x·weight + narrow·other``, summed up in fp32 and rounded once."""
+    tokens, width = x.shape[0], weight.shape[1]
+    out = x.new_empty(tokens, width)
+    b_t = _b_t(weight)
+    (b, _), (more_b, _) = (_matrices(matrix.unsqueeze(0), 256, b_t) for matrix in (weight, other))
+    more_a = _ragged(narrow, narrow.shape[1])
+    ends = torch.full((1,), tokens, dtype=torch.int32, device=x.device)
+    copies = (_ragged(x, x.shape[1]), b, None, more_a, more_b, _ragged(out, width), None, None)
+    _launch(copies, ends, None, tokens, (-(-width // 256), x.shape[1], narrow.shape[1], 0, 0), b_t, "")
+    return out
+
+
+def _b_t(weight: torch.Tensor) -> bool:
+    """Whether columns, and not rows, of a matrix are dense, as of the transpose of a linear layer's."""
+    return weight.stride(-1) != 1
 
 
 def up(
@@ -98,13 +125,13 @@ def up(
     pre_up = x.new_empty(0) if up is None else x.new_empty(tokens, inner)
     hidden = x.new_empty(tokens, inner)
     second = pre.narrow(1, inner, inner) if up is None else pre_up
-    b_t = gate.stride(-1) != 1
+    b_t = _b_t(gate)
     b, b_rows = _matrices(gate, 128, b_t)
     b_up = b if up is None else _matrices(up, 128, b_t)[0]
     outputs = (_ragged(pre, inner), _ragged(second, inner), _ragged(hidden, inner))
-    numbers = (-(-inner // 128), x.shape[1], b_rows, inner if up is None else 0)
+    numbers = (-(-inner // 128), x.shape[1], 0, b_rows, inner if up is None else 0)
     asm = hopper_activation.activation(glu, weights is not None)
-    _launch((_ragged(x, x.shape[1]), b, b_up, *outputs), offsets, weights, tokens, numbers, b_t, asm)
+    _launch((_ragged(x, x.shape[1]), b, b_up, None, None, *outputs), offsets, weights, tokens, numbers, b_t, asm)
     return pre, pre_up, hidden
 
 
@@ -136,7 +163,7 @@ def _launch(
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
     tokens: int,
-    numbers: tuple[int, int, int, int],
+    numbers: tuple[int, int, int, int, int],
     b_t: bool,
     asm: str,
 ) -> None:
@@ -144,7 +171,7 @@ def _launch(
     # As many row tiles at most: each expert may leave one half empty.
     tiles = (-(-tokens // 128) + experts) * numbers[0]
     padded = max(32, 1 << (experts - 1).bit_length())
-    constants = (asm != "", b_t, padded, STAGES, BAND, asm, weights is not None)
+    constants = (asm != "", copies[3] is not None, b_t, padded, STAGES, BAND, asm, weights is not None)
     # Descriptors of a mode are always of the same blocks, and for numbers the kernel is not specialised.
     key = (constants, pointers(offsets, weights), device)
     grid = (min(tiles, processors(device)), 1, 1)

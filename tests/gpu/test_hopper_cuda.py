@@ -76,6 +76,25 @@ def test_a_product(groups: str, transposed: bool) -> None:
     assert torch.equal(hopper_products.product(case.x, weight, case.offsets)[: case.rows], mine)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rank", [8, 16, 64, 72, 256])
+@pytest.mark.parametrize("rows", [1, 130, 4097])
+def test_a_sum_of_products(rows: int, rank: int, transposed: bool) -> None:
+    """Over 9 stages and one to four more, of which the last is not full; and over more tiles than processors."""
+    torch.manual_seed(0)
+    depth, width = 576, 2312
+    x, narrow = (torch.randn(rows, columns, device="cuda", dtype=BF16) for columns in (depth, rank))
+    weight, other = (torch.randn(width, columns, device="cuda", dtype=BF16) for columns in (depth, rank))
+    assert not hopper_products.adds(x, laid(weight, transposed), narrow, laid(other, not transposed))
+    weight, other = laid(weight, transposed), laid(other, transposed)
+    assert hopper_products.adds(x, weight, narrow, other)
+    mine = hopper_products.sum_of_products(x.as_subclass(Canaries), weight, narrow, other)
+    exact = x.double() @ weight.double() + narrow.double() @ other.double()
+    assert distances({"y": mine}, {"y": exact})["y"] < 3e-3
+    for _ in range(2):
+        assert torch.equal(hopper_products.sum_of_products(x, weight, narrow, other), mine)
+
+
 @pytest.mark.shows("G3")
 @pytest.mark.parametrize("glu", [SWIGLU, CLAMPED_GEGLU], ids=["swiglu", "geglu"])
 @pytest.mark.parametrize("weighted", [False, True])
