@@ -42,8 +42,10 @@ from fxshard.passes.order_prefetch import late_gathers, latest_starts, order_pre
 from fxshard.passes.pipeline import INSERTING, JOINT
 from fxshard.passes.plan_memory import plan_memory
 from fxshard.passes.recognize_masks import recognize_masks
+from fxshard.passes.scale_narrow import scale_narrow
 from fxshard.passes.split_segments import split_segments
 from fxshard.passes.stage_quantized import stage_quantized
+from fxshard.passes.sum_products import sum_products
 from fxshard.passes.timeline import Timeline
 from fxshard.plan.buckets import plan_buckets
 from fxshard.plan.domain import Domain
@@ -416,6 +418,34 @@ def losses() -> None:
     print(context.loss)
 
 
+class Adapted(nn.Module):
+    """A layer with an adapter of rank 8, as peft has them."""
+
+    def __init__(self, scaling: float) -> None:
+        super().__init__()
+        self.layer, self.a = (nn.Linear(512, out, bias=False, dtype=torch.bfloat16) for out in (512, 8))
+        self.b = nn.Linear(8, 512, bias=False, dtype=torch.bfloat16)
+        self.layer.requires_grad_(False)
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.b(self.a(x))
+        return torch.tanh(self.layer(x) + (wide if self.scaling == 1 else wide * self.scaling)).sum()
+
+
+def adapters() -> None:
+    """A layer with an adapter, planned for a machine that has kernels for it."""
+    x = torch.randn(4, 512, dtype=torch.bfloat16)
+    model = captured(Adapted(2.0), x)
+    show("a layer with an adapter, as Dynamo captured it", model.dynamo)
+    show("a layer with an adapter, scale_narrow", scale_narrow(model.dynamo, model.context))
+    torch.compiler.reset()
+    model = captured(Adapted(1.0), x)
+    show("joint graph of a layer with an adapter, as traced", model.joint)
+    context = replace(model.context, planned_experts="auto", hardware=hardware("h200"))
+    show("joint graph of a layer with an adapter, sum_products", sum_products(model.joint, context))
+
+
 def dense() -> None:
     """One gated MLP, by an implementation that takes it."""
     add_implementation("always", Always)
@@ -452,7 +482,7 @@ def show(
 
 
 PARTS = (masks, losses, experts, dense, opened, mxfp8, schedule, residual, rotated, filled, communicating, deferred)
-PARTS += (replicas, offloaded, sorted_tokens)
+PARTS += (replicas, offloaded, sorted_tokens, adapters)
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ INSERTING: dict[Phase, tuple[Pass, ...]] = {
         extern_tables,
         open_experts,
         quantize_linears,
+        sum_products,
         order_collectives,
         insert_unshard,
         stage_quantized,
