@@ -159,6 +159,31 @@ class Talkative(OneLinear):
         return self.linear(x).sum()
 
 
+class Ragged(nn.Module):
+    """Sizes of parts are read from a tensor, as the vision towers of Qwen2-VL have them, and a part is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(x, lengths.tolist())
+        return torch.cat([self.linear(part) if part.numel() else part for part in parts]).square().mean()
+
+
+def test_sizes_that_are_read_from_data_are_refused_or_break_the_graph() -> None:
+    x, lengths = torch.randn(5, 8), torch.tensor([2, 3])
+    with pytest.raises(fxshard.CaptureError, match=r"Ragged\.forward(?s:.)*fullgraph=False"):
+        fxshard.compile(Ragged(), lowering="eager")(x, lengths)
+    plain, several = Ragged(), fxshard.compile(Ragged(), lowering="eager", fullgraph=False)
+    losses = [model(x, lengths) for model in (plain, several)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(full_gradients(several)["linear.weight"], plain.linear.weight.grad)
+
+
 @pytest.mark.shows("H5")
 def test_logging_breaks_no_graph_of_ours_and_those_of_others_as_before() -> None:
     model = fxshard.compile(Talkative(), lowering="eager")

@@ -335,8 +335,9 @@ def no_observers() -> AbstractContextManager[Any]:
 def capture_failures() -> tuple[type[BaseException], ...]:
     """What Dynamo raises when it cannot capture a function as one graph. torch 2.11, 2.13."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return (TorchDynamoException, FailOnRecompileLimitHit)
+    return (TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode)
 
 
 def onednn_supports(dtype: torch.dtype) -> bool:
