@@ -121,7 +121,7 @@ def test_a_broken_pass_is_named(broken: Pass, message: str) -> None:
     [
         (
             lambda p: p.after("insert_reshards", nothing),
-            "the passes are recognize_masks, measure_logits, chunk_loss, scale_narrow, group_experts, fuse_grouped_swiglu",
+            "the passes are recognize_masks, measure_logits, chunk_loss, scale_narrow, group_experts",
         ),
         (lambda p: p.without("insert_reshard"), "keep_resident and plan_memory need to know where a bucket may go"),
         (lambda p: p.without("plan_memory"), "has a fixed place at the end"),
