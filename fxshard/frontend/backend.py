@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from fxshard._torch import private
-from fxshard._torch.collector import paused_collector
 from fxshard._torch.errors import CaptureError, ConfigError
 from fxshard.frontend.capture import refuse_context_parallel
 from fxshard.frontend.compiled import CompiledGraphs
@@ -108,8 +107,7 @@ class Backend:
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         refuse_context_parallel()
         inputs = graph.graph.find_nodes(op="placeholder")  # of Dynamo's graph, whatever becomes of it
-        with paused_collector():
-            run = self._compile_captured(graph, example_inputs)
+        run = self._compile_captured(graph, example_inputs)
         # Only now: compiling can close a size, or make Dynamo capture once more.
         self.captured.append(taken_shapes(inputs))
         return self.compiled.add(run) if self.sharding.plans else run  # without parameters there is nothing to free

@@ -12,7 +12,6 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from fxshard._torch import private
-from fxshard._torch.collector import paused_collector
 from fxshard._torch.errors import CaptureError, ConfigError, FxshardError, StateError
 from fxshard._torch.private.attention import context_parallel_device
 from fxshard.frontend.layerdrop import NoneBelowZero, has_layerdrop
@@ -46,8 +45,7 @@ def capture(
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_context_parallel()
         install_output_hooks(with_outputs, kwargs)
-        # Not around torch.compile: a graph is captured when its first input comes.
-        with private.without_logging(), paused_collector():
+        with private.without_logging():  # not around torch.compile: a graph is captured when its first input comes
             return compiled(*args, **kwargs)
 
     return run
