@@ -89,17 +89,22 @@ def test_the_page() -> None:
     rows = [line[2:-2].split(" | ") for line in first.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == len(ROWS)
     cells = {each[0].split()[0]: each[1:] for each in rows}
-    assert cells["good"][:3] == ["1", "0", "9, 9"]
+    assert cells["good"][:3] == ["1", "0", "6: 9, 12: 9"]
     assert cells["good"][3].startswith("2 of 4 attention calls causal without a mask; 2 masks recognised as causal; 1 ")
     assert cells["good"][3].endswith("2 × 8 experts, SwiGLU, by torch; 3 dense gated MLPs")
     assert cells["good"][4] == "2 masks kept: is not causal; experts not fused: rows are sorted"
     assert cells["off"][1] == "**3e-03, wrong**" and cells["not-a-number"][1] == "**nan, wrong**"
-    assert cells["growing"][2] == "9, 15 **grows**"
+    assert cells["growing"][2] == "6: 9, 12: 15 **grows**"
     assert "captured 2 times" in cells["again"][4]
     assert cells["dead"] == ["–", "–", "–", "–", "**fails**: RuntimeError: \\<no> kernel"]
     assert "graph break: net/model.py:7: data-dependent" in made and "more" not in cells["broken"][4]
     assert short("CaptureError: not one graph:\na logger\n  Hint") == "a logger"
     assert "fails" in line(ROWS[-1]) and len(short("x" * 500)) == 160
+
+
+def test_where_kinds_of_layers_take_turns_deeper_models_are_counted() -> None:
+    assert Depths().counted(ARCHITECTURES["llama"]) == (6, 12)
+    assert Depths().counted(ARCHITECTURES["gemma3"]) == (12, 24)
 
 
 def test_kinds_and_numbers_of_architectures() -> None:

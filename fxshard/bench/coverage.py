@@ -98,8 +98,8 @@ _METHOD = (
     "- **losses differ by**: the largest relative difference between a loss and FSDP2's, over five steps and both "
     "ranks. Up to 1e-5 is taken for rounding, and more is called wrong.\n"
     "- **compilations**: distinct segments of forward and backward, in a shallow and in a deep model (layers of each "
-    "stack and tower, or of the deepest stage), each in one process. "
-    "Equal numbers: what is compiled does not grow with depth.\n"
+    "stack and tower, or of the deepest stage; twice as many where kinds of attention take turns, so that each has "
+    "stood after each other), each in one process. Equal numbers: what is compiled does not grow with depth.\n"
     "- **recognised**: attention that is causal and needs no mask, because the model says so or because "
     "[its mask was recognised](design/masks.md); key and value heads that are not repeated; [experts](howto/moe.md) "
     "that are one operator; dense gated MLPs, which a CPU leaves to the compiler and Hopper fuses where they are "
@@ -108,8 +108,7 @@ _METHOD = (
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    depths = next((" and ".join(row["compilations"]) for row in rows if not row["failed"]), "")
-    head = ("architecture", "graphs", "losses differ by", f"compilations, {depths} layers", "recognised", "remarks")
+    head = ("architecture", "graphs", "losses differ by", "compilations, by layers", "recognised", "remarks")
     return [
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
@@ -124,7 +123,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     differs = difference(row)
     losses = f"{differs:.0e}" if differs else "0"
     losses = losses if trains(row) else f"**{differs:.0e}, wrong**"
-    compiled = ", ".join(map(str, row["compilations"].values())) + (" **grows**" if grows(row) else "")
+    compiled = ", ".join(f"{layers}: {count}" for layers, count in row["compilations"].items())
+    compiled += " **grows**" if grows(row) else ""
     return (name, str(row["graphs"]), losses, compiled, recognised(row["recognised"]), _remarks(row))
 
 

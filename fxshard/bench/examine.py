@@ -106,6 +106,18 @@ class Depths:
     deep: int = 12
     """Of those that are compiled only, to see whether a deeper one takes more compilations."""
 
+    def counted(self, architecture: Architecture) -> tuple[int, int]:
+        """The shallow and the deep one; twice as deep where several kinds of attention take turns: in few layers not
+        every kind has stood after every other, and more compilations say nothing about depth.
+        """
+        times = 2 if _takes_turns(architecture.build(self.deep)) else 1
+        return times * self.shallow, times * self.deep
+
+
+def _takes_turns(model: nn.Module) -> bool:
+    kinds = [getattr(getattr(part, "config", None), "layer_types", None) or () for part in model.modules()]
+    return any(len(set(each)) > 1 and any("attention" in kind for kind in each) for each in kinds)
+
 
 @dataclass
 class Recognised:
@@ -185,7 +197,7 @@ def examine(architecture: Architecture, rank: int, depths: Depths) -> dict[str, 
         whole, found.breaks, found.recognised = False, [str(error)], Recognised()
         _train_ours(architecture, rank, depths.trained, found, fullgraph=False)
     dist.destroy_process_group()
-    layers = depths.shallow if rank == 0 else depths.deep  # each rank counts for one depth, alone
+    layers = depths.counted(architecture)[rank]  # each rank counts for one depth, alone
     model = _compile(architecture, layers, whole, Recognised().note)
     model(**architecture.make_batch(rank)).loss.backward()
     found.compilations[str(layers)] = model.report.compilations.compiled
