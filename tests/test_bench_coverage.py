@@ -47,6 +47,7 @@ def row(name: str, *, losses: list[float] | None = None, **changes: Any) -> dict
         "breaks": [],
         "compilations": {"6": 9, "12": 9},
         "unused": 0,
+        "lowering": "eager",
         "recognised": recognised,
         "failed": None,
         "ranks": ranks,
@@ -59,9 +60,17 @@ ROWS = [
     row("off", losses=[4.0, 3.01]),
     row("not-a-number", losses=[4.0, math.nan]),
     row("growing", compilations={"6": 9, "12": 15}),
-    row("broken", graphs=3, captures=3, breaks=["/x/site-packages/net/model.py:7: data-dependent | branch\nmore"]),
-    row("again", captures=2),
-    {**row("dead"), "failed": "RuntimeError: <no> kernel", "ranks": [{"failed": "RuntimeError: <no> kernel"}]},
+    row(
+        "broken", graphs=3, captures=3, breaks=["/x/site-packages/net/model.py:7: data-dependent | branch\nno", *"xyz"]
+    ),
+    row("again", captures=2, lowering="inductor"),
+    {
+        "name": "dead",
+        "kind": "decoder",
+        "model": "Net",
+        "failed": "RuntimeError: <no> kernel",
+        "ranks": [{"failed": "RuntimeError: <no> kernel"}],
+    },
 ]
 
 
@@ -95,14 +104,15 @@ def test_the_page() -> None:
     assert cells["good"][4] == "2 masks kept: is not causal; experts not fused: rows are sorted"
     assert cells["off"][1] == "**3e-03, wrong**" and cells["not-a-number"][1] == "**nan, wrong**"
     assert cells["growing"][2] == "6: 9, 12: 15 **grows**"
-    assert "captured 2 times" in cells["again"][4]
+    assert "captured 2 times" in cells["again"][4] and "by Inductor" in cells["again"][4]
     assert cells["dead"] == ["–", "–", "–", "–", "**fails**: RuntimeError: \\<no> kernel"]
-    assert "graph break: net/model.py:7: data-dependent" in made and "more" not in cells["broken"][4]
+    assert "graph break: net/model.py:7: data-dependent" in made and "graph break: y; 1 more breaks;" in made
     assert short("CaptureError: not one graph:\na logger\n  Hint") == "a logger"
     assert "fails" in line(ROWS[-1]) and len(short("x" * 500)) == 160
 
 
 def test_where_kinds_of_layers_take_turns_deeper_models_are_counted() -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
     assert Depths().counted(ARCHITECTURES["llama"]) == (6, 12)
     assert Depths().counted(ARCHITECTURES["gemma3"]) == (12, 24)
 

@@ -110,13 +110,8 @@ class Depths:
         """The shallow and the deep one; twice as deep where several kinds of attention take turns: in few layers not
         every kind has stood after every other, and more compilations say nothing about depth.
         """
-        times = 2 if _takes_turns(architecture.build(self.deep)) else 1
+        times = 2 if architecture.takes_turns(self.deep) else 1
         return times * self.shallow, times * self.deep
-
-
-def _takes_turns(model: nn.Module) -> bool:
-    kinds = [getattr(getattr(part, "config", None), "layer_types", None) or () for part in model.modules()]
-    return any(len(set(each)) > 1 and any("attention" in kind for kind in each) for each in kinds)
 
 
 @dataclass
@@ -179,13 +174,14 @@ class Finding:
     unused: int = 0
     """Parameters that no graph uses."""
     recognised: Recognised = field(default_factory=Recognised)
+    lowering: str = "eager"
     seconds: float = 0.0
     failed: str | None = None
 
 
 def examine(architecture: Architecture, rank: int, depths: Depths) -> dict[str, Any]:
     """To be called on every rank of a process group, which is gone afterwards."""
-    found, start = Finding(), time.perf_counter()
+    found, start = Finding(lowering=architecture.lowering), time.perf_counter()
     peer, optimizer = fsdp2(_without_scalars(architecture.build(depths.trained)), None, compiled=False)
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE
@@ -232,7 +228,7 @@ def _compile(
         architecture.build(layers),
         optimizer=fxshard.AdamW(lr=LEARNING_RATE),
         passes=fxshard.PASSES.after("fuse_dense_swiglu", note),
-        lowering="eager",
+        lowering=architecture.lowering,
         fullgraph=fullgraph,
     )
 
