@@ -15,6 +15,7 @@ from fxshard.frontend.capture import capture, drop_input_gradient_hooks
 from fxshard.frontend.groups import Groups
 from fxshard.frontend.materialise import Init
 from fxshard.frontend.module import ShardedModule
+from fxshard.frontend.output_hooks import install_output_hooks
 from fxshard.frontend.sharding import take_apart
 from fxshard.frontend.tensor_parallel import refuse_breaks
 from fxshard.optim.adamw import ShardedAdamW
@@ -186,6 +187,7 @@ def shard(
         init=init,
     )
     drop_input_gradient_hooks(model)
+    install_output_hooks(model)
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     decided = sharding.state.made
     if isinstance(optimizer, AdamW):

@@ -15,7 +15,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError, FxshardError, StateError
 from fxshard._torch.private.attention import context_parallel_device
 from fxshard.frontend.layerdrop import NoneBelowZero, has_layerdrop
-from fxshard.frontend.output_hooks import install_output_hooks, models_with_outputs
+from fxshard.frontend.output_hooks import install_output_hooks
 
 
 def capture(
@@ -40,11 +40,10 @@ def capture(
     own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
     compiled = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
 
-    with_outputs = models_with_outputs(model)
+    install_output_hooks(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_context_parallel()
-        install_output_hooks(with_outputs, kwargs)
         with private.without_logging():  # not around torch.compile: a graph is captured when its first input comes
             return compiled(*args, **kwargs)
 
