@@ -163,6 +163,13 @@ def switches_modes(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
 
 
+def switched_between(first: fx.Node, last: fx.Node) -> bool:
+    """Whether something between two nodes of the graph switches gradients, inference mode or autocast on or off."""
+    while first is not last and not switches_modes(first):
+        first = first.next
+    return first is not last
+
+
 _SWITCHES = (
     "_set_grad_enabled",
     *("_enter_inference_mode", "_exit_inference_mode"),

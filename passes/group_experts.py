@@ -29,6 +29,7 @@ from fxshard.passes.calls import (
     rewrite_nested,
     shape,
     stand_in,
+    switched_between,
     value,
 )
 from fxshard.passes.context import PassContext
@@ -87,6 +88,8 @@ def _group_loop(graph: fx.Graph, together: fx.Node) -> None:
     changed = changed_between([source, *weights], min(min(mlp.inside) for mlp in mlps), together)
     if changed is not None:
         raise Miss(f"{changed.name} is changed in place between them")
+    if switched_between(min(mlp.x for mlp in mlps), together):
+        raise Miss("gradients or autocast are switched on or off between them")
     *leading, hidden = shape(first.x)
     rows, experts = math.prod(map(int, leading)), len(mlps)
 

@@ -26,7 +26,7 @@ from fxshard.passes.calls import (
     past_casts,
     same_dtype,
     shape,
-    switches_modes,
+    switched_between,
     value,
     writes,
 )
@@ -196,7 +196,7 @@ def _same_value(a: fx.Node, b: fx.Node) -> bool:
     if x is None or y is None or not same_dtype(a, b):
         return False
     first, second = sorted((a, b))
-    return _same_value(x, y) and changed_between([x, y], first, second) is None and not _switched(first, second)
+    return _same_value(x, y) and changed_between([x, y], first, second) is None and not switched_between(first, second)
 
 
 def _source(node: Any, product: FindProduct) -> _Source | None:
@@ -309,18 +309,11 @@ def _between(matched: GatedMlp, biases: set[fx.Node]) -> set[fx.Node]:
             raise Miss(f"{node.name} uses what lies between the products")
         _check_write(node, inside, firsts, node in biases)
         _check_cast(node, matched.down.node)
-    if _switched(min(inside), matched.down.node):
+    if switched_between(min(inside), matched.down.node):
         raise Miss("gradients or autocast are switched on or off between the products")
     if any(TRANSFORMED in node.meta for node in inside):
         raise Miss("a transform of torch.func is at work on it")
     return inside
-
-
-def _switched(first: fx.Node, last: fx.Node) -> bool:
-    """Whether something between two nodes of the graph switches gradients or autocast on or off."""
-    while first is not last and not switches_modes(first):
-        first = first.next
-    return first is not last
 
 
 def _check_cast(node: fx.Node, product: fx.Node) -> None:

@@ -166,6 +166,9 @@ def _make_causal(node: fx.Node) -> fx.Node:
     """Replace a call whose mask is causal."""
     query, key, values, mask = (argument(node, i, name) for i, name in enumerate(_OPERANDS))
     _check_operands(node, (query, key, values), mask)
+    scale = argument(node, 6, "scale")
+    if scale is not None and not scale > 0:
+        raise Masked(f"is causal, but scores are multiplied by {scale}: kernels without a mask make NaN of that")
     kwargs = {"dropout_p": argument(node, 4, "dropout_p", 0.0), **node.kwargs, "attn_mask": None, "is_causal": True}
     kwargs = {name: given for name, given in kwargs.items() if name not in _OPERANDS[:3]}
     heads = heads_before_repetition(node, query, key, values)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxshard.passes.calls import argument, call, rewrite_nested, stand_in, switches_modes, value, written
+from fxshard.passes.calls import argument, call, rewrite_nested, stand_in, switched_between, value, written
 from fxshard.passes.context import PassContext
 
 _WIDE_RANGE = (torch.bfloat16, torch.float32)
@@ -53,7 +53,4 @@ def _is_widening(product: Any, scaled: fx.Node) -> bool:
     given, out, kept = value(product.args[0]), value(product), value(scaled)
     if given is None or out is None or kept is None or given.shape[-1] >= out.shape[-1]:
         return False
-    between, node = False, product
-    while node is not scaled:
-        between, node = between or switches_modes(node), node.next
-    return not between and given.dtype == out.dtype == kept.dtype and out.dtype in _WIDE_RANGE
+    return not switched_between(product, scaled) and given.dtype == out.dtype == kept.dtype and out.dtype in _WIDE_RANGE

@@ -86,11 +86,11 @@ def _rewrite(root: fx.Node) -> bool:
 
 def _terms(root: fx.Node) -> Iterator[_Term]:
     """What a sum consists of, in order; sums that nothing else reads are taken apart."""
-    for arg in root.args:
-        if not isinstance(arg, fx.Node) or root.kwargs or arg.meta["val"].shape != root.meta["val"].shape:
-            yield _Term(root, None)  # no plain sum of tensors: it stays one term
-            return
-    for arg in root.all_input_nodes if len(set(root.args)) == len(root.args) else ():
+    terms = [arg for arg in root.args if isinstance(arg, fx.Node) and arg.meta["val"].shape == root.meta["val"].shape]
+    if root.kwargs or len(set(terms)) < 2:
+        yield _Term(root, None)  # no plain sum of two tensors: it stays one term
+        return
+    for arg in terms:
         if arg.target is _ADD and len(arg.users) == 1:
             yield from _terms(arg)
             continue
@@ -111,8 +111,10 @@ def _pairs(terms: list[_Term]) -> Iterator[tuple[_Term, _Term]]:
 
 
 def _fit(large: fx.Node | None, small: fx.Node | None) -> bool:
-    """Whether the right operands of two products lie alike, and both are saved or both computed again."""
+    """Whether two products have one shape, right operands that lie alike, and are both saved or both computed again."""
     assert large is not None and small is not None
+    if large.meta["val"].shape != small.meta["val"].shape:
+        return False  # views of them may be added all the same
     dense = [tuple(stride == 1 for stride in each.all_input_nodes[-1].meta["val"].stride()) for each in (large, small)]
     return dense[0] == dense[1] and large.meta.get("recompute") == small.meta.get("recompute")
 

@@ -151,6 +151,22 @@ class WithoutGradients(Written):
         return product(hidden, self._w(self.w2), offsets) + x
 
 
+class OneWithoutGradients(Loop):
+    """The first expert, or what it is given, is a constant to autograd."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__(*SIZES)
+        self.which = which
+
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.which != "input" and torch.is_grad_enabled()):
+            parts = x.chunk(len(self.experts), dim=0)
+        with torch.set_grad_enabled(self.which != "expert" and torch.is_grad_enabled()):
+            first = self.experts[0](parts[0])
+        others = zip(self.experts[1:], parts[1:], strict=True)
+        return torch.cat([first, *(expert(part) for expert, part in others)])
+
+
 MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gelu": (lambda: Written(lambda g, u: F.gelu(g) * u), "the activation is gelu, not SiLU"),
     "no gate": (lambda: Written(lambda g, u: F.silu(g + u)), "nothing is multiplied"),
@@ -174,6 +190,8 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "rounded to torch.bfloat16",
     ),
     "without gradients": (lambda: WithoutGradients(lambda g, u: u), "gradients or autocast are switched"),
+    "one expert without gradients": (lambda: OneWithoutGradients("expert"), "switched on or off between them"),
+    "parts without gradients": (lambda: OneWithoutGradients("input"), "switched on or off between them"),
     "gate second": (lambda: Swapped(*SIZES), "gate is not the first half"),
     "used elsewhere": (lambda: UsedElsewhere(*SIZES), "returned by the model|has other uses"),
     "other offsets": (lambda: OtherOffsets(*SIZES), "different offsets"),

@@ -178,6 +178,17 @@ def test_dropout_stays() -> None:
     check_equal(found)
 
 
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scores_that_are_not_multiplied_by_a_positive_number_keep_their_mask(scale: float) -> None:
+    """Kernels for ``is_causal`` put -inf in place of scores before they multiply: the result would be NaN."""
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, lower(), scale=scale), *qkv())
+    assert [kept.reason.split(":")[0] for kept in found.report.masked] == [
+        f"is causal, but scores are multiplied by {scale}"
+    ]
+    check_equal(found)
+
+
 def _written_later() -> Tensor:
     mask = lower()
     mask[0, 1] = True

@@ -98,6 +98,15 @@ def test_what_else_is_added_stays() -> None:
     check(gradient(residual), [*given, random(6, 512)], 1)
 
 
+def test_a_value_that_is_added_twice_stays() -> None:
+    def doubled(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return (x + x) + adapted(x, w, a, b)
+
+    given = inputs(width=512)
+    check(doubled, given, 1)
+    check(gradient(doubled), [*given, random(6, 512)], 1)
+
+
 def test_rows_in_several_dimensions() -> None:
     def sequences(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
         wide, narrow = (x.view(-1, x.shape[-1]) @ w.t()).view(2, 3, -1), x.view(-1, x.shape[-1]) @ a.t()
@@ -119,6 +128,10 @@ LEFT: dict[str, tuple[Step, list[Tensor]]] = {
     "the same product twice": (lambda x, w, a, b: (wide := x @ w.t()) + wide, inputs()),
     "a product that is read elsewhere": (
         lambda x, w, a, b: torch.cat([(wide := x @ w.t()) + (x @ a.t()) @ b.t(), wide]),
+        inputs(),
+    ),
+    "a product of another shape": (
+        lambda x, w, a, b: (x @ w.t()).view(12, 256) + (x @ a.t()).repeat(2, 1) @ b[:256].t(),
         inputs(),
     ),
     "one that lies the other way": (lambda x, w, a, b: x @ w + (x @ a.t()) @ b.t(), inputs(width=512)),
