@@ -19,7 +19,7 @@ from torch import nn
 
 import fxshard
 from fxshard import ConfigError, Precision, ShardedModule
-from fxshard.integrations.optimizers import carry_over, check_unused, names_of, owns, trains
+from fxshard.integrations.optimizers import are_all, carry_over, check_unused, names_of, owns, trains
 from fxshard.integrations.replacing import save_over
 
 FOLDER = "fxshard"
@@ -103,7 +103,7 @@ class Accelerator(accelerate.Accelerator):
         """Clip by the norm over all ranks' shards."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for model in self._sharded_models():
-            if {id(parameter) for parameter in parameters} == {id(parameter) for parameter in model.parameters()}:
+            if are_all(parameters, model):
                 return model.clip_grad_norm_(float(max_norm), float(norm_type))
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
