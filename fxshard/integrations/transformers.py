@@ -158,6 +158,9 @@ class _Sharded(_Mixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         target = self.model if model is None else model
+        added = isinstance(target, PreTrainedModel) and has_adapter(target)  # transformers looks for whole weights then
+        if Path(resume_from_checkpoint, FOLDER).is_dir() and (added or isinstance(target, ShardedModule)):
+            return None  # _load_optimizer_and_scheduler loads what this folder has, weights included
         if not isinstance(target, ShardedModule):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_safetensors(target, resume_from_checkpoint)

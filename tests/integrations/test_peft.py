@@ -257,6 +257,32 @@ def test_an_adapter_of_transformers_is_saved_as_it_does(ranks: Pool, tmp_path: P
     assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
+def resumed_with_adapter_of_transformers(folder: str) -> list[list[Any]]:
+    """The log of a run, of one that resumes it, and of its own ``train`` again, from the checkpoint in the middle."""
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=1, max_steps=2, logging_steps=1, save_steps=1, learning_rate=0.1,
+        use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    found = []
+    with launched():
+        for again in (False, True):
+            model = with_adapter_of_transformers()
+            trainer = sharded(Trainer, lowering="eager")(model=model, args=args, train_dataset=rows(4))
+            for checkpoint in [f"{folder}/checkpoint-1"] if again else [None, f"{folder}/checkpoint-1"]:
+                trainer.train(resume_from_checkpoint=checkpoint)
+                found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return found
+
+
+def test_an_adapter_of_transformers_resumes(ranks: Pool, tmp_path: Path) -> None:
+    first, *others = ranks(1, resumed_with_adapter_of_transformers, str(tmp_path))[0]
+    assert len(first) == 2 and others == [first, first]
+
+
 @pytest.mark.parametrize("name", ["merge_and_unload", "merge_adapter", "unmerge_adapter", "unload"])
 def test_methods_that_peft_hands_out_of_other_modules(name: str) -> None:
     from peft import LoraConfig, get_peft_model
