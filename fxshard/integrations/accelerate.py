@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard import ConfigError, Precision, ShardedModule
+from fxshard import ConfigError, Precision, ShardedModule, StateError
 from fxshard.integrations.optimizers import are_all, carry_over, check_unused, names_of, owns, trains
 from fxshard.integrations.replacing import save_over
 
@@ -104,6 +104,11 @@ class Accelerator(accelerate.Accelerator):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for model in self._sharded_models():
             if are_all(parameters, model):
+                if not self.sync_gradients and self.num_processes > 1:
+                    raise StateError(
+                        "clip_grad_norm_() between the micro-batches of a step, whose gradients are not added up over "
+                        "ranks yet: call it below `if accelerator.sync_gradients:`"
+                    )
                 return model.clip_grad_norm_(float(max_norm), float(norm_type))
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
