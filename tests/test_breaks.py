@@ -184,6 +184,33 @@ def test_sizes_that_are_read_from_data_are_refused_or_break_the_graph() -> None:
     assert torch.equal(full_gradients(several)["linear.weight"], plain.linear.weight.grad)
 
 
+class Graph(nn.Module):
+    """A sparse tensor, made of values that train and of none, outside of the graphs: Dynamo traces neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.weights = nn.Linear(4, 4), nn.Parameter(torch.randn(3))
+        self.register_buffer("edges", torch.tensor([[0, 1, 2], [3, 0, 1]]))
+        self.register_buffer("mask", torch.eye(4).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adjacent = torch.sparse_coo_tensor(self.edges, self.weights, (4, 4), check_invariants=True)
+        return torch.sparse.mm(self.mask, torch.sparse.mm(adjacent, self.linear(x))).square().mean()
+
+
+def test_sparse_tensors_between_graphs() -> None:
+    x = torch.randn(4, 4)
+    plain, several = Graph(), fxshard.compile(Graph(), lowering="eager", fullgraph=False)
+    losses = [model(x) for model in (plain, several)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    gradients = full_gradients(several)
+    assert all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
+    assert len(gradients) == 3
+
+
 @pytest.mark.shows("H5")
 def test_logging_breaks_no_graph_of_ours_and_those_of_others_as_before() -> None:
     model = fxshard.compile(Talkative(), lowering="eager")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxshard
@@ -66,6 +67,25 @@ def averaged(zero: int, layout: Any) -> list[str]:
 @pytest.mark.parametrize(("zero", "layout"), [(1, "auto"), (3, "whole")])
 def test_an_average_is_torchs(ranks: Pool, zero: int, layout: str) -> None:
     assert ranks(2, averaged, zero, layout) == [[], []]
+
+
+def rows_of_one_rank() -> None:
+    """As ``fxshard.load`` on two ranks gives them, in ``extra``, where one rank saved them."""
+    model = fxshard.shard(Stack(), zero=3, optimizer=CHOICE)
+    ema = fxshard.EMA(model, DECAY)
+    before = ema.full_state_dict()
+    alone = DeviceMesh("cpu", [0])
+    given = {name: DTensor.from_local(value.clone() + 1, alone, [Shard(0)]) for name, value in before.items()}
+    with pytest.raises(fxshard.StateError, match=r"the rows of one of 1 ranks, and here are 2"):
+        ema.load_state_dict(given)
+    with pytest.raises(fxshard.StateError, match=r"the rows of one of 1 ranks, and here are 2"):
+        model.load_state_dict(given)
+    assert all(torch.equal(value, before[name]) for name, value in ema.full_state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.full_state_dict().items())
+
+
+def test_rows_of_another_number_of_ranks_are_refused(ranks: Pool) -> None:
+    ranks(2, rows_of_one_rank)
 
 
 def test_what_an_average_refuses() -> None:

@@ -107,6 +107,13 @@ def test_complex_parameters() -> None:
     torch.testing.assert_close(build(linear.requires_grad_(False))(x), expected)
 
 
+def test_sparse_buffers_cannot_be_broadcast() -> None:
+    linear = nn.Linear(4, 4)
+    linear.register_buffer("adjacent", torch.eye(4).to_sparse())
+    with pytest.raises(fxshard.ConfigError, match=r"the buffer 'adjacent' is sparse.*fullgraph=False"):
+        fxshard.plan(linear, (torch.ones(2, 4),), world_size=2)
+
+
 def test_sparse_gradients() -> None:
     model = build(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
     with pytest.raises(fxshard.CaptureError, match="sparse=True"):

@@ -30,6 +30,7 @@ WITH_ALL_WEIGHTS = frozenset({"generate"})
 """Methods that are known to use every parameter: gathered once, so that ranks then go on independently."""
 
 _BEFORE = "call it on the plain model, before fxshard.compile"
+_MERGE = "save the model and call it on a plain one that loads the files"
 REFUSED = {
     "resize_token_embeddings": _BEFORE,
     "set_input_embeddings": _BEFORE,
@@ -38,7 +39,12 @@ REFUSED = {
     "init_weights": _BEFORE,
     "add_adapter": _BEFORE,
     "load_adapter": _BEFORE,
-    "merge_and_unload": "save the model and call it on a plain one that loads the files",
+    "delete_adapter": _BEFORE,
+    "add_weighted_adapter": _BEFORE,
+    "unload": _BEFORE,
+    "merge_and_unload": _MERGE,
+    "merge_adapter": _MERGE,
+    "unmerge_adapter": _MERGE,
     "push_to_hub": "call save_pretrained(folder) on every rank, then upload the folder from one",
 }
 """Methods that would change parameters which are spread over ranks, and what to do."""
@@ -53,7 +59,11 @@ def attribute(image: nn.Module, original: nn.Module, name: str) -> Any:
 
 
 def is_method(value: object, original: nn.Module) -> TypeGuard[types.MethodType]:
-    return isinstance(value, types.MethodType) and value.__self__ is original
+    """Whether it computes with the plain model: a method of it, or of a module inside that it hands out as its own.
+
+    peft's models have the methods of the models that they adapt.
+    """
+    return isinstance(value, types.MethodType) and any(value.__self__ is module for module in original.modules())
 
 
 OWN = {"save_pretrained": save_pretrained}
@@ -62,11 +72,9 @@ OWN = {"save_pretrained": save_pretrained}
 
 def method(model: ShardedModule, original: types.MethodType) -> Callable[..., Any]:
     """A method of the plain model, for callers of the sharded one."""
-    sharding = model._sharding
-    if original.__name__ in OWN:
-        return functools.partial(OWN[original.__name__], model)
-    name, plain = original.__name__, original.__self__
-    assert isinstance(plain, nn.Module)
+    sharding, plain, name = model._sharding, model._inner, original.__name__
+    if name in OWN and original.__self__ is plain:
+        return functools.partial(OWN[name], model)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

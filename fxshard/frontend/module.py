@@ -397,7 +397,7 @@ class ShardedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
             "a sharded model cannot be copied or pickled, its parameters are spread over ranks: take "
-            "full_state_dict(), or fxshard.save for a checkpoint"
+            "full_state_dict(), or fxshard.save for a checkpoint; fxshard.EMA(model) averages its weights"
         )
 
     @property

@@ -58,8 +58,26 @@ def save_pretrained(
             f"save_pretrained({', '.join(unknown)}=...): a sharded model writes its own weights, from its first rank; "
             "it takes save_directory, max_shard_size, dtype and state_dict. Call it on every rank"
         )
+    if not _of_transformers(model._inner):
+        raise ConfigError(
+            f"save_pretrained() of {type(model._inner).__name__} is not that of transformers, and would write sharded "
+            "weights: write them with fxshard.checkpoint.save_safetensors(model, folder), or load "
+            "model.full_state_dict() into a plain model and save that one"
+        )
+    save_weights(model, save_directory, max_shard_size=max_shard_size, dtype=dtype, state_dict=state_dict)
+
+
+def save_weights(
+    model: ShardedModule,
+    directory: str | PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a model without adapter; of one that is none of ``transformers`` the weights alone. Collective."""
     plain, agreement = model._inner, model._sharding.agreement
-    final, size = Path(save_directory), bytes_in(max_shard_size)
+    final, size = Path(directory), bytes_in(max_shard_size)
     if size is None:
         raise ConfigError(f'max_shard_size={max_shard_size!r}: expected bytes, or a number with a unit, as "5GB"')
     aside = final.with_name(final.name + ".partial")
@@ -111,6 +129,10 @@ class _Export:
         if value.is_floating_point():
             value = value if self._dtype is None else value.to(self._dtype)
             self._kept = self._kept or value.dtype
+        if not _of_transformers(self._plain):
+            for each in names:  # all that its state dict has
+                self._writer.add(each, value)
+            return
         name = next((name for name in names if name not in self._tied), names[0])
         if name not in self._left_out:
             for stored, part in _as_stored(self._plain, {name: value}).items():
@@ -118,14 +140,8 @@ class _Export:
 
     def finish(self, final: Path) -> None:
         self._writer.close()
-        config: Any = self._plain.config
-        before = config.dtype, config.architectures
-        # As transformers does; what is written is what the files have, not what this model computes in.
-        config.dtype, config.architectures = str(self._kept).removeprefix("torch."), [type(self._plain).__name__]
-        config.save_pretrained(self._aside)
-        config.dtype, config.architectures = before
-        if callable(can := getattr(self._plain, "can_generate", None)) and can():
-            self._plain.generation_config.save_pretrained(self._aside)  # type: ignore[operator, union-attr]
+        if _of_transformers(self._plain):
+            self._write_configuration(self._plain.config)
         final.mkdir(parents=True, exist_ok=True)
         new = {file.name for file in self._aside.iterdir()}
         for old in final.iterdir():
@@ -133,6 +149,20 @@ class _Export:
                 old.unlink()
         for name in new:
             (self._aside / name).replace(final / name)
+
+    def _write_configuration(self, config: Any) -> None:
+        before = config.dtype, config.architectures
+        # As transformers does; what is written is what the files have, not what this model computes in.
+        config.dtype, config.architectures = str(self._kept).removeprefix("torch."), [type(self._plain).__name__]
+        config.save_pretrained(self._aside)
+        config.dtype, config.architectures = before
+        if callable(can := getattr(self._plain, "can_generate", None)) and can():
+            self._plain.generation_config.save_pretrained(self._aside)  # type: ignore[operator, union-attr]
+
+
+def _of_transformers(plain: nn.Module) -> bool:
+    """Whether a model is one of ``transformers``; a ``Trainer`` takes others, too."""
+    return hasattr(plain, "save_pretrained") and hasattr(getattr(plain, "config", None), "save_pretrained")
 
 
 def _tied(plain: nn.Module) -> Collection[str]:
@@ -170,8 +200,10 @@ def _as_stored(plain: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping
 
 
 def has_adapter(plain: nn.Module) -> bool:
-    """Whether a model is one of peft's."""
-    return hasattr(plain, "peft_config") and hasattr(plain, "get_base_model")
+    """Whether a model is one of peft's, or one of ``transformers`` with an adapter (``add_adapter``)."""
+    return hasattr(plain, "peft_config") and (
+        hasattr(plain, "get_base_model") or getattr(plain, "_hf_peft_config_loaded", False)
+    )
 
 
 def _learns_prompts(plain: Any) -> bool:
@@ -184,7 +216,8 @@ def save_adapter(
     state_dict: Mapping[str, torch.Tensor] | None,
     **options: Any,
 ) -> None:
-    """Write all adapters, as ``PeftModel.from_pretrained`` reads them. Collective; the first rank writes.
+    """Write all adapters, as ``PeftModel.from_pretrained`` reads them; of a model of ``transformers`` with
+    ``add_adapter`` the one that is active, as it does itself. Collective; the first rank writes.
 
     ``state_dict``: whole tensors to take in place of the model's own; ``options``: those of peft's ``save_pretrained``.
     """
@@ -226,10 +259,10 @@ def save_adapter(
 def _of_adapters(plain: Any, state: Collection[str]) -> list[str]:
     """Names of what peft may write though it does not train: other adapters, and embeddings, which it writes where the
     vocabulary was resized or an adapter is on them."""
-    embeddings = []
+    embeddings, base = [], plain.get_base_model() if hasattr(plain, "get_base_model") else plain
     for get in ("get_input_embeddings", "get_output_embeddings"):
         with contextlib.suppress(NotImplementedError, AttributeError):  # models without them
-            embeddings.append(getattr(plain.get_base_model(), get)())
+            embeddings.append(getattr(base, get)())
     modules = plain.named_modules(remove_duplicate=False)
     prefixes = tuple(f"{name}." for name, module in modules if any(module is each for each in embeddings))
     adapters = {*plain.peft_config}

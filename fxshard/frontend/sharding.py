@@ -229,6 +229,7 @@ def plan_model(
     domain_of = domain_by_name(others, own)
     check_patterns(others, [name for name, _ in model.named_parameters()], domain_of)
     refuse_complex(model)
+    refuse_sparse(model, several=own.ranks > 1)
     cuts = cut_matrices(model, matrices)
     if cuts is not None and state.row_moments:
         raise ConfigError(
@@ -257,6 +258,18 @@ def refuse_complex(model: nn.Module) -> None:
                 f"{name!r} is complex ({parameter.dtype}) and trains: keep torch.view_as_real of it as the parameter, "
                 "and call torch.view_as_complex in forward, or freeze it"
             )
+
+
+def refuse_sparse(model: nn.Module, *, several: bool) -> None:
+    """Raise for tensors of the model without one memory: a parameter that is sharded, a buffer that is broadcast."""
+    kept = [("parameter", model.named_parameters()), *([("buffer", model.named_buffers())] if several else [])]
+    for kind, tensors in kept:
+        for name, value in tensors:
+            if value.layout is not torch.strided:
+                raise ConfigError(
+                    f"the {kind} {name!r} is sparse ({value.layout}), and has no one memory to share with other ranks: "
+                    "keep its indices and values, and make the sparse tensor in forward, with fullgraph=False"
+                )
 
 
 def _domain(mesh: DeviceMesh | None, reduction: Reduction) -> Domain:

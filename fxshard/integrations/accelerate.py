@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard import ConfigError, Precision, ShardedModule
-from fxshard.integrations.optimizers import carry_over, check_unused, names_of, owns, trains
+from fxshard import ConfigError, Precision, ShardedModule, StateError
+from fxshard.integrations.optimizers import are_all, carry_over, check_unused, names_of, owns, trains
 from fxshard.integrations.replacing import save_over
 
 FOLDER = "fxshard"
@@ -103,7 +103,12 @@ class Accelerator(accelerate.Accelerator):
         """Clip by the norm over all ranks' shards."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for model in self._sharded_models():
-            if {id(parameter) for parameter in parameters} == {id(parameter) for parameter in model.parameters()}:
+            if are_all(parameters, model):
+                if not self.sync_gradients and self.num_processes > 1:
+                    raise StateError(
+                        "clip_grad_norm_() between the micro-batches of a step, whose gradients are not added up over "
+                        "ranks yet: call it below `if accelerator.sync_gradients:`"
+                    )
                 return model.clip_grad_norm_(float(max_norm), float(norm_type))
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 

@@ -21,7 +21,8 @@ from torch import nn
 
 import fxshard
 from fxshard import ConfigError, ShardedModule
-from fxshard.integrations.optimizers import carry_over, check_unused, names_of, trains
+from fxshard.integrations.optimizers import are_all, carry_over, check_unused, names_of, trains
+from fxshard.integrations.replacing import save_over
 
 
 class _NoSync(_BackwardSyncControl):
@@ -76,8 +77,8 @@ class FxshardStrategy(DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip by the norm over all ranks' shards."""
-        if not isinstance(module, ShardedModule):
+        """Clip what the optimizer updates by its norm over all ranks' shards."""
+        if not isinstance(module, ShardedModule) or not are_all(self.precision.main_params(optimizer), module):
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         norm = module.clip_grad_norm_(float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -89,12 +90,15 @@ class FxshardStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """``fxshard.save`` of the model and its optimizer, and everything else next to them. Collective."""
+        """``fxshard.save`` of the model and its optimizer, and everything else next to them, in place of what an
+        earlier call left there. Collective.
+        """
         if storage_options is not None or filter is not None:
             raise ConfigError("fxshard saves whole states to folders: leave storage_options and filter out")
         model, optimizer, others = _parts(state)
         extra = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in others.items()}
-        fxshard.save(model, Path(self.broadcast(path)), optimizer=optimizer, extra=extra)
+        folder = Path(self.broadcast(path))
+        save_over(model, folder, optimizer, extra, first=self.is_global_zero, barrier=self.barrier)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None

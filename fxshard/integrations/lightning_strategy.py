@@ -18,7 +18,7 @@ from torch import nn
 import fxshard
 from fxshard import CheckpointError, ConfigError, ShardedModule
 from fxshard.checkpoint import folder
-from fxshard.integrations.optimizers import carry_over, check_unused, names_of, trains
+from fxshard.integrations.optimizers import are_all, carry_over, check_unused, names_of, trains
 from fxshard.integrations.replacing import save_over
 
 _OPTIONS_OF: WeakKeyDictionary[ShardedModule, dict[str, Any]] = WeakKeyDictionary()
@@ -245,8 +245,7 @@ class ClipsShards:
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         updated: Iterable[nn.Parameter] = self.main_params(optimizer)  # type: ignore[attr-defined]
-        trained = {id(parameter) for parameter in self._strategy.sharded.parameters() if parameter.requires_grad}
-        if {id(parameter) for parameter in updated} == trained:
+        if are_all(updated, self._strategy.sharded):
             self._strategy.sharded.clip_grad_norm_(float(clip_val))
         else:
             super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -49,6 +49,12 @@ def _first_state(state: Mapping[str, torch.Tensor], shard: torch.Tensor) -> dict
         name: value if name == "step" else torch.full_like(shard, value.flatten()[0].item(), requires_grad=False)
         for name, value in state.items()
     }
+
+
+def are_all(parameters: Iterable[torch.Tensor], model: ShardedModule) -> bool:
+    """Whether these are what a sharded model trains, all of it and nothing else: its own norm is then theirs."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return {id(parameter) for parameter in parameters if parameter.requires_grad} == trained
 
 
 def owns(optimizer: torch.optim.Optimizer, parameters: Mapping[int, object]) -> bool:

@@ -1,6 +1,6 @@
 """transformers: a ``Trainer`` of any class, TRL's included, whose model fxshard shards and compiles.
 
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from fxshard.integrations.transformers import sharded
 
 trainer = sharded(Trainer, zero=3)(model=model, args=args, train_dataset=data)
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import fxshard
 from fxshard import CheckpointError, ConfigError, ShardedModule
 from fxshard.checkpoint import load_safetensors
-from fxshard.frontend.pretrained import has_adapter
+from fxshard.frontend.pretrained import has_adapter, save_weights
 from fxshard.integrations.accelerate import FOLDER, Accelerator
 
 Class = TypeVar("Class", bound=type[Trainer])
@@ -112,11 +112,17 @@ class _Sharded(_Mixin):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as ``from_pretrained`` reads it. Collective."""
+        """Save the model as ``from_pretrained`` reads it; of one that is none of ``transformers``, the weights.
+
+        Collective.
+        """
         if not isinstance(self.model, ShardedModule):
             return super().save_model(output_dir, _internal_call)
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        self.model.save_pretrained(folder)
+        if isinstance(self.model._inner, PreTrainedModel) or has_adapter(self.model._inner):
+            self.model.save_pretrained(folder)
+        else:
+            save_weights(self.model, folder)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
@@ -152,6 +158,9 @@ class _Sharded(_Mixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         target = self.model if model is None else model
+        added = isinstance(target, PreTrainedModel) and has_adapter(target)  # transformers looks for whole weights then
+        if Path(resume_from_checkpoint, FOLDER).is_dir() and (added or isinstance(target, ShardedModule)):
+            return None  # _load_optimizer_and_scheduler loads what this folder has, weights included
         if not isinstance(target, ShardedModule):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_safetensors(target, resume_from_checkpoint)

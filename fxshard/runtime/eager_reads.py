@@ -102,7 +102,7 @@ class EagerReads(private.OperatorObserver):
     def _refuse_writes(self, operator: Any, args: Any, kwargs: Any) -> None:
         """Raise if a parameter is written: that is a gathered copy, or none yet, and the shards would not change."""
         for value in tree_leaves(private.written_arguments(operator, args, kwargs) or []):
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
             filled = {private.memory_of(self._hollow[index, 0]): (index, 0) for index in self._filled}
             place = self._place.get(id(value)) or self._copies.get(id(value), (None, None))[1]

@@ -69,6 +69,7 @@ def is_hollow(value: object) -> bool:
         isinstance(value, torch.Tensor)
         and value.numel() > 0
         and not value.is_meta
+        and value.layout is torch.strided  # sparse ones have several memories
         and not value.untyped_storage().nbytes()
     )
 

@@ -200,6 +200,8 @@ def with_rows(own: torch.Tensor, given: Any) -> Any:
     numbers of them. If all ranks have as many as they hold of the parameter, they are the parameter's: torch's own way
     to cut would give some rank another number.
     """
+    if isinstance(given, DTensor):
+        _check_ranks(own, given)
     if not isinstance(own, DTensor) or not isinstance(given, DTensor):
         return given
     if isinstance(own, UnevenRows) and not isinstance(given, UnevenRows) and given.placements == own.placements:
@@ -211,6 +213,23 @@ def with_rows(own: torch.Tensor, given: Any) -> Any:
     if alike and getattr(own, "_cut", None) == getattr(given, "_cut", None):
         return given
     return given.full_tensor()
+
+
+def _check_ranks(own: torch.Tensor, given: DTensor) -> None:
+    """Raise, on every rank alike, if rows of ``given`` are held by ranks of an earlier run, or by fewer than here."""
+    of_given = given.device_mesh.mesh.flatten().tolist()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    fewer = (
+        isinstance(own, DTensor)
+        and own.device_mesh.ndim == given.device_mesh.ndim
+        and {*of_given} < {*own.device_mesh.mesh.flatten().tolist()}
+    )
+    if fewer or max(of_given) >= world:
+        raise StateError(
+            f"a tensor of this state dict has the rows of one of {len(of_given)} ranks, and here are {world}: the "
+            "others are not in it. Give whole tensors (full_state_dict() where it is saved), or keep sharded ones by "
+            "torch.distributed.checkpoint, which loads them on any number of ranks"
+        )
 
 
 def _groups(args: Any, kwargs: Any) -> list[list[DTensor]]:

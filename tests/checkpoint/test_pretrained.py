@@ -140,3 +140,16 @@ def test_what_cannot_be_saved_is_said_on_every_rank(ranks: Pool, tmp_path: Path)
         assert "max_shard_size='big'" in said[2]
         assert "these tensors are sharded" in said[3] and "full_state_dict()" in said[3]
         assert "not on the first rank" in said[4]
+
+
+class Published(nn.Linear):
+    """Writes its files as another library than ``transformers`` does."""
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.state_dict(), folder)
+
+
+def test_save_pretrained_of_other_libraries_is_refused(tmp_path: Path) -> None:
+    model = fxshard.compile(Published(8, 8), lowering="eager")
+    with pytest.raises(fxshard.ConfigError, match=r"of Published is not that of transformers.*save_safetensors"):
+        model.save_pretrained(tmp_path / "out")

@@ -194,6 +194,20 @@ def test_adafactor_is_refused_on_several_ranks(ranks: Pool) -> None:
     )
 
 
+def clipped_in_between() -> None:
+    with launched():
+        loop = own()
+        batch = next(iter(loop.data))
+        with loop.accelerator.accumulate(loop.model):
+            loop.accelerator.backward(loop.model(**batch).loss)
+            with pytest.raises(fxshard.StateError, match=r"if accelerator\.sync_gradients"):
+                loop.accelerator.clip_grad_norm_((p for p in loop.model.parameters() if p.requires_grad), 1.0)
+
+
+def test_clipping_between_micro_batches_is_refused(ranks: Pool) -> None:
+    ranks(2, clipped_in_between)
+
+
 def refusals() -> list[str]:
     from fxshard.integrations.accelerate import Accelerator
     from tests.integrations.tiny import tiny

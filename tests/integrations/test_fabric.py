@@ -64,7 +64,8 @@ def runs(folder: str) -> dict[str, Any]:
     with launched():
         loop = own()
         found["straight"] = loop.run(STEPS // 2)
-        loop.fabric.save(Path(folder, "state"), loop.state())
+        loop.fabric.save(Path(folder, "state"), {**loop.state(), "step": 0})
+        loop.fabric.save(Path(folder, "state"), loop.state())  # over the one before, as a loop that keeps the last
         found["straight"] += loop.run(STEPS)
         again = own()
         state = again.state()
@@ -124,6 +125,41 @@ def test_a_model_compiled_before_setup_has_its_parameters(ranks: Pool) -> None:
     for losses, count, same in ranks(2, compiled_before):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert same and count == sum(parameter.numel() for parameter in plain.parameters())
+
+
+def clipped_by_optimizer() -> list[list[float]]:
+    """Losses and norms of a head and a body with an optimizer each, of which one is clipped; fxshard's, then DDP's."""
+    from lightning_fabric import Fabric
+
+    from fxshard.integrations.fabric import FxshardStrategy
+    from tests.integrations.tiny import tiny
+
+    found = []
+    for strategy in (FxshardStrategy(lowering="eager"), "ddp"):
+        with launched():
+            fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+            fabric.launch()
+            plain = tiny()
+            body = [parameter for name, parameter in plain.named_parameters() if "head" not in name]
+            first, second = torch.optim.SGD(plain.head.parameters(), lr=1.0), torch.optim.SGD(body, lr=1.0)
+            model, first, second = fabric.setup(plain, first, second)
+            figures = []
+            for step in range(3):
+                tokens = rows(8)[2 * step + fabric.global_rank]["input_ids"][None]
+                loss = model(input_ids=tokens, labels=tokens).loss
+                fabric.backward(loss)
+                norm = fabric.clip_gradients(model, first, max_norm=1e-3)
+                figures += [fabric.all_reduce(loss.detach()).item(), float(norm)]
+                for optimizer in (first, second):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(figures)
+    return found
+
+
+def test_gradients_of_one_of_two_optimizers_are_clipped_by_their_own_norm(ranks: Pool) -> None:
+    for mine, peer in ranks(2, clipped_by_optimizer):
+        assert mine == pytest.approx(peer, rel=1e-5)
 
 
 def refused() -> str:

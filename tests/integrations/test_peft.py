@@ -230,6 +230,76 @@ def test_files_are_those_of_peft_with_other_adapters_heads_and_embeddings(ranks:
             assert all(torch.equal(written[name], expected[name]) for name in written)
 
 
+def with_adapter_of_transformers() -> Any:
+    """A model that has its adapter by ``add_adapter`` of ``transformers``, and is none of peft's."""
+    from peft import LoraConfig
+
+    from tests.integrations.tiny import tiny
+
+    model = tiny()
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["head"], init_lora_weights=False))
+    return model
+
+
+def save_adapter_of_transformers(folder: str) -> None:
+    fxshard.compile(with_adapter_of_transformers(), lowering="eager").save_pretrained(folder)
+
+
+def test_an_adapter_of_transformers_is_saved_as_it_does(ranks: Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    with_adapter_of_transformers().save_pretrained(theirs)
+    ranks(2, save_adapter_of_transformers, str(mine))
+    assert {path.name for path in mine.iterdir()} == {path.name for path in theirs.iterdir()}
+    written, expected = (load_file(folder / "adapter_model.safetensors") for folder in (mine, theirs))
+    assert written.keys() == expected.keys() and len(expected) == 3
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+
+def resumed_with_adapter_of_transformers(folder: str) -> list[list[Any]]:
+    """The log of a run, of one that resumes it, and of its own ``train`` again, from the checkpoint in the middle."""
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=1, max_steps=2, logging_steps=1, save_steps=1, learning_rate=0.1,
+        use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    found = []
+    with launched():
+        for again in (False, True):
+            model = with_adapter_of_transformers()
+            trainer = sharded(Trainer, lowering="eager")(model=model, args=args, train_dataset=rows(4))
+            for checkpoint in [f"{folder}/checkpoint-1"] if again else [None, f"{folder}/checkpoint-1"]:
+                trainer.train(resume_from_checkpoint=checkpoint)
+                found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return found
+
+
+def test_an_adapter_of_transformers_resumes(ranks: Pool, tmp_path: Path) -> None:
+    first, *others = ranks(1, resumed_with_adapter_of_transformers, str(tmp_path))[0]
+    assert len(first) == 2 and others == [first, first]
+
+
+@pytest.mark.parametrize("name", ["merge_and_unload", "merge_adapter", "unmerge_adapter", "unload"])
+def test_methods_that_peft_hands_out_of_other_modules(name: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = fxshard.compile(get_peft_model(llama(), adapters), lowering="eager")
+    with pytest.raises(fxshard.StateError, match=rf"{name}\(\) would change parameters"):
+        getattr(model, name)()
+
+
+def test_gradients_of_inputs_asked_for_after_compile() -> None:
+    """peft's model hands out the method of the model of ``transformers`` inside of it."""
+    model = fxshard.compile(adapted(dora=False, checkpointed=False), lowering="eager")
+    model.enable_input_require_grads()
+    assert train(model, [0]) == train(adapted(dora=False, checkpointed=False), [0])
+
+
 def prompted(hidden: int) -> Any:
     """A model with prompts that are learned: themselves, or by a network with ``hidden`` units that makes them."""
     from peft import PromptEncoderConfig, PromptTuningConfig, get_peft_model

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 import fxshard
-from tests.integrations.launched import launched, llama, rows, with_fsdp2
+from tests.integrations.launched import VOCAB, launched, llama, rows, with_fsdp2
 from tests.pool import Pool
 from tests.thorough import thorough
 
@@ -222,3 +222,60 @@ def metrics_of_logits(folder: str) -> None:
 
 def test_metrics_need_logits(ranks: Pool, tmp_path: Path) -> None:
     ranks(1, metrics_of_logits, str(tmp_path))
+
+
+class Rating(torch.nn.Module):
+    """None of ``transformers``, which a Trainer takes as well: its loss stands in what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, VOCAB)
+        self.tied = torch.nn.Linear(8, VOCAB)
+        self.tied.weight = self.head.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        logits = self.tied(hidden) + self.head(hidden.tanh())
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def rated(folder: str) -> dict[str, list[float]]:
+    from safetensors.torch import load_file
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    found: dict[str, Any] = {}
+    for name, cls in (("mine", sharded(Trainer, lowering="eager")), ("peer", Trainer)):
+        args = TrainingArguments(
+            str(Path(folder, name)), per_device_train_batch_size=2, max_steps=4, logging_steps=1, learning_rate=0.1,
+            save_strategy="steps" if name == "mine" else "no", save_steps=2, use_cpu=True, report_to=[],
+            disable_tqdm=True,
+        )  # fmt: skip
+        with launched():
+            made = cls(model=Rating(), args=args, train_dataset=rows(16))
+            made.train()
+            found[name] = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+            if name == "mine":
+                made.save_model(folder)
+                with pytest.raises(AttributeError):
+                    made.model.save_pretrained(folder)
+    with launched():
+        args.output_dir, args.save_strategy = str(Path(folder, "mine")), "no"
+        again = sharded(Trainer, lowering="eager")(model=Rating(), args=args, train_dataset=rows(16))
+        again.train(resume_from_checkpoint=str(Path(folder, "mine", "checkpoint-2")))
+        found["again"] = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+    plain = Rating()
+    plain.load_state_dict(load_file(Path(folder, "model.safetensors")))
+    with torch.no_grad():
+        row = {name: value[None] for name, value in rows(1)[0].items()}
+        found["loaded"] = [plain(**row)["loss"].item(), made.model.cpu()(**row)["loss"].item()]
+    return found
+
+
+def test_a_module_of_torch_alone_is_saved_and_resumed(ranks: Pool, tmp_path: Path) -> None:
+    found = ranks(1, rated, str(tmp_path))[0]
+    assert found["mine"] == pytest.approx(found["peer"], rel=1e-5) and found["again"] == found["mine"]
+    assert found["loaded"][0] == pytest.approx(found["loaded"][1], rel=1e-5)
+    assert not (tmp_path / "config.json").exists()
