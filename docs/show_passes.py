@@ -47,14 +47,14 @@ from fxshard.passes.split_segments import split_segments
 from fxshard.passes.stage_quantized import stage_quantized
 from fxshard.passes.sum_products import sum_products
 from fxshard.passes.timeline import Timeline
-from fxshard.plan.buckets import plan_buckets
-from fxshard.plan.domain import Domain
-from fxshard.plan.hardware import hardware
-from fxshard.plan.memory import MemoryPlan
-from fxshard.plan.model_groups import ModelGroup
-from fxshard.plan.precision import Precision
-from fxshard.plan.tuning import FARTHEST
-from fxshard.plan.units import find_units
+from fxshard.planner.buckets import plan_buckets
+from fxshard.planner.domain import Domain
+from fxshard.planner.hardware import hardware
+from fxshard.planner.memory import MemoryPlan
+from fxshard.planner.model_groups import ModelGroup
+from fxshard.planner.precision import Precision
+from fxshard.planner.tuning import FARTHEST
+from fxshard.planner.units import find_units
 from fxshard.schedule.collectives import GROUP
 from fxshard.schedule.events import Phase, event_of
 from fxshard.schedule.params import GRADS, PARAM, ParamRef

@@ -6,9 +6,7 @@ data-parallel ranks, and schedules every collective. The schedule is an object: 
 Names are imported when they are first used, so that ``fxshard --help`` does not wait for torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fxshard._torch.log import set_up
@@ -39,9 +37,9 @@ if TYPE_CHECKING:
     from fxshard.passes.options import Debug
     from fxshard.passes.pass_list import PassList
     from fxshard.passes.pipeline import PASSES
-    from fxshard.plan.float8_policy import Float8
-    from fxshard.plan.mxfp8_policy import MXFP8
-    from fxshard.plan.precision import Precision
+    from fxshard.planner.float8_policy import Float8
+    from fxshard.planner.mxfp8_policy import MXFP8
+    from fxshard.planner.precision import Precision
     from fxshard.schedule.files import ScheduleFileError
     from fxshard.schedule.profile import Profile
     from fxshard.schedule.schedule import Schedule
@@ -55,18 +53,18 @@ _HOME = {
     "ConfigError": "_torch.errors",
     "Debug": "passes.options",
     "EMA": "frontend.ema",
-    "Float8": "plan.float8_policy",
+    "Float8": "planner.float8_policy",
     "FxshardError": "_torch.errors",
     "Group": "frontend.groups",
     "LayoutError": "_torch.errors",
-    "MXFP8": "plan.mxfp8_policy",
+    "MXFP8": "planner.mxfp8_policy",
     "Muon": "optim.config",
     "NorMuon": "optim.config",
     "PASSES": "passes.pipeline",
     "PassError": "_torch.errors",
     "PassList": "passes.pass_list",
     "PeerError": "_torch.errors",
-    "Precision": "plan.precision",
+    "Precision": "planner.precision",
     "Profile": "schedule.profile",
     "RankDivergenceError": "_torch.errors",
     "Schedule": "schedule.schedule",
@@ -88,27 +86,20 @@ _HOME = {
 """The module that each public name is in."""
 
 
-class _Package(ModuleType):
-    """``fxshard.plan`` is the function. The package of that name is reached by ``from fxshard.plan.x import y``."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "checkpoint":  # fxshard.checkpoint.wait_for_save, without an import of its own
-            return import_module("fxshard.checkpoint")
-        if name not in _HOME:
-            raise AttributeError(f"module 'fxshard' has no attribute {name!r}")
-        value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
-        self.__dict__[name] = value
-        return value
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "plan" or not isinstance(value, ModuleType):  # the import system puts packages here
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOME})
+def __getattr__(name: str) -> Any:
+    if name == "checkpoint":  # fxshard.checkpoint.wait_for_save, without an import of its own
+        return import_module("fxshard.checkpoint")
+    if name not in _HOME:
+        raise AttributeError(f"module 'fxshard' has no attribute {name!r}")
+    value = getattr(import_module(f"fxshard.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
 set_up()
 del set_up
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fxshard.passes.fit_budget import Split
-from fxshard.plan.kept_state import KeptState
-from fxshard.plan.state import FORMATS
+from fxshard.planner.kept_state import KeptState
+from fxshard.planner.state import FORMATS
 from fxshard.schedule.offloads import Offloaded, Recomputed
 
 PARTS = 4

@@ -15,7 +15,7 @@ from fxshard.kernels.loss_op import chunked_loss
 from fxshard.passes.calls import call, place, rewrite_nested, shape, stand_in, value
 from fxshard.passes.context import PassContext
 from fxshard.passes.match_loss import HeadLoss, NoMatch, is_loss, match_loss, rows_call
-from fxshard.plan.tuning import rows_of_a_chunk
+from fxshard.planner.tuning import rows_of_a_chunk
 from fxshard.schedule.loss_report import ChunkedLoss, FullLoss
 from fxshard.schedule.params import PARAM
 from fxshard.schedule.schedule import size

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from fxshard.kernels.report import ExpertsReport
 from fxshard.passes.options import Options
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.hardware import Hardware
-from fxshard.plan.head_rows import AttentionHeads
-from fxshard.plan.state import StateChoice
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.hardware import Hardware
+from fxshard.planner.head_rows import AttentionHeads
+from fxshard.planner.state import StateChoice
 from fxshard.schedule.attention_report import AttentionReport
 from fxshard.schedule.events import Phase
 from fxshard.schedule.loss_report import LossReport

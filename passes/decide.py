@@ -14,8 +14,8 @@ from fxshard.passes.keep_resident import Order, keep_resident
 from fxshard.passes.order_prefetch import Places, late_gathers, latest_starts, order_prefetch
 from fxshard.passes.plan_memory import plan_memory, with_slots
 from fxshard.passes.timeline import Timeline
-from fxshard.plan.memory import MemoryPlan
-from fxshard.plan.tuning import FARTHEST, FARTHEST_IN_BACKWARD
+from fxshard.planner.memory import MemoryPlan
+from fxshard.planner.tuning import FARTHEST, FARTHEST_IN_BACKWARD
 from fxshard.schedule.events import Phase
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from fxshard.passes.context import PassContext
 from fxshard.passes.decide import Decisions
 from fxshard.passes.timeline import Entry, PhaseTimeline, Timeline
-from fxshard.plan.model_groups import ModelGroup
+from fxshard.planner.model_groups import ModelGroup
 from fxshard.schedule.activations import step_activations
 from fxshard.schedule.events import Event, Phase
 from fxshard.schedule.graph_summary import GraphSummary, summary

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from fxshard.passes.plan_memory import Buckets, lifetimes
 from fxshard.passes.timeline import START, Gather, Timeline
-from fxshard.plan.layout import aligned
-from fxshard.plan.memory import GRANULE, Arena, Buffer, MemoryPlan, SlotRange
-from fxshard.plan.tuning import LEADING, MORE, MORE_IN_BUDGET, PLAINLY_LEADING
+from fxshard.planner.layout import aligned
+from fxshard.planner.memory import GRANULE, Arena, Buffer, MemoryPlan, SlotRange
+from fxshard.planner.tuning import LEADING, MORE, MORE_IN_BUDGET, PLAINLY_LEADING
 from fxshard.schedule.events import Kind, Phase
 
 Node = tuple[Phase, int]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import private
 from fxshard.passes.calls import argument, call, past_casts, place, shape, value, written
 from fxshard.passes.context import PassContext
-from fxshard.plan.head_rows import Projection
+from fxshard.planner.head_rows import Projection
 from fxshard.schedule.params import PARAM
 
 MOVES = ("transpose", "reshape", "contiguous", "cast", "index", "cat", "stack", "repeat_interleave", "add")

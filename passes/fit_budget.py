@@ -29,9 +29,9 @@ from fxshard.passes.draft import Draft
 from fxshard.passes.fill_arena import leading_bytes
 from fxshard.passes.keep_resident import Order
 from fxshard.passes.offload_saved import SavedKind, offload_saved, saved_kinds
-from fxshard.plan.hardware import Hardware, hardware
-from fxshard.plan.kept_state import KeptState, ways_to_keep
-from fxshard.plan.state import AUTO
+from fxshard.planner.hardware import Hardware, hardware
+from fxshard.planner.kept_state import KeptState, ways_to_keep
+from fxshard.planner.state import AUTO
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.offloads import Offloaded, Recomputed
 from fxshard.schedule.record import resident_bytes

@@ -38,7 +38,7 @@ from fxshard.kernels.float8_ops import (
 )
 from fxshard.passes.matrix_products import Operand, Product, call_at, stacked, unpacked_at
 from fxshard.passes.mxfp8_nodes import Copy
-from fxshard.plan.gather_modes import Float8Recipe
+from fxshard.planner.gather_modes import Float8Recipe
 
 MAGNITUDE = 0x7FFF
 """The bits of a bf16 number without its sign."""

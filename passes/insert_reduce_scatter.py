@@ -17,8 +17,8 @@ from torch import fx
 from fxshard.passes.context import PassContext
 from fxshard.passes.cuts import CutPoints
 from fxshard.passes.gradient_sources import gradient_sources
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.tuning import GRADIENT_BUCKETS
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.tuning import GRADIENT_BUCKETS
 from fxshard.schedule.events import Kind, Phase, insert
 from fxshard.schedule.params import GRADS, ParamRef
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from fxshard.passes.context import PassContext
 from fxshard.passes.plan_memory import lifetimes
 from fxshard.passes.timeline import Timeline
-from fxshard.plan.gather_modes import Gather
-from fxshard.plan.memory import plan_slots
+from fxshard.planner.gather_modes import Gather
+from fxshard.planner.memory import plan_slots
 from fxshard.schedule.events import Kind, Phase
 
 

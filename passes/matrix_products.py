@@ -16,7 +16,7 @@ from torch import fx
 
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE
 from fxshard.kernels.op import grouped_product, grouped_wgrad
-from fxshard.plan.cost import FLOPS, TRAFFIC
+from fxshard.planner.cost import FLOPS, TRAFFIC
 from fxshard.schedule.params import PARAM
 
 _aten = torch.ops.aten

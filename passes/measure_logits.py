@@ -23,7 +23,7 @@ from fxshard.kernels.window_op import window_attention
 from fxshard.passes.calls import TRANSFORMED, argument, place, rewrite_nested, shape, value
 from fxshard.passes.context import PassContext
 from fxshard.passes.find_projection import NotLinear, find_projection
-from fxshard.plan.head_rows import AttentionHeads
+from fxshard.planner.head_rows import AttentionHeads
 
 
 def measure_logits(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:

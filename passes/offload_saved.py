@@ -22,10 +22,10 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.passes.recompute_saved import maker_of, module_kind
-from fxshard.plan.cost import node_flops, tensor_bytes
-from fxshard.plan.hardware import Hardware
-from fxshard.plan.layout import aligned
-from fxshard.plan.memory import GRANULE, SlotRange
+from fxshard.planner.cost import node_flops, tensor_bytes
+from fxshard.planner.hardware import Hardware
+from fxshard.planner.layout import aligned
+from fxshard.planner.memory import GRANULE, SlotRange
 from fxshard.schedule.activations import ON_HOST, owned_bytes
 from fxshard.schedule.aliases import is_constant, is_view, readers, root_of
 from fxshard.schedule.events import META, OPS, STREAM, Kind, Phase, event_of, of_many

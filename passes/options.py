@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.choose import choices
-from fxshard.plan.choice import LAYOUTS, LayoutKind
-from fxshard.plan.domain import ZERO, Reduction
-from fxshard.plan.hardware import Hardware, hardware
-from fxshard.plan.precision import Precision
-from fxshard.plan.quantized import check_precision
-from fxshard.plan.units import UnitPatterns
+from fxshard.planner.choice import LAYOUTS, LayoutKind
+from fxshard.planner.domain import ZERO, Reduction
+from fxshard.planner.hardware import Hardware, hardware
+from fxshard.planner.precision import Precision
+from fxshard.planner.quantized import check_precision
+from fxshard.planner.units import UnitPatterns
 
 if TYPE_CHECKING:
     from fxshard.passes.pass_list import PassList

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.timeline import Gather, PhaseTimeline
-from fxshard.plan.collectives import gather_seconds, link, reduce_seconds, replicas_seconds
-from fxshard.plan.tuning import MARGIN, PLAINLY_LEADING
+from fxshard.planner.collectives import gather_seconds, link, reduce_seconds, replicas_seconds
+from fxshard.planner.tuning import MARGIN, PLAINLY_LEADING
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.profile import Profile
 

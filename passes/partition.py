@@ -16,7 +16,7 @@ from fxshard.passes.remove_detach import remove_detach
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Captured, Partitioned
 from fxshard.passes.unfold_layers import unfold_evaluation, unfold_step
-from fxshard.plan.hardware import Hardware, hardware
+from fxshard.planner.hardware import Hardware, hardware
 from fxshard.schedule.activations import peak_bytes, step_activations
 from fxshard.schedule.aliases import root_of
 from fxshard.schedule.events import Phase

@@ -39,7 +39,7 @@ from fxshard.passes.sum_products import sum_products
 from fxshard.passes.timeline import Timeline
 from fxshard.passes.verify_each import verify_step
 from fxshard.passes.write_gradients import write_gradients
-from fxshard.plan.memory import MemoryPlan
+from fxshard.planner.memory import MemoryPlan
 from fxshard.schedule.events import Phase
 
 EXPERTS: tuple[Pass, ...] = (group_experts, fuse_grouped_swiglu, fuse_dense_swiglu)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from fxshard.passes.timeline import Timeline, goes
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.memory import Buffer, MemoryPlan, SlotRange, plan_slots
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.memory import Buffer, MemoryPlan, SlotRange, plan_slots
 from fxshard.schedule.events import Event, Kind
 
 _OPENS = {Kind.UNSHARD: "gathered", Kind.GRAD: "gradient"}

@@ -33,7 +33,7 @@ from fxshard.passes.matrix_products import (
     untransposed,
 )
 from fxshard.passes.mxfp8_nodes import Copy, Mxfp8Nodes
-from fxshard.plan.gather_modes import Float8Recipe
+from fxshard.planner.gather_modes import Float8Recipe
 from fxshard.schedule.params import GRADS, ParamRef, param_inputs
 
 _ADD = torch.ops.aten.add.Tensor

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard._torch import private
 from fxshard.passes.cuts import is_lookup
-from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic
-from fxshard.plan.hardware import Hardware
+from fxshard.planner.cost import node_float8_flops, node_flops, node_traffic
+from fxshard.planner.hardware import Hardware
 from fxshard.schedule.activations import owned_bytes
 from fxshard.schedule.aliases import is_view, readers, root_of
 from fxshard.schedule.offloads import Recomputed

@@ -16,7 +16,7 @@ from fxshard.passes.pipeline import chosen, insert_events, order
 from fxshard.passes.run import blaming
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned, Scheduled
-from fxshard.plan.memory import MemoryPlan
+from fxshard.planner.memory import MemoryPlan
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.record import record

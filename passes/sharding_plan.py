@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.hardware import Hardware
-from fxshard.plan.state import StateChoice
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.hardware import Hardware
+from fxshard.planner.state import StateChoice
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer
 from fxshard.schedule.params import ParamRef

@@ -19,9 +19,9 @@ from fxshard.kernels.float8_ops import float8_quantize
 from fxshard.kernels.mxfp8 import COLUMNWISE, E4M3, ROWWISE
 from fxshard.kernels.mxfp8_ops import mxfp8_quantize
 from fxshard.passes.context import PassContext
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.gather_modes import Copies, Gather, copies
-from fxshard.plan.gathered import VIEWS
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.gather_modes import Copies, Gather, copies
+from fxshard.planner.gathered import VIEWS
 from fxshard.schedule.events import META, Kind, events
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxshard.passes.fold_layers import Folded
-from fxshard.plan.memory import MemoryPlan
+from fxshard.planner.memory import MemoryPlan
 from fxshard.schedule.events import Phase
 from fxshard.schedule.offloads import Recomputed
 from fxshard.schedule.params import ParamRef

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic
+from fxshard.planner.cost import node_float8_flops, node_flops, node_traffic
 from fxshard.schedule.events import Event, Kind, Phase, event_of
 
 START = -1

@@ -14,7 +14,7 @@ from torch import fx
 from fxshard._torch.errors import PassError
 from fxshard.passes.context import PassContext
 from fxshard.passes.contract import GATHERS, REDUCTIONS, RELEASES, REPLICAS
-from fxshard.plan.memory import MemoryPlan
+from fxshard.planner.memory import MemoryPlan
 from fxshard.schedule import verify
 from fxshard.schedule.events import Phase
 from fxshard.schedule.exchange_rules import replicas_are_added_up_once

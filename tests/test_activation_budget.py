@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.frontend.planning import sweep
-from fxshard.plan.hardware import PRESETS, Hardware
+from fxshard.planner.hardware import PRESETS, Hardware
 from fxshard.schedule.peak import Thing
 from fxshard.schedule.schedule import Schedule
 from tests.measuring import AllocatedPeak, NewBytes

@@ -20,9 +20,9 @@ from torch import nn
 import fxshard
 from fxshard.bench.captured import Captured, capture
 from fxshard.frontend.planning import sweep
-from fxshard.plan.hardware import PRESETS, Hardware
-from fxshard.plan.kept_state import KeptState, kept_state, ways_to_keep
-from fxshard.plan.state import FORMATS, StateChoice
+from fxshard.planner.hardware import PRESETS, Hardware
+from fxshard.planner.kept_state import KeptState, kept_state, ways_to_keep
+from fxshard.planner.state import FORMATS, StateChoice
 from fxshard.runtime.host_memory import untouched_memory
 from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool

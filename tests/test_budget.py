@@ -14,7 +14,7 @@ from torch import nn
 
 import fxshard
 from fxshard.bench.captured import Captured, capture
-from fxshard.plan.hardware import PRESETS, Hardware
+from fxshard.planner.hardware import PRESETS, Hardware
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.schedule import Schedule
 from tests.pool import Pool

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import fxshard
 from fxshard._torch import private
-from fxshard.plan.buckets import plan_buckets
-from fxshard.plan.units import find_units
+from fxshard.planner.buckets import plan_buckets
+from fxshard.planner.units import find_units
 from fxshard.schedule.events import Kind, Phase
 from tests.measuring import NewBytes
 from tests.pool import Pool

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard.plan.state import second_numel
+from fxshard.planner.state import second_numel
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack

@@ -15,7 +15,7 @@ import fxshard
 ROOMS = (
     "_torch",
     "kernels",
-    "plan",
+    "planner",
     "schedule",
     "passes",
     "runtime",
@@ -81,7 +81,7 @@ import torch, torch._dynamo, torch.distributed
 before = (threading.active_count(), gc.get_freeze_count(), gc.get_threshold(), gc.isenabled(), dict(os.environ),
           sys.getrecursionlimit(), sys.getswitchinterval(), torch.get_num_threads(), torch.get_default_dtype(),
           torch.random.get_rng_state().tolist(), sorted(os.listdir("/proc/self/task")), sys.flags, sys.excepthook)
-import fxshard.plan.hardware, fxshard
+import fxshard.planner.hardware, fxshard
 assert callable(fxshard.plan) and set(fxshard.__all__) <= set(dir(fxshard))  # not the package of that name
 assert all(hasattr(fxshard, name) for name in fxshard.__all__) and not hasattr(fxshard, "no_such_name")
 after = (threading.active_count(), gc.get_freeze_count(), gc.get_threshold(), gc.isenabled(), dict(os.environ),

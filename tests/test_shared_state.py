@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard.plan.layout import TensorSpec, shares, within
-from fxshard.plan.rows import row_layout
+from fxshard.planner.layout import TensorSpec, shares, within
+from fxshard.planner.rows import row_layout
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack, wide, wide_batch

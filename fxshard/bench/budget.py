@@ -26,9 +26,9 @@ from fxshard.bench.contenders import ADAMW, BF16, Make, fsdp2, ours
 from fxshard.bench.harness import Column, Row, Table, add_device, parser_of, write
 from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import Workload, add_models
-from fxshard.plan.hardware import hardware as known
-from fxshard.plan.kept_state import kept_state
-from fxshard.plan.state import AUTO, FORMATS, OFFLOADS
+from fxshard.planner.hardware import hardware as known
+from fxshard.planner.kept_state import kept_state
+from fxshard.planner.state import AUTO, FORMATS, OFFLOADS
 
 COLUMNS = (
     Column("budget", "budget GiB", ".3f"),

@@ -28,13 +28,13 @@ from fxshard.passes.plan_memory import plan_memory, with_slots
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned
 from fxshard.passes.timeline import Timeline
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.buckets import plan_buckets
-from fxshard.plan.cost import node_traffic
-from fxshard.plan.domain import Domain, data_parallel
-from fxshard.plan.hardware import Hardware
-from fxshard.plan.hardware import hardware as known
-from fxshard.plan.units import find_units
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.buckets import plan_buckets
+from fxshard.planner.cost import node_traffic
+from fxshard.planner.domain import Domain, data_parallel
+from fxshard.planner.hardware import Hardware
+from fxshard.planner.hardware import hardware as known
+from fxshard.planner.units import find_units
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.params import GRADS, PARAM, ParamRef
 from fxshard.schedule.schedule import Schedule

@@ -17,7 +17,7 @@ from fxshard.bench.harness import Column, Table, add_device, parser_of, write
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.coefficients import triples
 from fxshard.optim.newton_schulz import Start, choose, explain, iterate, orthogonalize, start
-from fxshard.plan.state import FORMATS, OFFLOADS
+from fxshard.planner.state import FORMATS, OFFLOADS
 
 ROUNDS, REPEAT = 5, 3
 """Rounds in which contenders take turns, and calls in a row within each."""

@@ -21,7 +21,7 @@ from fxshard.bench.captured import Captured, capture
 from fxshard.bench.harness import Column, Row, Table, in_fresh_process, parser_of, write
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.bench.presets import PRESETS
-from fxshard.plan.hardware import hardware as known
+from fxshard.planner.hardware import hardware as known
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.simulate import Simulation

@@ -20,7 +20,7 @@ import fxshard
 from fxshard.bench.harness import Column, Table, add_device, parser_of, write
 from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import SIZES, Workload
-from fxshard.plan.hardware import Hardware, hardware
+from fxshard.planner.hardware import Hardware, hardware
 from fxshard.schedule.events import Kind
 
 ROUNDS = 5

@@ -25,7 +25,7 @@ from fxshard.bench.captured import Captured, capture
 from fxshard.bench.harness import Column, Row, Table
 from fxshard.bench.target import load, parallelizing
 from fxshard.frontend.planned_mesh import parallelized, planned_mesh
-from fxshard.plan.hardware import Hardware
+from fxshard.planner.hardware import Hardware
 from fxshard.schedule.record import resident_bytes
 
 PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)

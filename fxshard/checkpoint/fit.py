@@ -9,7 +9,7 @@ import torch
 
 from fxshard.checkpoint.held import MODEL, OPTIMIZER, Held
 from fxshard.checkpoint.planners import Landing, Target
-from fxshard.plan.stored_names import Shape, Source, Sources, find_sources
+from fxshard.planner.stored_names import Shape, Source, Sources, find_sources
 
 
 @dataclass(frozen=True)

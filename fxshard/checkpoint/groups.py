@@ -13,7 +13,7 @@ from fxshard.checkpoint.held import parameter_names
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.groups import check_loaded
 from fxshard.optim.sharded import ShardedOptimizer
-from fxshard.plan.stored_names import Source
+from fxshard.planner.stored_names import Source
 
 _NOT_OPTIONS = ("params", "param_names")
 

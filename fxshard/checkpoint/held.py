@@ -13,7 +13,7 @@ from fxshard._torch.errors import ConfigError
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.state import places
 from fxshard.optim.moments import Deferred, Unpacked
-from fxshard.plan.state import state_shape
+from fxshard.planner.state import state_shape
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.rows import Rows
 

@@ -26,7 +26,7 @@ from fxshard.checkpoint.surroundings import restore_extra_states, restore_random
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.moments import Unpacked
 from fxshard.optim.sharded import ShardedOptimizer
-from fxshard.plan.stored_names import Source
+from fxshard.planner.stored_names import Source
 
 MODULES = "modules.0"
 """Where the extra state of modules is: the first rank's, as buffers are."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fxshard.passes.budget_trades import Trade
-    from fxshard.plan.hardware import Hardware
+    from fxshard.planner.hardware import Hardware
     from fxshard.schedule.schedule import Schedule
 
 

@@ -18,7 +18,7 @@ from fxshard.cli.budget import apart, curve, decided, heading
 if TYPE_CHECKING:
     from torch import nn
 
-    from fxshard.plan.hardware import Hardware
+    from fxshard.planner.hardware import Hardware
     from fxshard.schedule.schedule import Schedule
     from fxshard.schedule.simulate import Simulation
 
@@ -136,7 +136,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"cannot write {path}: there is no directory {path.absolute().parent}")
     with progress(4 + PLANNING) as report:
         report("importing torch")
-        from fxshard.plan.hardware import hardware
+        from fxshard.planner.hardware import hardware
 
         with answered():
             machine = hardware(arguments.hardware)
@@ -188,9 +188,9 @@ def planned_by(
     import torch
 
     from fxshard.optim.config import AdamW, Muon, NorMuon
-    from fxshard.plan.float8_policy import Float8
-    from fxshard.plan.mxfp8_policy import MXFP8
-    from fxshard.plan.precision import Precision
+    from fxshard.planner.float8_policy import Float8
+    from fxshard.planner.mxfp8_policy import MXFP8
+    from fxshard.planner.precision import Precision
 
     kept = {"state": arguments.state, "offload": arguments.offload}
     if arguments.optimizer is None and kept != {"state": "fp32", "offload": "none"}:

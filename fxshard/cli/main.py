@@ -97,7 +97,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         import torch
 
         from fxshard.bench.models import Llama, LlamaConfig
-        from fxshard.plan.hardware import hardware
+        from fxshard.planner.hardware import hardware
         from fxshard.schedule.simulate import simulate
 
         with torch.device("meta"):

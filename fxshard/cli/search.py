@@ -58,7 +58,7 @@ def _search(arguments: argparse.Namespace) -> int:
         forkserver.ensure_running()
         from fxshard.bench.search import Search, table
         from fxshard.bench.target import load, parallelizing
-        from fxshard.plan.hardware import hardware
+        from fxshard.planner.hardware import hardware
 
         with answered():
             machine = hardware(arguments.hardware)

@@ -18,7 +18,7 @@ from fxshard._torch.errors import FxshardError
 from fxshard.passes.fold_layers import Folded
 from fxshard.passes.repeats import Member
 from fxshard.passes.sharding_plan import ShardingPlan
-from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.schedule.params import ParamRef
 
 FIRST, LAST = 5, 4

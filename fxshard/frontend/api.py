@@ -24,11 +24,11 @@ from fxshard.optim.groups import check_patterns
 from fxshard.optim.muon_rule import found_fused, matrices
 from fxshard.passes.options import Debug, Options
 from fxshard.passes.pass_list import PassList
-from fxshard.plan.choice import LayoutKind
-from fxshard.plan.domain import Reduction
-from fxshard.plan.hardware import Hardware
-from fxshard.plan.precision import Precision
-from fxshard.plan.units import UnitPatterns
+from fxshard.planner.choice import LayoutKind
+from fxshard.planner.domain import Reduction
+from fxshard.planner.hardware import Hardware
+from fxshard.planner.precision import Precision
+from fxshard.planner.units import UnitPatterns
 
 
 def compile(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.module import ShardedModule
-from fxshard.plan.stored_names import in_our_layout
+from fxshard.planner.stored_names import in_our_layout
 from fxshard.runtime.uneven_rows import with_rows
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from fxshard._torch import private
 from fxshard.frontend.materialise import Init, is_meta, materialise
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.domain import Domain
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.domain import Domain
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.hollow import make_hollow, refuse_copies

@@ -10,7 +10,7 @@ from typing import TypeGuard
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard._torch.errors import ConfigError
-from fxshard.plan.domain import Domain, DomainOf
+from fxshard.planner.domain import Domain, DomainOf
 from fxshard.runtime.channels import domain_ranks, shape_of
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.groups import is_count, meshes_of
-from fxshard.plan.domain import Domain, Reduction, data_parallel
+from fxshard.planner.domain import Domain, Reduction, data_parallel
 from fxshard.runtime.channels import shape_of
 
 MeshShape = Mapping[str, int]

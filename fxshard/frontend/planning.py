@@ -36,12 +36,12 @@ from fxshard.passes.pipeline import before_autograd
 from fxshard.passes.scheduling import schedule, trade
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned
-from fxshard.plan.choice import LayoutKind
-from fxshard.plan.domain import Domain, Reduction, data_parallel
-from fxshard.plan.hardware import Hardware
-from fxshard.plan.hardware import hardware as known
-from fxshard.plan.precision import Precision
-from fxshard.plan.units import UnitPatterns
+from fxshard.planner.choice import LayoutKind
+from fxshard.planner.domain import Domain, Reduction, data_parallel
+from fxshard.planner.hardware import Hardware
+from fxshard.planner.hardware import hardware as known
+from fxshard.planner.precision import Precision
+from fxshard.planner.units import UnitPatterns
 from fxshard.runtime.hollow import hollow_like
 from fxshard.schedule.events import Phase
 from fxshard.schedule.observe import Observer, observer

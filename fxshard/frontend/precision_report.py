@@ -11,9 +11,9 @@ from torch import nn
 from fxshard._torch.errors import StateError
 from fxshard.kernels import float8_grouped, float8_products
 from fxshard.kernels.mxfp8_products import grouped_path, path
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.gather_modes import Gather
-from fxshard.plan.quantized import Quantized, choose_linears
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.gather_modes import Gather
+from fxshard.planner.quantized import Quantized, choose_linears
 
 
 @dataclass(frozen=True)

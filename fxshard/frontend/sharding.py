@@ -29,14 +29,14 @@ from fxshard.frontend.tensor_parallel import cut_matrices, find_tensor_parallel,
 from fxshard.kernels.costs import GPUS, short_name
 from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.buckets import plan_buckets
-from fxshard.plan.domain import Domain, Reduction, data_parallel
-from fxshard.plan.float8_policy import check_products
-from fxshard.plan.hardware import Hardware, hardware
-from fxshard.plan.precision import Precision
-from fxshard.plan.state import StateChoice
-from fxshard.plan.units import find_units
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.buckets import plan_buckets
+from fxshard.planner.domain import Domain, Reduction, data_parallel
+from fxshard.planner.float8_policy import check_products
+from fxshard.planner.hardware import Hardware, hardware
+from fxshard.planner.precision import Precision
+from fxshard.planner.state import StateChoice
+from fxshard.planner.units import find_units
 from fxshard.runtime.agreement import PARAMETERS, Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels, connect, connect_tensor_parallel, domain_ranks, shape_of

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fxshard.optim.sharded import ShardedOptimizer
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.hardware import Hardware, hardware
-from fxshard.plan.kept_state import KeptState, kept_state
-from fxshard.plan.state import StateChoice
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.hardware import Hardware, hardware
+from fxshard.planner.kept_state import KeptState, kept_state
+from fxshard.planner.state import StateChoice
 from fxshard.schedule.events import Phase
 from fxshard.schedule.schedule import Schedule, size
 

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
-from fxshard.plan.model_groups import labelled
-from fxshard.plan.parts import Cuts, Piece, Whole
-from fxshard.plan.precision import Precision
-from fxshard.plan.quantized import Quantized
+from fxshard.planner.model_groups import labelled
+from fxshard.planner.parts import Cuts, Piece, Whole
+from fxshard.planner.precision import Precision
+from fxshard.planner.quantized import Quantized
 from fxshard.runtime.channels import TensorParallel
 
 

@@ -18,7 +18,7 @@ from fxshard.passes.fold_layers import Folded, fold_layers
 from fxshard.passes.partition import partition
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Captured, Partitioned, Scheduled
-from fxshard.plan.model_groups import labelled
+from fxshard.planner.model_groups import labelled
 from fxshard.runtime.program import Program
 from fxshard.schedule.collectives import GROUP
 from fxshard.schedule.events import Phase

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxshard._torch.errors import ConfigError
 from fxshard.optim import coefficients as coefficient_sets
-from fxshard.plan.state import AUTO, FORMATS, OFFLOADS, StateChoice
+from fxshard.planner.state import AUTO, FORMATS, OFFLOADS, StateChoice
 
 if TYPE_CHECKING:
     from fxshard.optim.plain_muon import PlainMuon

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch.errors import StateError
 from fxshard.optim.sending import sent
-from fxshard.plan.layout import Fragment, shares, within
+from fxshard.planner.layout import Fragment, shares, within
 from fxshard.runtime.bucket import Bucket
 
 

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 
-from fxshard.plan.state import BLOCK, line_blocks
+from fxshard.planner.state import BLOCK, line_blocks
 
 BINADES = 7
 """Powers of two below 1 from which on steps are equal."""

@@ -11,8 +11,8 @@ import torch
 
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.config import AdamW, Muon, check_scale
-from fxshard.plan.state import ROW_MOMENTS, state_shape
-from fxshard.plan.stored_names import find_sources, join_state, wrapping
+from fxshard.planner.state import ROW_MOMENTS, state_shape
+from fxshard.planner.stored_names import find_sources, join_state, wrapping
 
 Named = tuple[str, torch.Tensor]
 Group = dict[str, Any]

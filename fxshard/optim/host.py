@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from fxshard.optim.packed import Stored
-from fxshard.plan.layout import aligned
-from fxshard.plan.state import PLACES
+from fxshard.planner.layout import aligned
+from fxshard.planner.state import PLACES
 
 IN_FLIGHT = 2
 """Batches of whole matrices that may be on their way back before the host waits for the oldest."""

@@ -13,8 +13,8 @@ from fxshard.optim.counts import StepCounts, own_rows
 from fxshard.optim.formats import Noise
 from fxshard.optim.host import Transfers
 from fxshard.optim.packed import Stored
-from fxshard.plan.layout import aligned
-from fxshard.plan.state import PIECE_NUMEL, ROW_MOMENTS, moment_bytes, second_numel
+from fxshard.planner.layout import aligned
+from fxshard.planner.state import PIECE_NUMEL, ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.host_memory import host_memory, untouched_memory
 from fxshard.runtime.uneven_rows import with_rows

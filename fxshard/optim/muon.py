@@ -18,10 +18,10 @@ from fxshard.optim.row_moments import row_factors_
 from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.exchange import ROW_HALVES, Batch, Travel, cut_alone, parts_alone
-from fxshard.plan.parts import Parts
-from fxshard.plan.step import Exchange, Instruction, Land, Local, Orthogonalize
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.exchange import ROW_HALVES, Batch, Travel, cut_alone, parts_alone
+from fxshard.planner.parts import Parts
+from fxshard.planner.step import Exchange, Instruction, Land, Local, Orthogonalize
 from fxshard.runtime.engine import Engine, Sent
 
 ROUNDED = "rounded"

@@ -21,7 +21,7 @@ from fxshard._torch.errors import ConfigError
 from fxshard.optim import halves, symmetric
 from fxshard.optim.coefficients import Triple, triples
 from fxshard.optim.start import normalized, unscaled
-from fxshard.plan.matrices import GRAM_RATIO
+from fxshard.planner.matrices import GRAM_RATIO
 
 How = tuple[str, bool]  # the form, and whether GPU kernels compute it
 Start = tuple[torch.Tensor, torch.Tensor | None]  # a batch, and what each of its matrices is still to be scaled by

@@ -13,8 +13,8 @@ import torch
 
 from fxshard.optim import packed_kernels as kernels
 from fxshard.optim.formats import Noise, decoded, encoded, rounded_bf16
-from fxshard.plan.layout import aligned
-from fxshard.plan.state import line_blocks, line_numel, value_dtype
+from fxshard.planner.layout import aligned
+from fxshard.planner.state import line_blocks, line_numel, value_dtype
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fxshard.optim.formats import BINADES, SMALLEST_SCALE, STEPS, Noise
-from fxshard.plan.state import BLOCK, line_blocks
+from fxshard.planner.state import BLOCK, line_blocks
 
 try:
     import triton

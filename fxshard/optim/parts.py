@@ -1,6 +1,6 @@
 """Muon on tensor-parallel matrices: each is orthogonalized, whole, on one of the ranks that hold parts of it.
 
-Which one that is, and what is sent, is planned (:mod:`fxshard.plan.parts`).
+Which one that is, and what is sent, is planned (:mod:`fxshard.planner.parts`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxshard.plan.parts import Parts
+from fxshard.planner.parts import Parts
 from fxshard.runtime.engine import Engine, Sent
 from fxshard.schedule.events import TENSOR
 

@@ -14,7 +14,7 @@ from fxshard.optim.config import Muon
 from fxshard.optim.directions import in_turns, update_
 from fxshard.optim.groups import check_group, check_patterns, check_states, in_our_order, param_groups, saved
 from fxshard.optim.verdict import Verdicts
-from fxshard.plan.state import ROW_MOMENTS
+from fxshard.planner.state import ROW_MOMENTS
 
 MUON_STATE, ADAMW_STATE = ("momentum_buffer",), ("step", "exp_avg", "exp_avg_sq")
 

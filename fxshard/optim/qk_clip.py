@@ -12,7 +12,7 @@ import torch
 
 from fxshard._torch.errors import StateError
 from fxshard.optim.sending import sent
-from fxshard.plan.head_rows import AttentionHeads
+from fxshard.planner.head_rows import AttentionHeads
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
 

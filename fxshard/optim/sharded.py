@@ -15,8 +15,8 @@ from fxshard.optim.moments import Moments
 from fxshard.optim.muon_rule import finite
 from fxshard.optim.qk_clip import QKClip
 from fxshard.optim.verdict import Verdicts
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.step import Done, Instruction, Local, Share, plan_step
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.step import Done, Instruction, Local, Share, plan_step
 from fxshard.runtime.engine import Engine
 
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fxshard._torch import private
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.float8_copies import Float8Copies
-from fxshard.plan.gathered import RestingCopies
-from fxshard.plan.layout import Fragment
-from fxshard.plan.parts import row_offsets
-from fxshard.plan.state import state_shape
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.float8_copies import Float8Copies
+from fxshard.planner.gathered import RestingCopies
+from fxshard.planner.layout import Fragment
+from fxshard.planner.parts import row_offsets
+from fxshard.planner.state import state_shape
 from fxshard.runtime.channels import Channels
 from fxshard.runtime.home import Home
 from fxshard.runtime.optimizer_steps import guard, mark

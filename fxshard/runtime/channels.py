@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard._torch import private
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.domain import Domain
-from fxshard.plan.parts import Piece
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.domain import Domain
+from fxshard.planner.parts import Piece
 from fxshard.runtime.watchdog import failing
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from fxshard._torch import private
 from fxshard._torch.errors import StateError
 from fxshard.passes.options import Options
-from fxshard.plan import gathered
-from fxshard.plan.float8_copies import Float8Copies
-from fxshard.plan.gather_modes import Copies
-from fxshard.plan.gathered import Transfer, Views
-from fxshard.plan.memory import SlotRange
+from fxshard.planner import gathered
+from fxshard.planner.float8_copies import Float8Copies
+from fxshard.planner.gather_modes import Copies
+from fxshard.planner.gathered import Transfer, Views
+from fxshard.planner.memory import SlotRange
 from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.cuda_tape import CudaTape

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fxshard._torch import private
 from fxshard.passes.options import Options
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.memory import SlotRange
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import Token, streams_for
 from fxshard.runtime.watchdog import Watchdog, failing

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxshard._torch.errors import StateError
-from fxshard.plan.head_rows import AttentionHeads
+from fxshard.planner.head_rows import AttentionHeads
 
 
 class LargestLogits:

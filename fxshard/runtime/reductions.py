@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fxshard._torch import private
 from fxshard._torch.errors import PeerError
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.memory import SlotRange
 from fxshard.runtime.agreement import Agreement
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.frame import Frame

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from fxshard._torch.errors import StateError
-from fxshard.plan.float8_copies import Float8Copies
+from fxshard.planner.float8_copies import Float8Copies
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.streams import Streams, Token
 

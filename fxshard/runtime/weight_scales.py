@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fxshard._torch import private
 from fxshard._torch.errors import StateError
 from fxshard.kernels.float8 import E4M3, Scaling, scales_of
-from fxshard.plan.float8_copies import Float8Copies
+from fxshard.planner.float8_copies import Float8Copies
 from fxshard.runtime.bucket import Bucket
 from fxshard.schedule.events import Phase
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.schedule.events import Event, Kind, Phase
 
 if TYPE_CHECKING:

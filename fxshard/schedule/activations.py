@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
-from fxshard.plan.cost import node_flops, tensor_bytes
+from fxshard.planner.cost import node_flops, tensor_bytes
 from fxshard.schedule.aliases import is_constant, is_view, readers, root_of
 from fxshard.schedule.events import OF_MODEL, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import computes, unpacks

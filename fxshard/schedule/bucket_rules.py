@@ -11,14 +11,14 @@ from itertools import groupby
 import torch
 
 from fxshard.kernels.mxfp8 import BLOCK
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.domain import ZERO, Placement
-from fxshard.plan.gather_modes import Float8Recipe, Gather
-from fxshard.plan.layout import Layout, aligned
-from fxshard.plan.memory import GRANULE
-from fxshard.plan.parts import Cuts
-from fxshard.plan.rows import row_layout
-from fxshard.plan.state import FORMATS, OFFLOADS, StateChoice
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.domain import ZERO, Placement
+from fxshard.planner.gather_modes import Float8Recipe, Gather
+from fxshard.planner.layout import Layout, aligned
+from fxshard.planner.memory import GRANULE
+from fxshard.planner.parts import Cuts
+from fxshard.planner.rows import row_layout
+from fxshard.planner.state import FORMATS, OFFLOADS, StateChoice
 from fxshard.schedule.accumulation import kept_bytes
 from fxshard.schedule.events import OF_HOST, Kind
 from fxshard.schedule.record import resident_bytes

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
-from fxshard.plan.cost import tensor_bytes
-from fxshard.plan.model_groups import ModelGroup
+from fxshard.planner.cost import tensor_bytes
+from fxshard.planner.model_groups import ModelGroup
 from fxshard.schedule.events import META, Event, Kind, Phase, event_of, of_many
 
 GROUP = "fxshard_group"

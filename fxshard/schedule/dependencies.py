@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind, Phase
 
 MARKS = (Kind.RESHARD, Kind.FINISH)

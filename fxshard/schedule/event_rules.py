@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from fxshard.kernels.mxfp8 import E4M3
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.gather_modes import Copies, Gather
-from fxshard.plan.memory import GRANULE
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.gather_modes import Copies, Gather
+from fxshard.planner.memory import GRANULE
 from fxshard.schedule.accumulation import PASSES
 from fxshard.schedule.dependencies import dependencies
 from fxshard.schedule.events import OF_HOST, OF_MODEL, STREAM, Event, Kind, Phase

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.gather_modes import Copies
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.gather_modes import Copies
+from fxshard.planner.memory import SlotRange
 
 META = "fxshard"
 """Key of ``node.meta`` under which a runtime node carries its :class:`Event`."""

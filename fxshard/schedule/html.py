@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.schedule.events import Event, Kind
 from fxshard.schedule.schedule import Schedule, size
 from fxshard.schedule.trace import stream_order
 
 if TYPE_CHECKING:
-    from fxshard.plan.hardware import Hardware
+    from fxshard.planner.hardware import Hardware
     from fxshard.schedule.simulate import Simulation
 
 COMPUTES = (Kind.COMPUTE, Kind.UPDATE)

@@ -6,7 +6,7 @@ from bisect import bisect
 from collections.abc import Callable
 from typing import Any
 
-from fxshard.plan.memory import GRANULE, SlotRange
+from fxshard.planner.memory import GRANULE, SlotRange
 from fxshard.schedule.events import OF_HOST, STREAM, Event, Kind, Phase
 from fxshard.schedule.offloads import HostCopy
 from fxshard.schedule.step import COMPUTES_NOTHING, OF_NO_BUCKET, Step

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxshard.plan.cost import tensor_bytes
+from fxshard.planner.cost import tensor_bytes
 from fxshard.schedule.aliases import is_view, readers
 from fxshard.schedule.events import Kind, event_of, events
 

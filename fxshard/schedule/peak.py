@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxshard._torch import private
-from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.schedule.activations import step_activations
 from fxshard.schedule.events import Event, Kind, Phase, event_of
 from fxshard.schedule.graph_summary import unpacks

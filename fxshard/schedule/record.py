@@ -9,10 +9,10 @@ from itertools import islice, takewhile
 import torch
 from torch import fx
 
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.cost import node_float8_flops, node_flops, node_traffic
-from fxshard.plan.memory import MemoryPlan
-from fxshard.plan.model_groups import ModelGroup
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.cost import node_float8_flops, node_flops, node_traffic
+from fxshard.planner.memory import MemoryPlan
+from fxshard.planner.model_groups import ModelGroup
 from fxshard.schedule.activations import Activations, step_activations
 from fxshard.schedule.collectives import groups_of
 from fxshard.schedule.dependencies import with_dependencies

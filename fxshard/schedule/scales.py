@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.schedule.events import Event, Kind, Phase, of_many
 from fxshard.schedule.step import Step
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.model_groups import ModelGroup
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.model_groups import ModelGroup
 from fxshard.schedule.events import TENSOR, Event, Kind, Phase
 from fxshard.schedule.graph_summary import GraphSummary
 from fxshard.schedule.offloads import Offloaded, Recomputed
 
 if TYPE_CHECKING:
-    from fxshard.plan.hardware import Hardware
+    from fxshard.planner.hardware import Hardware
     from fxshard.schedule.diff import ScheduleDiff
     from fxshard.schedule.simulate import Simulation
 
@@ -206,7 +206,7 @@ class Schedule:
 
         ``about``: what the page shall say on top, such as the model and its batch.
         """
-        from fxshard.plan.hardware import hardware as known
+        from fxshard.planner.hardware import hardware as known
         from fxshard.schedule.html import to_html
 
         return _written(to_html(self, self.simulate(hardware), known(hardware), about), path)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxshard.plan.collectives import (
+from fxshard.planner.collectives import (
     all_reduce_seconds,
     all_to_all_seconds,
     gather_seconds,
@@ -25,8 +25,8 @@ from fxshard.plan.collectives import (
     replicas_seconds,
     update_seconds,
 )
-from fxshard.plan.hardware import Hardware
-from fxshard.plan.hardware import hardware as known
+from fxshard.planner.hardware import Hardware
+from fxshard.planner.hardware import hardware as known
 from fxshard.schedule.dependencies import needed_before
 from fxshard.schedule.events import OF_HOST, TENSOR, Event, Kind, Phase
 from fxshard.schedule.profile import Profile, as_durations

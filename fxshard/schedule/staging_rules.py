@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxshard.plan.gather_modes import Gather
+from fxshard.planner.gather_modes import Gather
 from fxshard.schedule.events import Kind
 from fxshard.schedule.step import WRITE, Step
 

@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from fxshard._torch.errors import FxshardError
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.gather_modes import Copies
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.gather_modes import Copies
+from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import OF_MANY, OF_MODEL, Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.updates import updates

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.exchange import Batch, CutAlone, cut_alone, local_work, parts_alone
-from fxshard.plan.matrices import newton_schulz_flops
-from fxshard.plan.parts import Parts
-from fxshard.plan.state import update_traffic
-from fxshard.plan.step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.exchange import Batch, CutAlone, cut_alone, local_work, parts_alone
+from fxshard.planner.matrices import newton_schulz_flops
+from fxshard.planner.parts import Parts
+from fxshard.planner.state import update_traffic
+from fxshard.planner.step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
 from fxshard.schedule.events import TENSOR, Event, Kind, Phase, of_many
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxshard.plan.tuning import GRADIENT_BUCKETS
+from fxshard.planner.tuning import GRADIENT_BUCKETS
 from fxshard.schedule import (
     bucket_rules,
     collective_rules,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable
 
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import Event, Kind
 from fxshard.schedule.schedule import COMMUNICATES
 from fxshard.schedule.step import GIVEN_BACK_BY, WRITE, Step

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
-from fxshard.plan.stored_names import Source, find_sources
+from fxshard.planner.stored_names import Source, find_sources
 from tests.checkpoint.zoo import deliver, same
 from tests.pool import Pool
 

@@ -10,8 +10,8 @@ import torch
 
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
-from fxshard.plan.hardware import hardware
-from fxshard.plan.kept_state import kept_state
+from fxshard.planner.hardware import hardware
+from fxshard.planner.kept_state import kept_state
 
 pytestmark = pytest.mark.gpu
 SIZE = LlamaConfig(vocab=8192, dim=1024, layers=8, heads=8, hidden=2816)

@@ -15,8 +15,8 @@ import torch
 import fxshard
 from fxshard.optim.formats import Noise
 from fxshard.optim.packed import Numbers, Stored, adamw_
-from fxshard.plan import step as planned_step
-from fxshard.plan.state import moment_bytes
+from fxshard.planner import step as planned_step
+from fxshard.planner.state import moment_bytes
 from tests.gpu.waiting import no_waiting
 from tests.optim.state_reference import LINES, Kinds, drawn, eight_bits, expected
 from tests.stack import wide

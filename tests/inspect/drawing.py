@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.domain import ZERO
-from fxshard.plan.layout import TensorSpec
-from fxshard.plan.memory import SlotRange
-from fxshard.plan.rows import row_layout
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.domain import ZERO
+from fxshard.planner.layout import TensorSpec
+from fxshard.planner.memory import SlotRange
+from fxshard.planner.rows import row_layout
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.simulate import Simulation, Span

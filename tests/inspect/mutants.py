@@ -14,10 +14,10 @@ import torch
 
 from fxshard._torch.errors import FxshardError
 from fxshard.kernels.float8 import Scaling
-from fxshard.plan.gather_modes import Float8Recipe
-from fxshard.plan.memory import SlotRange
-from fxshard.plan.model_groups import ModelGroup
-from fxshard.plan.parts import Cuts, Whole
+from fxshard.planner.gather_modes import Float8Recipe
+from fxshard.planner.memory import SlotRange
+from fxshard.planner.model_groups import ModelGroup
+from fxshard.planner.parts import Cuts, Whole
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import Event
 from fxshard.schedule.schedule import Schedule

@@ -6,13 +6,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.buckets import plan_buckets
-from fxshard.plan.domain import data_parallel
-from fxshard.plan.memory import Buffer, plan_slots
-from fxshard.plan.model_groups import ModelGroup
-from fxshard.plan.parts import Cuts, Whole
-from fxshard.plan.units import find_units
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.buckets import plan_buckets
+from fxshard.planner.domain import data_parallel
+from fxshard.planner.memory import Buffer, plan_slots
+from fxshard.planner.model_groups import ModelGroup
+from fxshard.planner.parts import Cuts, Whole
+from fxshard.planner.units import find_units
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
 from fxshard.schedule.graph_summary import BucketUse, GraphSummary

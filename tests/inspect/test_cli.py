@@ -19,7 +19,7 @@ from fxshard.bench.presets import PRESETS, Moe, MoeConfig
 from fxshard.cli import inspection
 from fxshard.cli import main as cli
 from fxshard.passes.budget_trades import Trade
-from fxshard.plan.hardware import PRESETS as HARDWARE
+from fxshard.planner.hardware import PRESETS as HARDWARE
 from fxshard.schedule.files import from_json
 from fxshard.schedule.offloads import Recomputed
 from tests.inspect.drawing import drawn

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from fxshard.plan.collectives import BETWEEN, INSIDE, all_reduce_seconds, all_to_all_seconds
-from fxshard.plan.hardware import hardware
-from fxshard.plan.model_groups import ModelGroup
+from fxshard.planner.collectives import BETWEEN, INSIDE, all_reduce_seconds, all_to_all_seconds
+from fxshard.planner.hardware import hardware
+from fxshard.planner.model_groups import ModelGroup
 from fxshard.schedule.events import Kind
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.simulate import event_seconds, simulate

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxshard._torch.errors import FxshardError
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.domain import Placement
-from fxshard.plan.layout import TensorSpec
-from fxshard.plan.memory import SlotRange
-from fxshard.plan.rows import row_layout
-from fxshard.plan.whole import whole_layout
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.domain import Placement
+from fxshard.planner.layout import TensorSpec
+from fxshard.planner.memory import SlotRange
+from fxshard.planner.rows import row_layout
+from fxshard.planner.whole import whole_layout
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.files import FORMAT, ScheduleFileError, _digest, from_json, to_json
 from fxshard.schedule.schedule import Schedule

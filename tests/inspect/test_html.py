@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fxshard.plan.hardware import hardware
+from fxshard.planner.hardware import hardware
 from fxshard.schedule.html import duration, embedded, to_html
 from fxshard.schedule.schedule import Schedule
 from tests.inspect.drawing import drawn, timed

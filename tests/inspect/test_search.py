@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fxshard.bench.search import Choice, Search
 from fxshard.cli import main as cli
-from fxshard.plan.hardware import hardware
+from fxshard.planner.hardware import hardware
 from fxshard.schedule.files import from_json
 from tests.pool import Pool
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxshard._torch.errors import ConfigError
-from fxshard.plan.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
-from fxshard.plan.hardware import PRESETS, hardware
+from fxshard.planner.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from fxshard.planner.hardware import PRESETS, hardware
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.schedule import COMMUNICATES, Schedule
 from fxshard.schedule.simulate import Simulation, event_seconds, simulate

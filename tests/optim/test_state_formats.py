@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxshard.optim.formats import Noise, decoded, encoded, levels, rounded_bf16
 from fxshard.optim.packed import Numbers, Stored, adamw_
-from fxshard.plan.state import line_numel, moment_bytes
+from fxshard.planner.state import line_numel, moment_bytes
 from tests.optim import state_reference as reference
 
 LINE = 300

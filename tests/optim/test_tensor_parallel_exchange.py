@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import fxshard
-from fxshard.plan.collectives import all_to_all_seconds
-from fxshard.plan.hardware import hardware
+from fxshard.planner.collectives import all_to_all_seconds
+from fxshard.planner.hardware import hardware
 from fxshard.schedule.events import TENSOR, Event, Kind, Phase
 from fxshard.schedule.simulate import event_seconds
 from fxshard.schedule.verify import ScheduleError

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fxshard
-from fxshard.plan.parts import Piece
+from fxshard.planner.parts import Piece
 from tests.parallel import Model, parallel, two_by_two
 from tests.pool import Pool
 from tests.training import deliver, random_gradients, step_beside

@@ -9,10 +9,10 @@ from torch import Tensor, fx
 
 from fxshard.passes.context import PassContext
 from fxshard.passes.options import Options
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.domain import ZERO
-from fxshard.plan.layout import TensorSpec
-from fxshard.plan.rows import row_layout
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.domain import ZERO
+from fxshard.planner.layout import TensorSpec
+from fxshard.planner.rows import row_layout
 from fxshard.schedule.events import Event, Kind, Phase, event_of
 from fxshard.schedule.params import GRADS, PARAM, ParamRef
 from tests.training import with_debug

@@ -14,8 +14,8 @@ from fxshard.frontend.planning import partition_model
 from fxshard.frontend.sharding import plan_model
 from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
-from fxshard.plan.domain import data_parallel
-from fxshard.plan.hardware import hardware
+from fxshard.planner.domain import data_parallel
+from fxshard.planner.hardware import hardware
 from tests.thorough import thorough
 
 LAYERS = 10

@@ -14,8 +14,8 @@ from fxshard.passes.context import PassContext
 from fxshard.passes.decide import Decisions, decide, least_arena, plain_orders
 from fxshard.passes.options import Options
 from fxshard.passes.timeline import Timeline
-from fxshard.plan.hardware import PRESETS
-from fxshard.plan.memory import MemoryPlan
+from fxshard.planner.hardware import PRESETS
+from fxshard.planner.memory import MemoryPlan
 from fxshard.schedule.events import Kind, Phase, events
 from tests.passes.graphs import context
 from tests.passes.test_keep_resident import BUCKETS, LAYERS, inserted

@@ -9,7 +9,7 @@ from torch import nn
 from fxshard.bench.captured import capture
 from fxshard.passes.defer_wgrad import defer_wgrad
 from fxshard.passes.options import Debug
-from fxshard.plan.bucket_plan import BucketPlan
+from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context, listing

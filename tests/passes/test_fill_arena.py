@@ -8,9 +8,9 @@ from fxshard.passes.fill_arena import fill_arena
 from fxshard.passes.order_prefetch import late_gathers, latest_starts
 from fxshard.passes.plan_memory import lifetimes, plan_memory
 from fxshard.passes.timeline import Timeline
-from fxshard.plan.hardware import PRESETS, Hardware
-from fxshard.plan.memory import MemoryPlan
-from fxshard.plan.tuning import MORE
+from fxshard.planner.hardware import PRESETS, Hardware
+from fxshard.planner.memory import MemoryPlan
+from fxshard.planner.tuning import MORE
 from fxshard.schedule.events import Kind, Phase
 from tests.passes.graphs import context
 from tests.passes.test_keep_resident import BUCKETS, LAYERS, step

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from fxshard.passes.insert_all_reduce import insert_all_reduce
 from fxshard.passes.insert_reduce_scatter import insert_reduce_scatter
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.domain import Domain
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.domain import Domain
 from fxshard.schedule.events import Kind, Phase, events
 from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context

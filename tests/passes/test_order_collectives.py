@@ -14,8 +14,8 @@ from fxshard.passes.order_collectives import order_collectives
 from fxshard.passes.scheduling import schedule
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Partitioned
-from fxshard.plan.domain import data_parallel
-from fxshard.plan.model_groups import ModelGroup, labelled
+from fxshard.planner.domain import data_parallel
+from fxshard.planner.model_groups import ModelGroup, labelled
 from fxshard.schedule.collectives import GROUP
 from fxshard.schedule.events import Kind, Phase, event_of
 from fxshard.schedule.params import ParamRef

@@ -8,7 +8,7 @@ from fxshard.passes.insert_reshard import insert_reshard
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.order_prefetch import latest_starts, order_prefetch
 from fxshard.passes.timeline import PhaseTimeline
-from fxshard.plan.hardware import Hardware, hardware
+from fxshard.planner.hardware import Hardware, hardware
 from fxshard.schedule.events import Phase
 from tests.passes.graphs import bucket, chain, context
 

@@ -7,7 +7,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard.passes.recompute_saved import candidates, mark
-from fxshard.plan.hardware import PRESETS
+from fxshard.planner.hardware import PRESETS
 from tests.passes.graphs import Draft, aten
 
 CPU = PRESETS["cpu"]

@@ -16,8 +16,8 @@ from fxshard.passes.options import Options
 from fxshard.passes.scheduling import schedule
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Scheduled
-from fxshard.plan.domain import data_parallel
-from fxshard.plan.hardware import hardware
+from fxshard.planner.domain import data_parallel
+from fxshard.planner.hardware import hardware
 from tests.passes import pickled
 from tests.pool import Pool
 from tests.toy import Llama

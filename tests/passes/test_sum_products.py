@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxshard.kernels.sum_op import sum_of_products
 from fxshard.passes.context import PassContext
 from fxshard.passes.sum_products import sum_products
-from fxshard.plan.hardware import hardware
+from fxshard.planner.hardware import hardware
 from tests.passes.graphs import context
 
 BF16 = torch.bfloat16

@@ -18,7 +18,7 @@ from fxshard.kernels import float8
 from fxshard.kernels import float8_products as products
 from fxshard.kernels.float8 import Scaling
 from fxshard.kernels.float8_ops import float8_cast_both, float8_mm, float8_quantize
-from fxshard.plan.quantized import choose_linears
+from fxshard.planner.quantized import choose_linears
 from tests.precision import float8_reference as reference
 from tests.precision.nets import VOCAB, net, single
 from tests.thorough import thorough

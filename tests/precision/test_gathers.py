@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.plan.gather_modes import Gather
+from fxshard.planner.gather_modes import Gather
 from fxshard.runtime.bucket import Bucket
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool

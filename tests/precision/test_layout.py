@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxshard._torch.errors import LayoutError
-from fxshard.plan.layout import Layout, Slot, TensorSpec
-from fxshard.plan.rows import row_layout
+from fxshard.planner.layout import Layout, Slot, TensorSpec
+from fxshard.planner.rows import row_layout
 
 matrices = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=6)
 

@@ -13,8 +13,8 @@ from fxshard.kernels.op import grouped_product, grouped_wgrad
 from fxshard.passes.insert_unshard import insert_unshard
 from fxshard.passes.quantize_linears import quantize_linears
 from fxshard.passes.stage_quantized import stage_quantized
-from fxshard.plan.bucket_plan import BucketPlan
-from fxshard.plan.gather_modes import Gather
+from fxshard.planner.bucket_plan import BucketPlan
+from fxshard.planner.gather_modes import Gather
 from fxshard.schedule.events import Kind, Phase, events
 from fxshard.schedule.params import ParamRef
 from tests.passes.graphs import Draft, aten, bucket, context, listing

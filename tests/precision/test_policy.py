@@ -11,7 +11,7 @@ from torch import nn
 import fxshard
 from fxshard._torch.errors import ConfigError, PassError, StateError
 from fxshard.frontend.precision_report import report
-from fxshard.plan.quantized import choose_linears
+from fxshard.planner.quantized import choose_linears
 from tests.precision.nets import Net, net
 from tests.thorough import thorough
 

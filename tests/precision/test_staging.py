@@ -11,7 +11,7 @@ import torch
 
 import fxshard
 from fxshard._torch import private
-from fxshard.plan.gathered import Transfer
+from fxshard.planner.gathered import Transfer
 from fxshard.runtime.bucket import Bucket
 from tests.pool import Pool
 from tests.precision.test_gathers import compiled, run, trained

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.plan.gather_modes import Copies
+from fxshard.planner.gather_modes import Copies
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.staging_rules import staging_and_gradients_take_turns
 from fxshard.schedule.step import Step

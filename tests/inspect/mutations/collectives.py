@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fxshard.plan.model_groups import ModelGroup
+from fxshard.planner.model_groups import ModelGroup
 from fxshard.schedule.collectives import ModelCollective
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import TENSOR, Kind, Phase
 from fxshard.schedule.schedule import Schedule
 from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, breaks, changed

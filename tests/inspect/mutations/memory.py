@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import Kind
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.verify import Step

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from fxshard.plan.memory import SlotRange
+from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
 from fxshard.schedule.offloads import HostCopy
 from fxshard.schedule.schedule import Schedule
