@@ -56,7 +56,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if any(sharding_of(parameter) is not None for parameter in group["params"]):
             raise StateError(
                 f"this {type(optimizer).__name__} was made before the model was sharded, or from the plain model that "
-                "a wrapper keeps (Lightning's Fabric does), and would update parameters that are empty now: make it from "
-                "model.parameters() of the model that fxshard.compile returned (with Fabric before setup()), or give "
-                "optimizer=fxshard.AdamW(...) to fxshard.compile"
+                "a wrapper keeps (Lightning's Fabric does), and would update parameters that are empty now: make it "
+                "from model.parameters() of the model that fxshard.compile returned (with Fabric before setup()), "
+                "or give optimizer=fxshard.AdamW(...) to fxshard.compile"
             )
