@@ -222,7 +222,8 @@ def finite(grads: Sequence[torch.Tensor], device: torch.device | None = None) ->
     if not grads:
         return torch.ones(0, dtype=torch.bool, device=device)
     # The largest magnitude is finite exactly if all elements are; a sum of squares can overflow on its own.
-    largest = private.foreach_norm(list(grads), ord=math.inf)
+    # An empty gradient has none: a zero stands in for it.
+    largest = private.foreach_norm([grad if grad.numel() else grad.new_zeros(1) for grad in grads], ord=math.inf)
     return torch.stack([norm.float() for norm in largest]).isfinite()
 
 

@@ -94,6 +94,16 @@ def test_missing_gradients_are_left_alone() -> None:
     assert torch.equal(skipped, before) and not optimizer.state[skipped]
 
 
+def test_empty_parameters_are_finite() -> None:
+    model = torch.nn.Linear(6, 6)
+    model.none = torch.nn.Parameter(torch.zeros(0, 4))
+    optimizer = fxshard.Muon(lr=0.1).build(model)
+    before = model.weight.detach().clone()
+    (model(torch.ones(2, 6)).square().sum() + model.none.sum()).backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before) and optimizer.skipped_steps == 0
+
+
 @pytest.mark.shows("O9")
 def test_a_fused_weight_trains_like_its_parts() -> None:
     parts = [torch.randn(rows, 24) for rows in (32, 8, 8)]
