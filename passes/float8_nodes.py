@@ -123,7 +123,7 @@ class Float8Nodes:
             data, scales = unpacked_at(self._user, float8_quantize_stack, value, operand.axis)
             return data, scales
         magnitude = self._call(_aten.bitwise_and.Scalar, self._bits(value), MAGNITUDE)
-        largest = self._widened(self._call(_aten.amax.default, magnitude, [1], True))
+        largest = self._widened(self._along(magnitude, 1))
         scales = self._scales(largest, E4M3)
         return self._cast(value, scales, E4M3), scales
 
@@ -144,10 +144,17 @@ class Float8Nodes:
         if scaling is Scaling.BLOCK:
             found = self._largest_of_blocks(magnitude, axis)
         else:
-            found = self._call(_aten.amax.default, magnitude, [axis], True)
+            found = self._along(magnitude, axis)
         if scaling is Scaling.TENSOR:
-            found = self._call(_aten.amax.default, found, [1 - axis], True)
+            found = self._along(found, 1 - axis)
         return self._widened(found)
+
+    def _along(self, magnitude: fx.Node, axis: int) -> fx.Node:
+        """The largest along rows or columns; zero of none, as of no tokens."""
+        shape = magnitude.meta["val"].shape
+        if isinstance(shape[axis], int) and shape[axis] == 0:
+            magnitude = self._call(_aten.constant_pad_nd.default, magnitude, [0, 1] if axis else [0, 0, 0, 1], 0)
+        return self._call(_aten.amax.default, magnitude, [axis], True)
 
     def _bits(self, value: fx.Node) -> fx.Node:
         if value.meta["val"].dtype != torch.bfloat16:

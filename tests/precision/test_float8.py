@@ -160,6 +160,27 @@ def test_training_equals_plain_autograd(scaling: str, wgrad: str, zero: int) -> 
         assert torch.equal(model(x, y), mine)  # evaluation multiplies the same values
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_no_tokens(scaling: str) -> None:
+    """A linear that gets none has no result, and a gradient of zeros; that of others is theirs."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.some, self.none = nn.Linear(128, 128), nn.Linear(128, 128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.some(x).sum() + self.none(x[:0]).square().sum()
+
+    model = fxshard.compile(Part(), precision=small(scaling), lowering="eager")
+    x = torch.randn(4, 128)
+    model(x).backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    kept = reference.quantized(x.to(BF16), reference.tiles(scaling, x.shape, 0, False), float8.E4M3)
+    assert torch.equal(grads["some.weight"], kept.sum(0).expand(128, 128))
+    assert not any(grads[f"none.{name}"].any() for name in ("weight", "bias"))
+
+
 def test_what_is_chosen_and_why_not() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
