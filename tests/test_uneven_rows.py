@@ -238,6 +238,59 @@ def test_sharded_files_of_torch_are_loaded_where_rows_are_cut_in_another_way(ran
             torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
+class OneRow(nn.Module):
+    """The rank that has the one row of the last matrix is another one in another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x).tanh()).tanh()).square().mean()
+
+
+def optimizer_state_in_others() -> dict[str, Any]:
+    """Steps with state that ``torch.save`` wrote of uneven rows, in models that are cut in other ways."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found: dict[str, Any] = {}
+    for kind, options in {"zero=0": {"zero": 0}, "rows": {"layout": "rows"}, "whole": {"layout": "whole"}}.items():
+        torch.manual_seed(0)
+        model = fxshard.compile(OneRow(), lowering="eager", layout="rows")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        step(model, optimizer)
+        file = io.BytesIO()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+        file.seek(0)
+        parameters, state = torch.load(file, weights_only=True)
+        other = fxshard.compile(OneRow(), lowering="eager", **options)
+        again = torch.optim.Adam(other.parameters(), lr=0.1)
+        other.load_state_dict(parameters)
+        again.load_state_dict(state)
+        try:
+            for _ in range(2):
+                step(model, optimizer)
+                step(other, again)
+        except fxshard.StateError as error:
+            found[kind] = str(error)
+            continue
+        whole = other.full_state_dict()
+        found.update({f"{kind} {name}": (whole[name], value) for name, value in model.full_state_dict().items()})
+    return found
+
+
+def test_optimizer_state_of_torch_files_is_cut_as_the_model_is_or_refused(ranks: Pool) -> None:
+    for found in ranks(2, optimizer_state_in_others):
+        assert "sharded in another way" in found.pop("whole")
+        assert len(found) == 12
+        for name, (got, expected) in found.items():
+            torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_sharded_files_of_torch_are_loaded(ranks: Pool) -> None:
     for rank in ranks(2, loaded_from_files):
         for name, (got, expected) in rank.items():

@@ -166,14 +166,30 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _cut_loaded_state(optimizer: torch.optim.Optimizer) -> None:
-    """State that was loaded as DTensors of torch's class, which do not know that rows are uneven, is cut as ours is.
-    Collective where there is such a state."""
+    """State that was loaded as DTensors of torch's class, which do not know that rows are uneven, or of a model that is
+    sharded otherwise, is cut as ours is. Collective where there is such a state."""
     for parameter, state in optimizer.state.items():
-        if isinstance(parameter, UnevenRows) and any(type(value) is DTensor for value in state.values()):
-            bucket = _BUCKET_OF[parameter]()
-            for field, value in state.items():
-                if bucket is not None and type(value) is DTensor and value.shape == parameter.shape:
+        for field, value in state.items():
+            if type(value) is DTensor and value.shape == parameter.shape and not _lie_alike(parameter, value):
+                bucket = _BUCKET_OF.get(parameter, lambda: None)()
+                if bucket is not None:
                     state[field] = _rows(bucket, bucket.name_of(parameter), with_rows(parameter, value))
+
+
+def _lie_alike(parameter: torch.Tensor, value: DTensor) -> bool:
+    """Whether torch's rule says of both which rows a rank has."""
+    if not isinstance(parameter, DTensor) or isinstance(parameter, UnevenRows):
+        return False
+    if parameter.placements != value.placements:
+        return False
+    held, expected = tuple(private.wrapped(value).shape), tuple(private.wrapped(parameter).shape)
+    if held != expected:  # not on every rank, perhaps: to know, ranks would have to ask each other in every step
+        raise StateError(
+            f"of the state of a parameter of shape {tuple(parameter.shape)} this rank loaded {held}, and it has "
+            f"{expected} of the parameter: torch.save wrote it from a model that is sharded in another way. Save "
+            "optimizer state with fxshard.save or torch.distributed.checkpoint, which load it into any other"
+        )
+    return True
 
 
 def _rows(bucket: Bucket, name: str, given: torch.Tensor) -> torch.Tensor:
