@@ -166,9 +166,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _cut_loaded_state(optimizer: torch.optim.Optimizer) -> None:
-    """State that was loaded as DTensors of torch's class, which do not know that rows are uneven, or of a model that is
-    sharded otherwise, is cut as ours is. Collective where there is such a state."""
+    """State that was loaded as DTensors of torch's class, which do not know that rows are uneven, or into an optimizer
+    of torch's from a model that is sharded otherwise, is cut as ours is. Collective where there is such a state."""
+    any_cut = not isinstance(optimizer, ELEMENTWISE)  # fxshard's own may keep fewer rows than a parameter has
     for parameter, state in optimizer.state.items():
+        if any_cut and not isinstance(parameter, UnevenRows):
+            continue
         for field, value in state.items():
             if type(value) is DTensor and value.shape == parameter.shape and not _lie_alike(parameter, value):
                 bucket = _BUCKET_OF.get(parameter, lambda: None)()
