@@ -41,14 +41,14 @@ def work(rank: int, ranks: int, store: str, seed: int, seconds: float, programs:
         if over:
             break
         torch._dynamo.reset()
-        outcome = run_program(seed + number, zero=number % 4)
+        outcome = run_program(seed + number, zero=(seed + number) % 4)
         counts[outcome.kind] += 1
         if rank == 0 and time.monotonic() > said + 30:
             said = time.monotonic()
             print(f"{sum(counts.values())} programs so far: {dict(counts)}", flush=True)
         if outcome.kind != "same":
             text = outcome.text if outcome.kind != "refused" else outcome.text.splitlines()[0]
-            print(f"seed {seed + number}, ZeRO-{number % 4}, rank {rank}: {outcome.kind}: {text}", flush=True)
+            print(f"seed {seed + number}, ZeRO-{(seed + number) % 4}, rank {rank}: {outcome.kind}: {text}", flush=True)
     if rank == 0:
         print(f"{sum(counts.values())} programs on {ranks} rank(s): {dict(counts)}", flush=True)
     if ranks > 1:

@@ -6,18 +6,21 @@ from __future__ import annotations
 import copy
 import math
 import random
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxshard._torch.errors import FxshardError
+from fxshard._torch.errors import BudgetError, FxshardError
 from fxshard.bench.fuzz.models import WIDTH, RandomModel
-from fxshard.frontend.api import compile as sharded
-from fxshard.optim.config import AdamW
+from fxshard.bench.fuzz.settings import Settings
+from fxshard.checkpoint.loading import load
+from fxshard.checkpoint.saving import save
 
 Backward = Callable[[str, str, int], float]
 """Forward of the heads in the first string, and backward from those in the second, for the batch of a number."""
@@ -96,8 +99,9 @@ def write_weights(model: Any, optimizer: Any, backward: Backward, choice: random
 
 
 def rate(model: Any, optimizer: Any, backward: Backward, choice: random.Random) -> Sequence[Any]:
+    factor = choice.uniform(0.1, 5)
     for group in optimizer.param_groups:
-        group["lr"] = choice.uniform(1e-3, 1e-1)
+        group["lr"] *= factor
     return ()
 
 
@@ -123,9 +127,6 @@ ACTIONS = {
 }
 
 
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How a program went: ``kind`` is ``same``, ``refused``, ``different`` or ``crashed``."""
@@ -139,36 +140,90 @@ def batch(seed: int, rank: int) -> torch.Tensor:
 
 
 def run_program(seed: int, zero: int) -> Outcome:
-    """Run the program of a seed. Collective where there are ranks: each compares for itself."""
+    """Run the program of a seed. Collective where there are ranks: each compares for itself.
+
+    Every other program goes on, out of a checkpoint, in a model that is sharded in another way.
+    """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     loop, plain = Loop(seed), RandomModel(seed)
-    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    model = copy.deepcopy(plain)
-    # Buffers that forward changes belong to each rank: plain models of the other ranks have their own.
+    settings = Settings(seed, zero, loop.optimizer, ranks)
     others = {r: plain if r == rank else copy.deepcopy(plain) for r in range(ranks)}
-    expected = loop.run(plain, _optimizer(loop.optimizer, trained), _plain_backward(others, rank))
+    # Buffers that forward changes belong to each rank: plain models of the other ranks have their own.
+    reference = Run(plain, settings.plain_optimizer(plain), _plain_backward(others, rank, settings.reduction))
+    model = copy.deepcopy(plain)
     try:
-        own = AdamW(**SETTINGS) if loop.optimizer == "own" else None
-        ours = sharded(model, zero=zero, optimizer=own, units=model.units, lowering="eager")
-        parameters = [parameter for parameter in ours.parameters() if parameter.requires_grad]
-        optimizer = ours.optimizer if own else _optimizer(loop.optimizer, parameters)
-        found = loop.run(ours, optimizer, _backward(ours, rank))
-        weights = ours.full_state_dict()
+        ours = _compiled(settings, model, rank)
+        outcome = _compared(loop, settings, ours, reference)
+        if outcome.kind == "same" and seed % 2:
+            loop, moved = Loop(seed + 1), Settings(seed + 1, (zero + 1) % 4, loop.optimizer, ranks)
+            moved.own, moved.reduction = settings.own, settings.reduction
+            moved.torch, moved.torch_options = settings.torch, settings.torch_options
+            for buffers in zip(*(other.buffers() for other in others.values()), strict=True):
+                for buffer in buffers:
+                    buffer.data.copy_(buffers[0])  # a checkpoint has the first rank's
+            reference.optimizer.zero_grad()
+            outcome = _compared(loop, moved, _moved(moved, ours, plain, rank), reference)
     except FxshardError as error:
         return Outcome("refused", f"{type(error).__name__}: {error}")
     except Exception as error:
-        return Outcome("crashed", f"{type(error).__name__}: {error}")
+        return Outcome("crashed", f"{settings}: {type(error).__name__}: {error}")
+    return outcome
+
+
+class Run(NamedTuple):
+    """A model in training."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    backward: Backward
+
+
+def _compiled(settings: Settings, model: RandomModel, rank: int) -> Run:
+    budget = None
+    if settings.budget is not None:
+        tried = settings.compiled(copy.deepcopy(model), model.units, budget=1)
+        try:
+            _backward(tried, rank)("ab", "ab", 0)
+        except BudgetError as error:
+            budget = int(error.smallest * settings.budget)
+    ours = settings.compiled(model, model.units, budget)
+    trained = [parameter for parameter in ours.parameters() if parameter.requires_grad]
+    optimizer = ours.optimizer if settings.own is not None else settings.optimizer_of(trained)
+    return Run(ours, optimizer, _backward(ours, rank))
+
+
+def _moved(settings: Settings, ours: Run, plain: RandomModel, rank: int) -> Run:
+    """The same model and optimizer, out of a checkpoint."""
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        for value in (*other.parameters(), *other.buffers()):
+            value.zero_()  # all that is known is in the checkpoint
+    found = _compiled(settings, other, rank)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        if dist.is_initialized():
+            dist.broadcast_object_list(folders)
+        path = Path(folders[0], "saved")
+        save(ours.model, path, optimizer=ours.optimizer)
+        load(found.model, path, optimizer=found.optimizer)
+        if dist.is_initialized():
+            dist.barrier()  # the first rank's folder goes when it leaves
+    return found
+
+
+def _compared(loop: Loop, settings: Settings, ours: Run, reference: Run) -> Outcome:
+    """Both go through a loop."""
+    expected, found = loop.run(*reference), loop.run(*ours)
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         if not _alike(mine, theirs):
-            return Outcome("different", f"action {number} of {loop}: {mine} where plain PyTorch has {theirs}")
-    wrong = [name for name, value in plain.state_dict().items() if not torch.allclose(weights[name], value, 1e-3, 1e-4)]
-    return Outcome("different", f"{loop}: {wrong} at the end") if wrong else Outcome("same")
-
-
-def _optimizer(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if kind == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-2, weight_decay=0.1, momentum=0.9)
-    return torch.optim.AdamW(parameters, **SETTINGS)
+            return Outcome(
+                "different", f"action {number} of {loop}: {mine} where plain PyTorch has {theirs}; {settings}"
+            )
+    weights, plain = ours.model.full_state_dict(), reference.model.state_dict()
+    wrong = [
+        name for name, value in plain.items() if not torch.allclose(weights[name], value, 1e-3, 1e-4, equal_nan=True)
+    ]
+    return Outcome("different", f"{loop}: {wrong} at the end; {settings}") if wrong else Outcome("same")
 
 
 def _backward(model: nn.Module, rank: int) -> Backward:
@@ -181,8 +236,9 @@ def _backward(model: nn.Module, rank: int) -> Backward:
     return backward
 
 
-def _plain_backward(models: Mapping[int, nn.Module], rank: int) -> Backward:
-    """Gradients of the mean over ranks, in one process; returns the loss of ``rank``."""
+def _plain_backward(models: Mapping[int, nn.Module], rank: int, reduction: str) -> Backward:
+    """Gradients of all ranks, averaged or added up, in one process; returns the loss of ``rank``."""
+    count = len(models) if reduction == "mean" else 1
 
     def backward(forward: str, used: str, seed: int) -> float:
         own = 0.0
@@ -195,7 +251,7 @@ def _plain_backward(models: Mapping[int, nn.Module], rank: int) -> Backward:
             gradients = torch.autograd.grad(loss, _trained(model), allow_unused=True)
             for parameter, gradient in zip(_trained(source), gradients, strict=True):
                 if gradient is not None:
-                    share = gradient / len(models)
+                    share = gradient / count
                     parameter.grad = share if parameter.grad is None else parameter.grad + share
             own = float(loss.detach()) if other == rank else own
         return own
@@ -221,7 +277,7 @@ def _follow(model: nn.Module, source: nn.Module) -> None:
 
 def _alike(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, float) and isinstance(theirs, float):
-        return math.isclose(mine, theirs, rel_tol=1e-3, abs_tol=1e-5)
+        return math.isclose(mine, theirs, rel_tol=1e-3, abs_tol=1e-5) or (math.isnan(mine) and math.isnan(theirs))
     if isinstance(mine, (tuple, list)) and isinstance(theirs, (tuple, list)):
         return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
     return bool(mine == theirs)
