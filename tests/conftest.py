@@ -37,6 +37,7 @@ LONGEST = (
     *("test_examples", "test_auto_state", "test_activation_budget", "test_budget", "passes/test_fold_layers"),
     *("test_planning", "test_packed", "test_replay", "precision/test_gathers", "test_doc_code", "test_huggingface"),
     *("inspect/test_mutants", "test_loss", "precision/test_float8", "test_offload", "test_muon"),
+    *("integrations/test_peft_parameters",),
     *("passes/test_recognize_masks", "test_lengths", "test_hsdp", "checkpoint/test_moves", "test_module"),
     *("test_ordering", "test_breaks", "integrations/test_trainer", "fused/test_dense", "test_writes"),
     *("precision/test_float8_ranks", "checkpoint/test_resume", "test_stages", "test_lifetime"),

@@ -90,13 +90,17 @@ def what_readers_have() -> dict[str, Any]:
     return names | {"loader": [(x, y)] * 2, "batches": [(x, y)] * 3, "micro_batches": [(x, y)] * 2}
 
 
-def pretrained(folder: str) -> None:
+def pretrained(folder: str, *, experts: bool = False) -> None:
     """A small model as the hub has large ones."""
     transformers = pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
     sizes = {"vocab_size": CONFIG.vocab, "hidden_size": CONFIG.dim, "intermediate_size": CONFIG.hidden}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    config = transformers.Qwen3Config(**sizes, **heads, num_hidden_layers=CONFIG.layers, eos_token_id=2)
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    sizes |= {**heads, "num_hidden_layers": CONFIG.layers, "eos_token_id": 2}
+    if experts:
+        config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    else:
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).save_pretrained(folder)
 
 
 @pytest.fixture
@@ -144,6 +148,7 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         names["rows"] = [(x, y) for x, y in zip(names["x"], names["y"], strict=True)] * 4
     if page == "docs/howto/peft.md":
         pytest.importorskip("peft", reason="needs peft: pip install '.[integrations]'")
+        pretrained("path/to/Qwen3-30B-A3B", experts=True)
     if page in ("docs/howto/huggingface.md", "docs/howto/trainer.md", "docs/howto/peft.md"):
         pretrained("path/to/Qwen3-0.6B")
         names["data"] = [{"input_ids": row, "labels": row} for row in names["x"]]

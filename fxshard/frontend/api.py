@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.backend import backend_of
-from fxshard.frontend.capture import capture, drop_input_gradient_hooks
+from fxshard.frontend.capture import capture, drop_input_gradient_hooks, make_traceable
 from fxshard.frontend.groups import Groups
 from fxshard.frontend.materialise import Init
 from fxshard.frontend.module import ShardedModule
-from fxshard.frontend.output_hooks import install_output_hooks
 from fxshard.frontend.sharding import take_apart
 from fxshard.frontend.tensor_parallel import refuse_breaks
 from fxshard.optim.adamw import ShardedAdamW
@@ -187,7 +186,7 @@ def shard(
         init=init,
     )
     drop_input_gradient_hooks(model)
-    install_output_hooks(model)
+    make_traceable(model)
     sharded = ShardedModule(model, sharding, backend_of(sharding))
     decided = sharding.state.made
     if isinstance(optimizer, AdamW):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ def capture(
     own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
     compiled = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
 
-    install_output_hooks(model)
+    make_traceable(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_context_parallel()
@@ -48,6 +49,15 @@ def capture(
             return compiled(*args, **kwargs)
 
     return run
+
+
+def make_traceable(model: nn.Module) -> None:
+    """Have modules of other libraries do ahead, or otherwise, what Dynamo cannot trace in their forward. In place."""
+    install_output_hooks(model)
+    if "peft.tuners.lora" in sys.modules:
+        from fxshard.frontend.adapted_parameters import adapt_in_forward  # which imports peft
+
+        adapt_in_forward(model)
 
 
 def refuse_context_parallel() -> None:

@@ -44,8 +44,9 @@ class FrozenLinear(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                f"this linear keeps its weight in {self.format}: read it with .dequantized(); merging an adapter into "
-                "it, and DoRA, need the weight itself: do that with the model as it was before fxshard.quantize_frozen"
+                f"this linear keeps its weight in {self.format}: read it with .dequantized() before fxshard.compile, "
+                "it does not change after; merging an adapter into it, and DoRA, need the weight itself: do that with "
+                "the model as it was before fxshard.quantize_frozen"
             )
         return super().__getattr__(name)
 

@@ -279,3 +279,29 @@ def test_a_module_of_torch_alone_is_saved_and_resumed(ranks: Pool, tmp_path: Pat
     assert found["mine"] == pytest.approx(found["peer"], rel=1e-5) and found["again"] == found["mine"]
     assert found["loaded"][0] == pytest.approx(found["loaded"][1], rel=1e-5)
     assert not (tmp_path / "config.json").exists()
+
+
+def noisy(folder: str, lengths: list[int], fullgraph: bool) -> list[list[float]]:
+    """Losses with NEFTune, of a Trainer with fxshard and of a plain one, on rows of these lengths."""
+    from transformers import Trainer, TrainingArguments
+
+    from fxshard.integrations.transformers import sharded
+
+    found = []
+    for cls in (sharded(Trainer, lowering="eager", fullgraph=fullgraph), Trainer):
+        args = TrainingArguments(
+            folder, per_device_train_batch_size=1, max_steps=len(lengths), logging_steps=1, learning_rate=1e-1,
+            neftune_noise_alpha=5.0, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        with launched():
+            data = [rows(len(lengths), length)[i] for i, length in enumerate(lengths)]
+            trainer = cls(model=llama(), args=args, train_dataset=data)
+            trainer.train()
+            found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return found
+
+
+@pytest.mark.parametrize(("lengths", "fullgraph"), [([8, 8, 8], True), thorough([8, 9, 10], False)])
+def test_noise_on_embeddings(ranks: Pool, tmp_path: Path, lengths: list[int], fullgraph: bool) -> None:
+    mine, peer = ranks(1, noisy, str(tmp_path), lengths, fullgraph)[0]
+    assert mine == pytest.approx(peer, rel=1e-5) and len({*mine}) == 3

@@ -199,5 +199,11 @@ def test_linears_that_cannot_be_quantized() -> None:
     fxshard.quantize_frozen(model, "nf4")
     changed = {name for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     assert changed == {f"layers.{i}.{j}.base" for i in range(LAYERS) for j in (0, 2)}
-    with pytest.raises(AttributeError, match=r"in nf4: read it with .dequantized"):
-        _ = model.layers[0][0].base.weight
+    plain = model.layers[0][0].base
+    assert plain.dequantized().shape == (plain.out_features, plain.in_features)
+    compiled = fxshard.compile(model, lowering="eager").layers[0][0].base
+    for linear in (plain, compiled):
+        with pytest.raises(AttributeError, match=r"in nf4: read it with .dequantized\(\) before fxshard.compile"):
+            _ = linear.weight
+    with pytest.raises(fxshard.StateError, match=r"dequantized\(\) of FrozenLinear.*before fxshard.compile"):
+        compiled.dequantized()
