@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -180,6 +181,24 @@ def test_outputs_of_layers_are_collected_in_one_graph(configured: bool) -> None:
     (theirs.loss + theirs.hidden_states[1].square().mean()).backward()
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(model.get_parameter(name).grad, plain.get_parameter(name).grad)
+
+
+def test_checkpointed_layers_collect_the_logits_of_their_routers() -> None:
+    """The loss that balances experts reads what hooks inside of checkpointed layers append to a list."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(**SMALL | {"num_hidden_layers": 2}, num_local_experts=4, output_router_logits=True)
+    plain = MixtralForCausalLM(config).train()
+    plain.gradient_checkpointing_enable()
+    model = fxshard.compile(copy.deepcopy(plain), lowering="eager")
+    mine, theirs = (m(input_ids=TOKENS, labels=TOKENS) for m in (model, plain))
+    assert mine.aux_loss.item() == pytest.approx(theirs.aux_loss.item(), rel=1e-6) and mine.aux_loss > 0
+    mine.loss.backward()
+    theirs.loss.backward()
+    assert model.report.compilations.captures == 1
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.thorough

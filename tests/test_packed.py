@@ -39,7 +39,7 @@ def packed(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_documents_in_a_row_train_as_documents_apart(attention: str, windows: bool | None) -> None:
     generator = torch.Generator().manual_seed(1)
     debug = fxshard.Debug(window_attention=windows)
-    chosen = {"attn_implementation": attention}
+    chosen = {"attn_implementation": attention, "use_cache": True}  # which is the default, and would join documents
     model, plain = fxshard.compile(llama(**chosen), lowering="eager", debug=debug), llama(**chosen)
     for lengths in ((5, 7, 4), (9, 3, 4), (16,)):
         documents = [torch.randint(64, (length,), generator=generator) for length in lengths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 import weakref
@@ -16,7 +17,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, ConfigError, FxshardError, StateError
 from fxshard._torch.private.attention import context_parallel_device
 from fxshard.frontend.layerdrop import NoneBelowZero, has_layerdrop
-from fxshard.frontend.output_hooks import install_output_hooks
+from fxshard.frontend.output_hooks import collects_outputs, install_output_hooks
 
 
 def capture(
@@ -42,10 +43,12 @@ def capture(
     compiled = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
 
     make_traceable(model)
+    collecting = private.collecting_in_checkpoints if collects_outputs(model) else contextlib.nullcontext
 
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_context_parallel()
-        with private.without_logging():  # not around torch.compile: a graph is captured when its first input comes
+        # Not around torch.compile: a graph is captured when its first input comes.
+        with private.without_logging(), collecting():
             return compiled(*args, **kwargs)
 
     return run

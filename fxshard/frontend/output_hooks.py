@@ -28,3 +28,8 @@ def install_output_hooks(model: nn.Module) -> None:
             getattr(inner, INSTALLED, False) for inner in module.modules()
         ):
             install(module)
+
+
+def collects_outputs(model: nn.Module) -> bool:
+    """Whether hooks in ``model`` append to a list; those of checkpointed layers do so inside what is checkpointed."""
+    return any(getattr(module, INSTALLED, False) for module in model.modules())

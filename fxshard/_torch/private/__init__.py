@@ -26,6 +26,7 @@ from fxshard._torch.private.collectives import (
     split_coalesced,
 )
 from fxshard._torch.private.dynamo import (
+    collecting_in_checkpoints,
     graph_break,
     graph_input_example,
     leaves_alone,

@@ -107,6 +107,21 @@ def without_logging() -> Iterator[None]:
         config.ignore_logging_functions = before
 
 
+@contextlib.contextmanager
+def collecting_in_checkpoints() -> Iterator[None]:
+    """Checkpointed code that is captured in here may append to a list outside of it. torch 2.11, 2.13.
+
+    It appends in forward, and not again where backward computes the code once more. The setting is torch's for this.
+    """
+    config = torch._dynamo.config
+    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    try:
+        yield
+    finally:
+        config.skip_fwd_side_effects_in_bwd_under_checkpoint = before
+
+
 def _loggers() -> list[Any]:
     """The methods of loggers, those that ``transformers`` adds included, if it is imported."""
     methods = [getattr(logging.Logger, name, None) for name in _LOGS]
