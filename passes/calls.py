@@ -256,7 +256,4 @@ _WHERE = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 def place(node: fx.Node) -> str:
     """Where in the model a node stands, as a path of modules."""
-    stack = node.meta.get("nn_module_stack")  # of the model's own forward there is none
-    path = str(list(stack.values())[-1][0]) if stack else ""
-    path = path.removeprefix("L['self']").removeprefix("L['model']").replace("_modules['", "").replace("']", "")
-    return path.lstrip(".") or "the model itself"
+    return private.module_path(node) or "the model itself"

@@ -64,7 +64,7 @@ def constant_sources(node: fx.Node) -> list[fx.Node]:
 
 def _check_call(node: fx.Node) -> None:
     if node.op == "placeholder":
-        raise NotConstant(f"depends on {node.name}, an input of the graph")
+        raise NotConstant(f"depends on {private.input_name(node)}, an input of the graph")
     if node.op == "get_attr":
         raise NotConstant(f"depends on {node.target}, which the module holds and others may write to")
     made = node.meta.get("example_value")

@@ -111,7 +111,7 @@ def test_what_the_user_gives_is_kept(name: str) -> None:
     found = rewritten_model(make("llama"), **{name: given[name]})
     assert not found.report.causal and len(found.report.masked) == 2
     reason = {
-        "attention_mask": "depends on l_more_attention_mask_, an input of",
+        "attention_mask": "depends on attention_mask, an input of",
         "position_ids": "separates documents:",
     }
     assert all(reason[name] in each.reason for each in found.report.masked)
@@ -419,6 +419,6 @@ def test_the_report_says_how_many_and_why() -> None:
     found = Rewritten(attend, *qkv(), lower())
     assert str(found.report).splitlines() == [
         "the model itself and 1 more: causal, without a mask",
-        "the model itself: keeps its mask, which depends on l_given_, an input of the graph",
+        "the model itself: keeps its mask, which depends on given, an input of the graph",
     ]
     assert "no attention" in str(AttentionReport())

@@ -29,6 +29,7 @@ from fxshard._torch.private.dynamo import (
     collecting_in_checkpoints,
     graph_break,
     graph_input_example,
+    input_name,
     leaves_alone,
     module_path,
     open_floats,

@@ -146,10 +146,27 @@ class _Ignored(set[Any]):
 
 
 def module_path(node: fx.Node) -> str:
-    """The module whose forward a node is from, as Dynamo wrote it down; empty where it did not. torch 2.11, 2.13."""
-    stack = node.meta.get("nn_module_stack")
-    path = next(reversed(stack.values()))[0] if stack else ""
-    return re.sub(r"^L\['(self|model|[^']*)'\]\.?", "", path) if isinstance(path, str) else ""
+    """The module whose forward a node is from, by its name; empty where Dynamo wrote none down. torch 2.11, 2.13."""
+    stack = node.meta.get("nn_module_stack")  # of the model's own forward there is none
+    return _by_names(str(next(reversed(stack.values()))[0])) if stack else ""
+
+
+def input_name(node: fx.Node) -> str:
+    """What an input of Dynamo's graph is called: an argument of forward, a buffer, a parameter. torch 2.11, 2.13."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", node.name)
+    name = name() if callable(name) else name  # which one depends on the version
+    return _by_names(name) or name[3:-2]  # L['x'] is an argument by itself
+
+
+def _by_names(path: str) -> str:
+    """How Dynamo writes where it found something, as names that a user has.
+
+    >>> _by_names("L['model'].layers.0"), _by_names("L['self']._modules['head']._buffers['mask']")
+    ('layers.0', 'head.mask')
+    """
+    path = re.sub(r"^[LG]\['[^']*'\]|\.__dict__\['_modules'\]|\._(modules|buffers|parameters)(?=\[)", "", path)
+    return re.sub(r"\['?([^']*?)'?\]", r".\1", path).lstrip(".")
 
 
 def leaves_alone(function: Any) -> bool:
