@@ -9,7 +9,7 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
-from tests.stack import Stack, batch
+from tests.stack import Stack, batch, deep
 from tests.thorough import thorough
 from tests.training import EPS, Make, Run, fsdp2_run, llama, plain_run, sharded_run
 
@@ -23,10 +23,10 @@ def stages(make: Make, zeros: tuple[int, ...]) -> tuple[dict[int, Run], Run]:
 
 def variants(zero: int) -> dict[str, Run]:
     return {
-        "default": sharded_run(Stack, zero=zero, steps=2),
-        "no prefetch, no arena": sharded_run(Stack, zero=zero, steps=2, prefetch=0, arena=False),
-        "deep prefetch": sharded_run(Stack, zero=zero, steps=2, prefetch=3),
-        "no overlap": sharded_run(Stack, zero=zero, steps=2, overlap=False),
+        "default": sharded_run(deep, zero=zero, steps=2),
+        "no prefetch, no arena": sharded_run(deep, zero=zero, steps=2, prefetch=0, arena=False),
+        "deep prefetch": sharded_run(deep, zero=zero, steps=2, prefetch=3),
+        "no overlap": sharded_run(deep, zero=zero, steps=2, overlap=False),
     }
 
 
