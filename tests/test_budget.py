@@ -1,4 +1,4 @@
-"""Planning under any memory budget and for any machine: what fits, what is hidden, and that no bit changes."""
+"""Planning under any memory budget and for any machine: what fits, and what is hidden."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ from fxshard.bench.captured import Captured, capture
 from fxshard.planner.hardware import PRESETS, Hardware
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.schedule import Schedule
-from tests.pool import Pool
-from tests.stack import Stack
-from tests.stack import batch as stack_batch
 from tests.thorough import thorough
 from tests.toy import Llama, Mlp, batch
-from tests.training import VOCAB, Run, sharded_run, with_debug
+from tests.training import VOCAB, with_debug
 
 MODELS = ("tied", "mlp", "wide")
 MACHINES = ("h100", "h200", "gb200")
@@ -213,25 +210,3 @@ def test_what_a_step_carries_does_not_depend_on_durations(name: str) -> None:
         carried.add(tuple(event.bucket for _, event in plan.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)))
     (buckets,) = carried
     assert len(buckets) >= 2
-
-
-# -- no option changes a result ----------------------------------------------------------------------------------------
-
-
-def variants(budgets: dict[str, int]) -> dict[str, Run]:
-    return {
-        "default": sharded_run(Stack, steps=2),
-        "nothing kept": sharded_run(Stack, steps=2, keep_resident=False),
-        **{name: sharded_run(Stack, steps=2, memory_budget=budget) for name, budget in budgets.items()},
-    }
-
-
-@pytest.mark.shows("S3")
-def test_budgets_and_residency_change_no_bit(ranks: Pool) -> None:
-    with pytest.raises(fxshard.BudgetError) as caught:
-        options: dict[str, Any] = {"optimizer": fxshard.AdamW(), "hardware": "cpu", "lowering": "eager"}
-        fxshard.plan(Stack(), stack_batch(0, 0), world_size=2, memory_budget=1, **options)
-    least = caught.value.smallest
-    for runs in ranks(2, variants, {"tight": least}):
-        for name, run in runs.items():
-            assert run.same(runs["default"]), name
