@@ -155,7 +155,7 @@ def test_a_loss_needs_no_key_value_cache() -> None:
         assert model(**inputs).past_key_values is None
 
 
-@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("configured", [False, thorough(True)])
 def test_outputs_of_layers_are_collected_in_one_graph(configured: bool) -> None:
     """By hooks that the model registers before the capture; asked for in a call, or by the configuration."""
     given = {} if configured else {"output_hidden_states": True}
