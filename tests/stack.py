@@ -8,18 +8,23 @@ from tests.toy import Mlp
 
 
 class Stack(nn.Module):
-    """Three equal layers and a head of odd sizes: little to compile."""
+    """A few equal layers and a head of odd sizes: little to compile."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(layers))
         self.head = nn.Linear(7, 5)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return F.mse_loss(self.head(x), y)
+
+
+def deep() -> Stack:
+    """One more layer, where it matters what is gathered and reduced before what."""
+    return Stack(layers=3)
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

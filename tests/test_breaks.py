@@ -302,7 +302,7 @@ def steps_of_an_extension(zero: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [thorough(1), 3])
 def test_parameters_of_a_module_that_is_left_alone_are_there(ranks: Pool, zero: int) -> None:
     """What its extensions read, and when, is not seen: all of them are gathered before each forward."""
     for found in ranks(2, steps_of_an_extension, zero):

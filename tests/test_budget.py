@@ -1,9 +1,10 @@
-"""Planning under any memory budget and for any machine: what fits, what is hidden, and that no bit changes."""
+"""Planning under any memory budget and for any machine: what fits, and what is hidden."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,12 +18,9 @@ from fxshard.bench.captured import Captured, capture
 from fxshard.planner.hardware import PRESETS, Hardware
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.schedule import Schedule
-from tests.pool import Pool
-from tests.stack import Stack
-from tests.stack import batch as stack_batch
 from tests.thorough import thorough
 from tests.toy import Llama, Mlp, batch
-from tests.training import VOCAB, Run, sharded_run, with_debug
+from tests.training import VOCAB, with_debug
 
 MODELS = ("tied", "mlp", "wide")
 MACHINES = ("h100", "h200", "gb200")
@@ -106,7 +104,7 @@ def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(name: str, ran
 def test_no_budget_is_exceeded_by_looking_ahead(name: str) -> None:
     """What is kept uses a budget up, so that no order but the one it was found with may fit."""
     least = smallest(name, 64, None)
-    for share in (0, 1, 3, 6, 11):
+    for share in (0, 1, 6):
         budget = least + least * share // 6
         assert under(name, budget, ranks=64, machine="h100").peak_bytes <= budget
 
@@ -164,19 +162,14 @@ def test_a_captured_step_is_scheduled_as_plan_does_it(budget: int | None) -> Non
     assert ours.simulate("h100").step_seconds == pytest.approx(planned.simulate("h100").step_seconds, rel=1e-12)
 
 
+FIRST = [("tied", "h100", 8), ("mlp", "h200", 64), ("wide", "gb200", 1024)]
+
+
 @pytest.mark.shows("P6")
 @pytest.mark.parametrize(
-    ("machine", "ranks"),
-    [
-        ("h100", 8),
-        ("h200", 64),
-        ("gb200", 1024),
-        *(thorough("h100", ranks) for ranks in (64, 1024)),
-        *(thorough("h200", ranks) for ranks in (8, 1024)),
-        *(thorough("gb200", ranks) for ranks in (8, 64)),
-    ],
+    ("name", "machine", "ranks"),
+    [*FIRST, *(thorough(*case) for case in product(MODELS, MACHINES, (8, 64, 1024)) if case not in FIRST)],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_never_worse_than_one_ahead(name: str, machine: str, ranks: int) -> None:
     no_worse(name, ranks, PRESETS[machine])
 
@@ -217,25 +210,3 @@ def test_what_a_step_carries_does_not_depend_on_durations(name: str) -> None:
         carried.add(tuple(event.bucket for _, event in plan.of(Kind.UNSHARD, phase=Phase.OPTIMIZER)))
     (buckets,) = carried
     assert len(buckets) >= 2
-
-
-# -- no option changes a result ----------------------------------------------------------------------------------------
-
-
-def variants(budgets: dict[str, int]) -> dict[str, Run]:
-    return {
-        "default": sharded_run(Stack, steps=2),
-        "nothing kept": sharded_run(Stack, steps=2, keep_resident=False),
-        **{name: sharded_run(Stack, steps=2, memory_budget=budget) for name, budget in budgets.items()},
-    }
-
-
-@pytest.mark.shows("S3")
-def test_budgets_and_residency_change_no_bit(ranks: Pool) -> None:
-    with pytest.raises(fxshard.BudgetError) as caught:
-        options: dict[str, Any] = {"optimizer": fxshard.AdamW(), "hardware": "cpu", "lowering": "eager"}
-        fxshard.plan(Stack(), stack_batch(0, 0), world_size=2, memory_budget=1, **options)
-    least = caught.value.smallest
-    for runs in ranks(2, variants, {"tight": least}):
-        for name, run in runs.items():
-            assert run.same(runs["default"]), name

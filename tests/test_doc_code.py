@@ -121,7 +121,7 @@ def nothing_left() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
-TESTED_ELSEWHERE = tuple(f"docs/howto/{name}.md" for name in ("budget", "huggingface", "peft", "trainer"))
+TESTED_ELSEWHERE = tuple(f"docs/howto/{name}.md" for name in ("accelerate", "budget", "huggingface", "peft", "trainer"))
 """Examples, and tests of budgets and integrations, do the same; these take long to capture."""
 
 

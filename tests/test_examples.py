@@ -161,6 +161,7 @@ def test_muon_vs_adamw(run: Here, tmp_path: Path) -> None:
     assert [len(line.attrib["points"].split()) for line in lines] == [5, 5, 5, 5]
 
 
+@pytest.mark.thorough
 def test_inspect_70b(run: Here, tmp_path: Path) -> None:
     page = tmp_path / "schedule.html"
     shown = run("examples/inspect_70b.py", "--layers", "2", "--world-size", "64", "--html", str(page))

@@ -14,6 +14,7 @@ import fxshard
 from fxshard.schedule.events import Kind, Phase
 from tests.pool import Pool
 from tests.stack import Stack, batch
+from tests.thorough import thorough
 
 Change = Callable[[nn.Module], None]
 
@@ -95,7 +96,7 @@ def changed(zero: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [thorough(1), 3])
 def test_changes_between_steps_are_seen(ranks: Pool, zero: int) -> None:
     for found in ranks(2, changed, zero):
         assert found.pop("carried") is (zero == 3)  # or nothing would be shown about gathers ahead of a forward
@@ -119,8 +120,10 @@ def test_a_copy_of_another_precision_is_seen_too() -> None:
         model(x, y)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    ("scaling", "zero"),
+    [("tensor", 3), ("row", 2), ("block", 3), thorough("tensor", 2), thorough("row", 3), thorough("block", 2)],
+)
 def test_copies_in_float8_are_compared_with_the_masters(scaling: Any, zero: int) -> None:
     """Evaluation uses what the last forward quantized, as long as masters are what they were then."""
     torch.manual_seed(0)

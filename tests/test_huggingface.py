@@ -141,29 +141,22 @@ def test_compilations_do_not_grow_with_depth(layers: int) -> None:
 
 
 def test_a_loss_needs_no_key_value_cache() -> None:
-    """Unless it is asked for. What generates one token after another gets it, as ever."""
-    plain = llama(num_hidden_layers=1, use_cache=True)
+    """In the run and in its plan, unless it is asked for. What generates one token after another gets it, as ever."""
+    plain, inputs = llama(num_hidden_layers=1, use_cache=True), {"input_ids": TOKENS, "labels": TOKENS}
     keys = plain(input_ids=TOKENS).past_key_values.layers[0].keys.detach()
+    planned = fxshard.plan(plain, inputs, world_size=1, hardware="cpu", lowering="eager")
     model = fxshard.compile(plain, lowering="eager")
-    assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
-    asked = model(input_ids=TOKENS, labels=TOKENS, use_cache=True).past_key_values
+    assert model(**inputs).past_key_values is None
+    assert planned == model.schedule and planned.peak_bytes == model.schedule.peak_bytes
+    asked = model(**inputs, use_cache=True).past_key_values
     torch.testing.assert_close(asked.layers[0].keys.detach(), keys)
     with torch.no_grad():
         given = model.eval()(input_ids=TOKENS).past_key_values
         assert torch.equal(given.layers[0].keys, asked.layers[0].keys)
-        assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
+        assert model(**inputs).past_key_values is None
 
 
-def test_a_plan_is_that_of_a_call_without_a_cache() -> None:
-    """As the run is, in which keys and values would be results that live until the caller drops them."""
-    plain, inputs = llama(num_hidden_layers=1, use_cache=True), {"input_ids": TOKENS, "labels": TOKENS}
-    planned = fxshard.plan(plain, inputs, world_size=1, hardware="cpu", lowering="eager")
-    model = fxshard.compile(plain, lowering="eager")
-    model(**inputs).loss.backward()
-    assert planned == model.schedule and planned.peak_bytes == model.schedule.peak_bytes
-
-
-@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("configured", [False, thorough(True)])
 def test_outputs_of_layers_are_collected_in_one_graph(configured: bool) -> None:
     """By hooks that the model registers before the capture; asked for in a call, or by the configuration."""
     given = {} if configured else {"output_hidden_states": True}

@@ -79,7 +79,7 @@ def second_call(act: Callable[..., Any], number: signal.Signals, mark: Path) -> 
     return counted
 
 
-CASES: list[Case] = [("unshard", "killed"), ("reduce", "killed"), ("carry", "killed"), ("reduce", "stopped")]
+CASES: list[Case] = [("unshard", "killed"), ("reduce", "killed"), ("reduce", "stopped")]
 MORE: list[Case] = [(kind, how) for kind in KINDS for how in SIGNALS if (kind, how) not in CASES]
 
 

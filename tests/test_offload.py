@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
+from fxshard.bench.captured import capture
 from fxshard.frontend.planning import sweep
 from fxshard.schedule.events import Kind
 from fxshard.schedule.schedule import Schedule
 from tests.measuring import AllocatedPeak, NewBytes
 from tests.pool import Pool
-from tests.test_activation_budget import VOCAB, Marked, data, planned, too_small
+from tests.test_activation_budget import VOCAB, Marked, data, too_small
 from tests.toy import Llama
 from tests.training import Make, full_gradients
 
@@ -50,9 +51,10 @@ def least(make: Make = llama, ranks: int = 2) -> int:
 
 
 def test_what_is_offloaded_is_in_the_schedule_and_the_peak() -> None:
-    roomy = planned(llama(), world_size=1)
-    budget = least(ranks=1)
-    schedule = planned(llama(), world_size=1, memory_budget=budget, activations="offload")
+    captured, budget = capture(llama(), data(), lowering="eager"), least(ranks=1)
+    options: dict[str, Any] = {"ranks": 1, "hardware": "cpu", "optimizer": fxshard.AdamW()}
+    roomy = captured.schedule(**options)
+    schedule = captured.schedule(**options, memory_budget=budget, activations="offload")
     assert not schedule.recomputed and not roomy.offloaded
     names = {each.name: each for each in schedule.offloaded}
     assert names["layers.*.mlp.w1 mm"].count == LAYERS - 1, "the one that backward reads first stays"

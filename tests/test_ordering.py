@@ -18,7 +18,7 @@ from tests.ordering import observed
 from tests.parallel import parallel_wide, two_by_two
 from tests.pool import Pool
 from tests.precision.nets import single, this_ranks_tokens
-from tests.stack import Stack, batch, wide, wide_batch
+from tests.stack import Stack, batch, deep, wide, wide_batch
 from tests.thorough import thorough
 from tests.training import my_data_for, train_step, with_debug
 
@@ -60,13 +60,13 @@ def this_ranks_wide_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def frozen() -> Stack:
-    model = Stack()
+    model = deep()
     model.layers[1].requires_grad_(False)
     return model
 
 
 def differences(
-    options: dict[str, Any], make: Callable[[], nn.Module] = Stack, data: Any = my_data_for, evaluated: bool = True
+    options: dict[str, Any], make: Callable[[], nn.Module] = deep, data: Any = my_data_for, evaluated: bool = True
 ) -> list[str]:
     """Between what steps wait for and what their schedules say: training, inside ``no_sync``, and evaluation."""
     options = with_debug({"optimizer": ADAMW, **options})

@@ -11,6 +11,7 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import full_gradients
 
 
@@ -86,7 +87,7 @@ def inputs(rank: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.parametrize(("zero", "ours"), [(3, True), (3, False), (2, False)])
+@pytest.mark.parametrize(("zero", "ours"), [(3, True), thorough(3, False), (2, False)])
 def test_penalties_have_the_gradients_of_plain_pytorch(ranks: Pool, zero: int, ours: bool) -> None:
     expected = of_plain(2)
     for found in ranks(2, penalized, zero, ours):

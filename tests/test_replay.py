@@ -35,7 +35,7 @@ from tests.replaying import (
     same,
     step,
 )
-from tests.stack import Stack, batch
+from tests.stack import Stack, batch, deep
 from tests.test_unused_gradients import ONE_UNIT, Results
 from tests.thorough import thorough
 from tests.toy import batch as tokens
@@ -142,17 +142,17 @@ def test_a_transformer_trains_the_same() -> None:
 
 
 def offloading() -> dict[str, Any]:
-    """Options with which Stack's activations go to the host."""
+    """Options with which activations of a deep stack go to the host."""
     with pytest.raises(fxshard.BudgetError) as caught:
         optimizer, settings = fxshard.AdamW(lr=1e-2), {"activations": "offload", "lowering": "eager"}
-        fxshard.plan(Stack(), batch(0, 0), world_size=1, memory_budget=1, optimizer=optimizer, **settings)
+        fxshard.plan(deep(), batch(0, 0), world_size=1, memory_budget=1, optimizer=optimizer, **settings)
     return {"memory_budget": caught.value.smallest, "activations": "offload"}
 
 
 @pytest.mark.parametrize("options", [thorough(dict), pytest.param(offloading, marks=pytest.mark.shows("M4"))])
 def test_whatever_needs_memory_that_a_replay_would_overwrite_is_right(options: Callable[[], dict[str, Any]]) -> None:
     """Each of these comes after two steps, which were captured, and is followed by two that must be right too."""
-    models = pair(**options())
+    models = pair(deep, **options())
     for number in range(3):
         both(models, step(number))
     assert bool(models[0].schedule.offloaded) == (options is offloading)

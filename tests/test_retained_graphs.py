@@ -12,6 +12,7 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 from tests.training import full_gradients
 
 
@@ -57,7 +58,7 @@ def test_a_graph_that_is_kept_in_one_process(lowering: str) -> None:
     torch.testing.assert_close(two_losses(3, lowering), of_plain(1))
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [thorough(1), 3])
 def test_a_graph_that_is_kept_on_two_ranks(ranks: Pool, zero: int) -> None:
     for found in ranks(2, two_losses, zero, "eager"):
         torch.testing.assert_close(found, of_plain(2))
@@ -127,7 +128,7 @@ def changed_by_hand(zero: int) -> bool:
     return all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [thorough(2), 3])
 def test_no_backward_after_a_change_by_hand(ranks: Pool, zero: int) -> None:
     assert changed_by_hand(zero)
     assert all(ranks(2, changed_by_hand, zero))

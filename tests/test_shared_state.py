@@ -78,7 +78,7 @@ def equal(settings: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     "settings",
     [
         [(3, {"precision": BF16})],
-        [(3, {"fullgraph": False})],
+        thorough([(3, {"fullgraph": False})]),
         thorough([(1, {"layout": "whole"}), (2, {"layout": "whole"}), (3, {})]),
     ],
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxshard
 from tests.pool import Pool
-from tests.stack import Stack, batch
+from tests.stack import Stack, batch, deep
 from tests.thorough import thorough
 from tests.training import EPS, Make, Run, fsdp2_run, llama, plain_run, sharded_run
 
@@ -21,12 +21,14 @@ def stages(make: Make, zeros: tuple[int, ...]) -> tuple[dict[int, Run], Run]:
     return {zero: sharded_run(make, zero=zero) for zero in zeros}, fsdp2_run(make)
 
 
-def variants(zero: int) -> dict[str, Run]:
+def variants(zero: int, budget: int) -> dict[str, Run]:
     return {
-        "default": sharded_run(Stack, zero=zero, steps=2),
-        "no prefetch, no arena": sharded_run(Stack, zero=zero, steps=2, prefetch=0, arena=False),
-        "deep prefetch": sharded_run(Stack, zero=zero, steps=2, prefetch=3),
-        "no overlap": sharded_run(Stack, zero=zero, steps=2, overlap=False),
+        "default": sharded_run(deep, zero=zero, steps=2),
+        "no prefetch, no arena": sharded_run(deep, zero=zero, steps=2, prefetch=0, arena=False),
+        "deep prefetch": sharded_run(deep, zero=zero, steps=2, prefetch=3),
+        "no overlap": sharded_run(deep, zero=zero, steps=2, overlap=False),
+        "nothing kept": sharded_run(deep, zero=zero, steps=2, keep_resident=False),
+        "as little memory as possible": sharded_run(deep, zero=zero, steps=2, memory_budget=budget),
     }
 
 
@@ -86,7 +88,10 @@ def test_stages_equal_one_process_on_the_global_batch(
 @pytest.mark.shows("S3")
 @pytest.mark.parametrize("zero", [thorough(1), 3])
 def test_scheduling_options_change_nothing(ranks: Pool, zero: int) -> None:
-    for runs in ranks(2, variants, zero):
+    with pytest.raises(fxshard.BudgetError) as caught:
+        options: dict[str, Any] = {"zero": zero, "optimizer": fxshard.AdamW(), "hardware": "cpu", "lowering": "eager"}
+        fxshard.plan(deep(), batch(0, 0), world_size=2, memory_budget=1, **options)
+    for runs in ranks(2, variants, zero, caught.value.smallest):
         for name, run in runs.items():
             assert run.same(runs["default"]), name
 

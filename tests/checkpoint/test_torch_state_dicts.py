@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fxshard
 from tests.pool import Pool
+from tests.thorough import thorough
 
 
 def plain(seed: int = 0) -> nn.Module:
@@ -70,8 +71,9 @@ def expected() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "broadcast"), [(False, True), (True, False), thorough(False, False), thorough(True, True)]
+)
 def test_whole_tensors_are_cut_into_the_rows_that_ranks_hold(ranks: Pool, ours: bool, broadcast: bool) -> None:
     for found in ranks(2, resumed, ours, broadcast):
         torch.testing.assert_close(found, dict(expected()), rtol=1e-4, atol=1e-5)

@@ -15,7 +15,7 @@ from tests.parallel_muon import planned
 from tests.pool import Pool
 from tests.precision.nets import net
 from tests.precision.test_experts import moe
-from tests.stack import Stack, batch, wide, wide_batch
+from tests.stack import batch, deep, wide, wide_batch
 from tests.test_groups import DIM, TOKENS, Moe
 from tests.training import with_debug
 
@@ -26,17 +26,17 @@ MUON = fxshard.Muon(lr=1e-2, adamw=ADAMW)
 @cache
 def _stack(zero: int, ranks: int = 2, shards: int | None = None, own: bool = True) -> fxshard.Schedule:
     options: dict[str, Any] = {"optimizer": ADAMW if own else None, "zero": zero, "shard_size": shards}
-    return fxshard.plan(Stack(), batch(0, 0), world_size=ranks, lowering="eager", **options)
+    return fxshard.plan(deep(), batch(0, 0), world_size=ranks, lowering="eager", **options)
 
 
 def _frozen() -> fxshard.Schedule:
-    model = Stack()
+    model = deep()
     model.layers[1].requires_grad_(False)
     return fxshard.plan(model, batch(0, 0), world_size=2, lowering="eager")
 
 
 def _evaluation() -> fxshard.Schedule:
-    model = Stack().requires_grad_(False)
+    model = deep().requires_grad_(False)
     return fxshard.plan(model, batch(0, 0), world_size=2, lowering="eager")
 
 
@@ -78,8 +78,8 @@ def _offloading() -> fxshard.Schedule:
     """All that can be on the host between forward and backward is there."""
     options: dict[str, Any] = {"world_size": 2, "lowering": "eager", "optimizer": ADAMW, "activations": "offload"}
     with pytest.raises(fxshard.BudgetError) as caught:
-        fxshard.plan(Stack(), batch(0, 0), memory_budget=1, **options)
-    return fxshard.plan(Stack(), batch(0, 0), memory_budget=caught.value.smallest, **options)
+        fxshard.plan(deep(), batch(0, 0), memory_budget=1, **options)
+    return fxshard.plan(deep(), batch(0, 0), memory_budget=caught.value.smallest, **options)
 
 
 _MAKE: dict[str, Callable[[], fxshard.Schedule]] = {

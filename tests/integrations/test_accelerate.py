@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import fxshard
 from tests.integrations.launched import launched, rows
 from tests.pool import Pool
+from tests.thorough import thorough
 
 pytest.importorskip("accelerate", reason="needs Accelerate: pip install accelerate")
 
@@ -119,9 +120,6 @@ def test_a_saved_state_continues_bitwise(by_rank: list[Found]) -> None:
         assert "optimizer.bin" not in files and "model.safetensors" not in files, "rank 0 has only a part of them"
 
 
-ORDERS = ("together", "model first", "optimizer first")
-
-
 def prepared(accelerator: Any, order: str) -> tuple[Any, Any]:
     """A model, and an optimizer that is made for the plain one, and with state."""
     from tests.integrations.tiny import tiny
@@ -166,7 +164,7 @@ def in_an_order(folder: str, order: str) -> tuple[list[list[float]], bool, bool]
     return losses, same, isinstance(model, fxshard.ShardedModule)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["together", thorough("model first"), "optimizer first"])
 def test_models_and_optimizers_are_prepared_in_any_order(ranks: Pool, tmp_path: Path, order: str) -> None:
     for (peer, mine), saved, sharded in ranks(2, in_an_order, str(tmp_path), order):
         assert mine == pytest.approx(peer, rel=1e-5) and len(set(mine)) == 4

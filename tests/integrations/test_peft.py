@@ -320,7 +320,7 @@ def save_prompts(folder: str, hidden: int) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("hidden", [0, 16])
+@pytest.mark.parametrize("hidden", [thorough(0), 16])
 def test_prompts_are_computed_from_masters_and_saved(ranks: Pool, tmp_path: Path, hidden: int) -> None:
     from peft import PeftModel
 

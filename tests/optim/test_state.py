@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fxshard
+from fxshard.bench.captured import capture
 from tests.optim.late import known_late
 from tests.optim.state_reference import LINES, Kinds, bf16, eight_bits, expected
 from tests.optim.state_runs import FORMATS, LR, PLACES, moments, momentum_reference, same, sharded, train, wrong
@@ -222,9 +223,11 @@ def test_state_dicts_are_those_of_torch(place: str) -> None:
 
 
 def test_a_plan_counts_what_is_kept() -> None:
+    captured = capture(wide(), wide_batch(0, 0), lowering="eager")
+
     def plan(state: str, offload: str, budget: int | None = None) -> fxshard.Schedule:
         options: dict[str, Any] = {"optimizer": fxshard.AdamW(state=state, offload=offload), "memory_budget": budget}
-        return fxshard.plan(wide(), wide_batch(0, 0), world_size=4, lowering="eager", **options)
+        return captured.schedule(ranks=4, hardware="h200", **options)
 
     plans = {case: plan(*case) for case in product(FORMATS, PLACES)}
     at_rest = {key: schedule.resident_bytes for key, schedule in plans.items()}

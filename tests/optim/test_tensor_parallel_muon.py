@@ -20,7 +20,7 @@ from tests.training import deliver, random_gradients, step_beside
 ADAMW = fxshard.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1)
 MUON = fxshard.Muon(lr=2e-2, weight_decay=0.1, adamw=ADAMW)
 # Parts of different shapes have different scales, and boundaries that tensor parallelism does not respect.
-SPLIT = fxshard.Muon(lr=2e-2, split={"*.up.weight": (10, 30)}, scale="spectral", adamw=ADAMW)
+SPLIT = fxshard.Muon(lr=2e-2, split={"*.up.weight": (40, 88)}, scale="spectral", adamw=ADAMW)
 
 
 class Stacked(nn.Module):
