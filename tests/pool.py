@@ -182,8 +182,6 @@ def forget() -> None:
             getattr(debug, clear, lambda: None)()  # of which older versions have one, or none
     if "torch._dynamo" in sys.modules:  # importing it costs seconds: not for the sake of resetting it
         torch._dynamo.reset()
-        # It times the guards of all that is compiled, for a log, and empties the caches of the processor before: 22 ms.
-        torch._dynamo.guards.profile_guard_manager = lambda *guards: 0.0
 
 
 class _Worker:
