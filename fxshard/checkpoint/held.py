@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError
+from fxshard.checkpoint.ranks import Part
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.state import places
 from fxshard.optim.moments import Deferred, Unpacked
@@ -18,6 +20,7 @@ from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.rows import Rows
 
 MODEL, OPTIMIZER = "model", "optimizer.state"
+NO_PARTS: Mapping[str, Part] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,15 @@ class Held:
         return ".".join(self.path(name))
 
 
-def of_model(model: ShardedModule, *, frozen: bool = True) -> Iterator[Held]:
+Parts = Mapping[str, Part]
+"""By the pattern of ``groups=``: which part of what it names this rank has."""
+
+
+def of_model(model: ShardedModule, parts: Parts = NO_PARTS, *, frozen: bool = True) -> Iterator[Held]:
     """Parameters (masters, where there are any) and persistent buffers. Buffers are those of the first rank.
 
-    ``frozen``: whether parameters that do not train are among them.
+    ``frozen``: whether parameters that do not train are among them. ``parts``: if given, a name stands for what all
+    ranks have under it, otherwise for what this one has.
     """
     keys: dict[int, list[str]] = {}
     values = {}
@@ -66,26 +74,48 @@ def of_model(model: ShardedModule, *, frozen: bool = True) -> Iterator[Held]:
         names = tuple(keys.pop(id(parameter)))
         if frozen or bucket.plan.trainable:
             at = bucket.offsets(name)
-            yield Held(MODEL, names, tuple(parameter.shape), at, bucket.local(name))
-    first = model._sharding.channels.is_first
+            held = Held(MODEL, names, tuple(parameter.shape), at, bucket.local(name))
+            yield _among_all(held, parts.get(bucket.plan.domain.name))
+    sharding = model._sharding
+    first = {"": sharding.channels.is_first}
+    first |= {bucket.plan.domain.name: bucket.channels.is_first for bucket in sharding.buckets}
     for identity, of_buffer in keys.items():
         buffer = private.local_part(values[identity]).detach()
-        yield Held(MODEL, tuple(of_buffer), tuple(buffer.shape), (0,) * buffer.ndim, buffer, writes=first)
+        domain = sharding.domain_of(of_buffer[0]).name
+        held = Held(MODEL, tuple(of_buffer), tuple(buffer.shape), (0,) * buffer.ndim, buffer, writes=first[domain])
+        yield _among_all(held, parts.get(domain))
+
+
+def _among_all(held: Held, part: Part | None) -> Held:
+    """Where this rank's rows are among those of all groups of ranks, which follow one another: as experts that are
+    stacked do, so that a model with more or fewer of them on a rank finds its own.
+    """
+    if part is None or part.count == 1:
+        return held
+    if not held.shape:
+        raise ConfigError(
+            f"{held.names[0]} is a single number, of which ranks have several because of groups=, and cannot be saved: "
+            "give it a dimension"
+        )
+    rows = held.shape[0]
+    shape, offset = (part.count * rows, *held.shape[1:]), part.index * rows + held.offsets[0]
+    return replace(held, shape=shape, offsets=(offset, *held.offsets[1:]))
 
 
 State = Mapping[torch.Tensor, Mapping[str, Any]]
 """What ``optimizer.state`` is: parameter → field → tensor."""
 
 
-def of_optimizer(model: ShardedModule, state: State) -> Iterator[Held]:
+def of_optimizer(model: ShardedModule, state: State, parts: Parts) -> Iterator[Held]:
     """State tensors: those shaped like their parameter (this rank has the same rows of both), and scalars."""
     for bucket, name, parameter in places(model._sharding.buckets):
         of_one = state.get(parameter, {})
         if isinstance(of_one, Unpacked):
-            yield from _unpacked(bucket, name, parameter, of_one)
-            continue
-        for field, value in of_one.items():
-            yield _state(bucket, name, parameter, field, value)
+            found = _unpacked(bucket, name, parameter, of_one)
+        else:
+            found = (_state(bucket, name, parameter, field, value) for field, value in of_one.items())
+        for held in found:  # all ranks have the same numbers: of steps, and what follows from them
+            yield _among_all(held, parts.get(bucket.plan.domain.name)) if held.shape else held
 
 
 def _unpacked(bucket: Bucket, name: str, parameter: torch.nn.Parameter, state: Unpacked) -> Iterator[Held]:

@@ -29,7 +29,7 @@ from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Target
 from fxshard.checkpoint.ranks import Ranks
 from fxshard.checkpoint.saving import check_model, wait_for_save
-from fxshard.frontend.exporting import INDEX, SafetensorsWriter, whole_tensors
+from fxshard.frontend.exporting import INDEX, SafetensorsWriter, refuse_groups, whole_tensors
 from fxshard.frontend.module import ShardedModule
 
 Rename = Callable[[str], str | None]
@@ -95,6 +95,7 @@ def save_safetensors(
     ``rename`` maps the model's names to those in the files.
     """
     ranks = check_model(model)
+    refuse_groups(model._sharding)
     path = Path(path)
     ranks.doing = f"saving {path}"
     partial: Partial | None = None

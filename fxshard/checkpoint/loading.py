@@ -17,7 +17,15 @@ from fxshard._torch.errors import CheckpointError, FxshardError
 from fxshard._torch.progress import long_work
 from fxshard.checkpoint import folder, groups
 from fxshard.checkpoint.fit import Stored, fields_in, match_model, targets
-from fxshard.checkpoint.held import MODEL, OPTIMIZER, empty_like_parameter, of_model, of_optimizer, parameter_names
+from fxshard.checkpoint.held import (
+    MODEL,
+    OPTIMIZER,
+    Parts,
+    empty_like_parameter,
+    of_model,
+    of_optimizer,
+    parameter_names,
+)
 from fxshard.checkpoint.planners import LoadRows, Progress, Target
 from fxshard.checkpoint.ranks import Ranks
 from fxshard.checkpoint.reader import RowReader
@@ -71,7 +79,7 @@ def load(
     path = _find(Path(path), ranks)
     optimizer = model._optimizer if optimizer is None else optimizer
     try:
-        plan = _Plan(model, None if weights_only else optimizer, path)
+        plan = _Plan(model, None if weights_only else optimizer, path, ranks.parts)
         problems = plan.problems(weights_only)
     except (FxshardError, OSError) as error:
         problems = [str(error)]
@@ -104,8 +112,8 @@ def load(
 class _Plan:
     """What this rank will read into what, and the problems that were found."""
 
-    def __init__(self, model: ShardedModule, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: ShardedModule, optimizer: torch.optim.Optimizer | None, path: Path, parts: Parts) -> None:
+        self.model, self.optimizer, self.parts = model, optimizer, parts
         self.manifest = folder.read(path)
         self.reader = RowReader(path, self.manifest["files"])
         metadata = self.reader.read_metadata().state_dict_metadata
@@ -122,7 +130,7 @@ class _Plan:
     def problems(self, weights_only: bool) -> list[str]:
         """Everything that does not fit. Plans the reading on the way."""
         frozen = self.manifest.get("frozen", True)
-        held = list(of_model(self.model, frozen=frozen))
+        held = list(of_model(self.model, self.parts, frozen=frozen))
         if not frozen:
             self.notes.append("parameters that do not train are not in it, and stayed as they are")
         match = match_model(held, self.stored)
@@ -151,7 +159,7 @@ class _Plan:
                 found += self._left_over(sources)
             else:
                 self._add_missing_state(sources)
-            self.targets += targets(list(of_optimizer(self.model, self.state)), sources, self.stored, found)
+            self.targets += targets(list(of_optimizer(self.model, self.state, self.parts)), sources, self.stored, found)
         return found
 
     def _left_over(self, sources: dict[str, Source]) -> list[str]:

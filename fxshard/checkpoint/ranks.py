@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,15 @@ import torch.distributed as dist
 from fxshard._torch import private
 from fxshard._torch.errors import CheckpointError, PeerError
 from fxshard.frontend.sharding import Sharding
+from fxshard.runtime.channels import domain_ranks
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of several groups of ranks, each with parameters of its own under the same names, a rank belongs to."""
+
+    index: int
+    count: int
 
 
 class Ranks:
@@ -33,6 +43,18 @@ class Ranks:
             with self.together():
                 timeout = self._roll_call.collectives
                 self.group = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        self.parts = self._parts(sharding)
+        """By the pattern of ``groups=``: which part of what the pattern names this rank has, and of how many."""
+
+    def _parts(self, sharding: Sharding) -> dict[str, Part]:
+        groups = {bucket.plan.domain.name: domain_ranks(bucket.mesh) for bucket in sharding.buckets}
+        groups.pop("", None)  # the model's own ranks
+        found: dict[str, Part] = {}
+        everywhere = self.gather(groups) if groups else []
+        for pattern, own in groups.items():
+            others = sorted({tuple(each[pattern]) for each in everywhere})
+            found[pattern] = Part(others.index(tuple(own)), len(others))
+        return found
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -108,8 +108,8 @@ def save(
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.settle()
         held = [
-            *of_model(model, frozen=frozen),
-            *(of_optimizer(model, optimizer.state) if optimizer is not None else ()),
+            *of_model(model, ranks.parts, frozen=frozen),
+            *(of_optimizer(model, optimizer.state, ranks.parts) if optimizer is not None else ()),
         ]
         record = _record(model, optimizer, ranks) | {"frozen": frozen}
         objects: dict[tuple[str, ...], bytes] = {("rng", str(ranks.rank)): packed(random_states(device))}

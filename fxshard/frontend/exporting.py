@@ -9,10 +9,22 @@ from pathlib import Path
 import torch
 
 from fxshard._torch import private
+from fxshard._torch.errors import ConfigError
+from fxshard.frontend.sharding import Sharding
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.parameter_methods import whole_parameters
 
 INDEX = "model.safetensors.index.json"
+
+
+def refuse_groups(sharding: Sharding) -> None:
+    """Raise where a name stands for different parameters on different ranks: a file would have those of the first."""
+    names = [bucket.plan.params[0] for bucket in sharding.buckets if bucket.plan.domain.ranks < sharding.ranks]
+    if names:
+        raise ConfigError(
+            f"{names[0]} is another parameter on other ranks, because of groups=, and files by names would have those "
+            "of the first rank alone: fxshard.save writes them all"
+        )
 
 
 def whole_tensors(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch.errors import CheckpointError, ConfigError
-from fxshard.frontend.exporting import SafetensorsWriter, whole_tensors
+from fxshard.frontend.exporting import SafetensorsWriter, refuse_groups, whole_tensors
 from fxshard.frontend.frozen_linears import FrozenLinear
 from fxshard.passes.options import bytes_in
 from fxshard.runtime.borrowed import lent
@@ -76,6 +76,7 @@ def save_weights(
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a model without adapter; of one that is none of ``transformers`` the weights alone. Collective."""
+    refuse_groups(model._sharding)
     plain, agreement = model._inner, model._sharding.agreement
     final, size = Path(directory), bytes_in(max_shard_size)
     if size is None:
@@ -223,6 +224,7 @@ def save_adapter(
     """
     plain: Any = model._inner
     sharding = model._sharding
+    refuse_groups(sharding)
     trained = [bucket for bucket in sharding.buckets if bucket.plan.trainable]
     if not trained:
         raise ConfigError(

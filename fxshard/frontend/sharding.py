@@ -31,7 +31,7 @@ from fxshard.passes.options import Options
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.buckets import plan_buckets
-from fxshard.planner.domain import Domain, Reduction, data_parallel
+from fxshard.planner.domain import Domain, DomainOf, Reduction, data_parallel
 from fxshard.planner.float8_policy import check_products
 from fxshard.planner.hardware import Hardware, hardware
 from fxshard.planner.precision import Precision
@@ -69,6 +69,8 @@ class Sharding:
 
     channels: Channels = field(default_factory=lambda: Channels(Domain()))
     """The process groups of the model's own ranks."""
+    domain_of: DomainOf = field(default=domain_by_name((), Domain()))
+    """Over which ranks a parameter or a buffer is data-parallel, by its name."""
     ranks: int = 1
     own_optimizer: bool = False
     """Whether one of fxshard's optimizers updates the model, which is known before the first program is scheduled."""
@@ -198,6 +200,7 @@ def take_apart(
         group_name=domain.group(domain.ranks) if domain.device else "none",
         hollow=hollow,
         channels=channels[domain],
+        domain_of=domain_of,
         ranks=domain.ranks,
         own_optimizer=own_optimizer,
         measures_logits=measures_logits,

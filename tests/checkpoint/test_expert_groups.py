@@ -1,0 +1,75 @@
+"""Checkpoints of experts that have one name and are others on other ranks: ``groups=``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fxshard
+from fxshard.checkpoint import save_safetensors
+from tests.pool import Pool
+from tests.test_groups import Moe, batch
+
+
+def sharded(parts: int, zero: int, *, fill: float | None = None) -> fxshard.ShardedModule:
+    """On four ranks, of which ``parts`` have different experts; all parameters and buffers are ``fill``."""
+    mesh = init_device_mesh("cpu", (4 // parts, parts), mesh_dim_names=("ep_dp", "ep"))
+    plain = Moe(mesh.get_group("ep").group_name, mesh.get_local_rank("ep"), parts)
+    if fill is not None:
+        with torch.no_grad():
+            for value in (*plain.parameters(), *plain.buffers()):
+                value.fill_(fill)
+    groups = {"*.experts.*": mesh["ep_dp"]}
+    return fxshard.compile(plain, zero=zero, groups=groups, optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
+
+
+def step(model: fxshard.ShardedModule, number: int) -> None:
+    x, y = (value.chunk(4)[dist.get_rank()] for value in batch(number))
+    model(x, y).backward()
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+
+
+def experts(state: dict[str, Any]) -> torch.Tensor:
+    """All four, from the ranks that have two of them each."""
+    own: list[Any] = [None] * 4
+    dist.all_gather_object(own, state["layers.0.experts.weight"])
+    return torch.cat(own[:2])
+
+
+def moved(folder: Path) -> dict[str, Any]:
+    model = sharded(2, zero=3)
+    step(model, 0)
+    fxshard.save(model, folder / "saved")
+    again, more = sharded(2, zero=1, fill=7.0), sharded(4, zero=2, fill=7.0)
+    for other in (again, more):
+        fxshard.load(other, folder / "saved")
+    loaded = more.full_state_dict()["layers.0.experts.weight"]
+    before = experts(model.full_state_dict())
+    for each in (model, again):
+        step(each, 1)
+    mine, theirs = model.full_state_dict(), again.full_state_dict()
+    with pytest.raises(fxshard.ConfigError, match=r"layers\.0\.experts\.weight is another parameter on other ranks"):
+        save_safetensors(model, folder / "files")
+    return {
+        "continued": [name for name, value in mine.items() if not torch.equal(value, theirs[name])],
+        "experts": before,
+        "of four": torch.equal(loaded, before[dist.get_rank() :][:1]),
+        "buffer": more.full_state_dict()["layers.0.experts.bias"].mean().item(),
+    }
+
+
+def test_every_rank_finds_its_experts(ranks: Pool, tmp_path: Path) -> None:
+    """On as many ranks, on ranks that have fewer experts each, and in one process that has them all."""
+    found = ranks(4, moved, tmp_path)
+    for rank, each in enumerate(found):
+        assert not each["continued"], "a step after loading is that of the model that was saved"
+        assert each["of four"] and each["buffer"] == pytest.approx(0.1 if rank < 2 else 0.2)
+    alone = fxshard.compile(Moe(), optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
+    fxshard.load(alone, tmp_path / "saved")
+    assert torch.equal(alone.full_state_dict()["layers.0.experts.weight"], found[0]["experts"])
