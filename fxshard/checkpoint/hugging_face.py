@@ -24,7 +24,7 @@ from torch import nn
 
 from fxshard._torch.errors import CheckpointError, ConfigError
 from fxshard.checkpoint.fit import Stored, match_model, targets
-from fxshard.checkpoint.held import MODEL, of_model
+from fxshard.checkpoint.held import MODEL, Held, of_model
 from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Target
 from fxshard.checkpoint.ranks import Ranks
@@ -63,11 +63,12 @@ def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | Non
 def fill_rows(model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, problems: Sequence[str]) -> list[str]:
     """Fill this rank's rows of the model from slices by name, if everything fits; returns names of experts that were
     stored in another layout. Collective. ``problems``: what was found before."""
-    held, found = list(of_model(model)), list(problems)
+    found = list(problems)
     wanted: list[Target] = []
     regrouped: list[str] = []
     if where:
         stored = {f"{MODEL}.{name}": Stored(tuple(at.get_shape()), None) for name, at in where.items()}
+        held = _in_files(model, stored, ranks)
         match = match_model(held, stored)
         found += [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
         wanted = targets(held, match.of, stored, found)
@@ -78,6 +79,14 @@ def fill_rows(model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, pr
     model.parameters_changed()
     ranks.settle(failed, "the files could not be read to the end, load others before training on")
     return regrouped
+
+
+def _in_files(model: ShardedModule, stored: Mapping[str, Stored], ranks: Ranks) -> list[Held]:
+    """What this rank reads: its part of the experts of all ranks where files have them together, or its own by name."""
+    together = list(of_model(model, ranks.parts))
+    there = match_model(together, stored).of
+    own = of_model(model)
+    return [whole if whole.names[0] in there else part for whole, part in zip(together, own, strict=True)]
 
 
 def save_safetensors(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard.checkpoint import save_safetensors
+from fxshard.checkpoint import load_safetensors, save_safetensors
 from tests.pool import Pool
 from tests.test_groups import Moe, batch
 
@@ -54,21 +54,26 @@ def moved(folder: Path) -> dict[str, Any]:
     for each in (model, again):
         step(each, 1)
     mine, theirs = model.full_state_dict(), again.full_state_dict()
+    load_safetensors(more, folder / "together")
     with pytest.raises(fxshard.ConfigError, match=r"layers\.0\.experts\.weight is another parameter on other ranks"):
         save_safetensors(model, folder / "files")
     return {
         "continued": [name for name, value in mine.items() if not torch.equal(value, theirs[name])],
         "experts": before,
         "of four": torch.equal(loaded, before[dist.get_rank() :][:1]),
+        "from files": more.full_state_dict()["layers.0.experts.weight"],
         "buffer": more.full_state_dict()["layers.0.experts.bias"].mean().item(),
     }
 
 
 def test_every_rank_finds_its_experts(ranks: Pool, tmp_path: Path) -> None:
     """On as many ranks, on ranks that have fewer experts each, and in one process that has them all."""
+    files = Moe().state_dict()
+    save_safetensors(fxshard.shard(Moe()), tmp_path / "together")
     found = ranks(4, moved, tmp_path)
     for rank, each in enumerate(found):
         assert not each["continued"], "a step after loading is that of the model that was saved"
+        assert torch.equal(each["from files"][0], files["layers.0.experts.weight"][rank])
         assert each["of four"] and each["buffer"] == pytest.approx(0.1 if rank < 2 else 0.2)
     alone = fxshard.compile(Moe(), optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
     fxshard.load(alone, tmp_path / "saved")
