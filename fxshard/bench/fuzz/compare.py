@@ -149,15 +149,17 @@ def run_program(seed: int, zero: int) -> Outcome:
     settings = Settings(seed, zero, loop.optimizer, ranks)
     others = {r: plain if r == rank else copy.deepcopy(plain) for r in range(ranks)}
     # Buffers that forward changes belong to each rank: plain models of the other ranks have their own.
-    reference = Run(plain, settings.plain_optimizer(plain), _plain_backward(others, rank, settings.reduction))
     model = copy.deepcopy(plain)
     try:
+        reference = Run(plain, settings.plain_optimizer(plain), _plain_backward(others, rank, settings.reduction))
         ours = _compiled(settings, model, rank)
         outcome = _compared(loop, settings, ours, reference)
         if outcome.kind == "same" and seed % 2:
             loop, moved = Loop(seed + 1), Settings(seed + 1, (zero + 1) % 4, loop.optimizer, ranks)
             moved.own, moved.reduction = settings.own, settings.reduction
             moved.torch, moved.torch_options = settings.torch, settings.torch_options
+            for other in others.values():
+                _follow(other, plain)
             for buffers in zip(*(other.buffers() for other in others.values()), strict=True):
                 for buffer in buffers:
                     buffer.data.copy_(buffers[0])  # a checkpoint has the first rank's
@@ -214,12 +216,12 @@ def _moved(settings: Settings, ours: Run, plain: RandomModel, rank: int) -> Run:
 def _compared(loop: Loop, settings: Settings, ours: Run, reference: Run) -> Outcome:
     """Both go through a loop."""
     expected, found = loop.run(*reference), loop.run(*ours)
+    weights, plain = ours.model.full_state_dict(), reference.model.state_dict()  # ours on all ranks, whatever one finds
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         if not _alike(mine, theirs):
             return Outcome(
                 "different", f"action {number} of {loop}: {mine} where plain PyTorch has {theirs}; {settings}"
             )
-    weights, plain = ours.model.full_state_dict(), reference.model.state_dict()
     wrong = [
         name for name, value in plain.items() if not torch.allclose(weights[name], value, 1e-3, 1e-4, equal_nan=True)
     ]
