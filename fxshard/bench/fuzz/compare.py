@@ -147,14 +147,14 @@ def run_program(seed: int, zero: int) -> Outcome:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     loop, plain = Loop(seed), RandomModel(seed)
     settings = Settings(seed, zero, loop.optimizer, ranks)
-    others = {r: plain if r == rank else copy.deepcopy(plain) for r in range(ranks)}
     # Buffers that forward changes belong to each rank: plain models of the other ranks have their own.
+    others = {r: plain if r == rank else copy.deepcopy(plain) for r in range(ranks)}
     model = copy.deepcopy(plain)
     try:
         reference = Run(plain, settings.plain_optimizer(plain), _plain_backward(others, rank, settings.reduction))
         ours = _compiled(settings, model, rank)
         outcome = _compared(loop, settings, ours, reference)
-        if outcome.kind == "same" and seed % 2:
+        if seed % 2 and _same_everywhere(outcome):
             loop, moved = Loop(seed + 1), Settings(seed + 1, (zero + 1) % 4, loop.optimizer, ranks)
             moved.own, moved.reduction = settings.own, settings.reduction
             moved.torch, moved.torch_options = settings.torch, settings.torch_options
@@ -170,6 +170,14 @@ def run_program(seed: int, zero: int) -> Outcome:
     except Exception as error:
         return Outcome("crashed", f"{settings}: {type(error).__name__}: {error}")
     return outcome
+
+
+def _same_everywhere(outcome: Outcome) -> bool:
+    """Whether no rank has found a difference, which not all of them may see."""
+    found = torch.tensor(int(outcome.kind != "same"))
+    if dist.is_initialized():
+        dist.all_reduce(found)
+    return not found
 
 
 class Run(NamedTuple):
