@@ -11,13 +11,10 @@ from typing import Any
 from torch import fx
 
 from fxshard._torch import private
-from fxshard.schedule.aliases import is_view
 from fxshard.schedule.params import PARAM
 
 BACKWARD = "fxshard_backward"
 """Marks the nodes of backward while they stand in one graph with those of forward."""
-LAST = "fxshard_last"
-"""Marks what stands at the end of forward, in the order of backward."""
 SHARED = "fxshard_shared"
 """Marks what layers of backward share."""
 AGAIN = "fxshard_again"
@@ -37,17 +34,15 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tup
         return None
     for node in [*forward.graph.find_nodes(op="placeholder"), *taken[len(saved) :]]:
         env[node] = graph.node_copy(node)
-    early = _early(_computing(forward.graph))
-    for node in sorted(early, key=early.__getitem__):
+    for node in _computing(forward.graph):
         env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].meta[LAST] = early[node][1] > 0
+    named = {node.name: env[node] for node in env}  # both were cut from one graph: equal names are equal nodes
     env.update({inside: env[outside] for inside, outside in saved.items()})
     # What layers share stands in the last of them, where backward needs it first.
     shared = _shared(forward.graph, backward.graph, saved)
     own = sorted(_computing(backward.graph), key=lambda node: node not in shared)
     if not own:
         return None
-    named = {node.name: env[node] for node in early}  # both were cut from one graph: equal names are equal nodes
     for node in own:
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta[AGAIN] = named.get(node.name)
@@ -59,19 +54,6 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tup
     if None not in described_as:  # not where layers are checkpointed
         end.meta["desc"] = [*described_as[0][:outputs], *described_as[1]]
     return private.graph_module(forward, graph), env[own[0]]
-
-
-def _early(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
-    """Where nodes stand: in their order, but views that backward alone reads come after what they are views of.
-
-    The partitioner puts those that it takes from backward to the end of forward, the last layer's first.
-    """
-    place: dict[fx.Node, tuple[int, int]] = {}
-    for i, node in enumerate(nodes):
-        source = place.get(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 and is_view(node) else None
-        alone = all(user.op == "output" for user in node.users)
-        place[node] = (source[0], source[1] + 1) if source is not None and alone else (i, 0)
-    return place
 
 
 def _shared(forward: fx.Graph, backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -110,8 +92,7 @@ def cut(whole: fx.GraphModule, outputs: int) -> Parts:
     described_as = whole.graph.output_node().meta.get("desc")
     kept = [*described_as[:outputs], *private.saved_outputs(saved)] if described_as else None
     gradients = described_as[outputs:] if described_as else None
-    before = [node for node in computed if node not in backward and not node.meta.get(LAST)]
-    before += [node for node in reversed(computed) if node not in backward and node.meta.get(LAST)]
+    before = [node for node in computed if node not in backward]
     after = [node for node in computed if node in backward]
     return (
         _part(whole, primals, before, [*results[:outputs], *saved], kept),
@@ -158,6 +139,6 @@ def _part(
 
 def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
     copy = graph.node_copy(node, env.__getitem__)
-    for mark in (BACKWARD, LAST, SHARED, AGAIN):
+    for mark in (BACKWARD, SHARED, AGAIN):
         copy.meta.pop(mark, None)
     return copy

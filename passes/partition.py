@@ -13,6 +13,7 @@ from fxshard._torch import private
 from fxshard.passes.pipeline import before_partition
 from fxshard.passes.recompute_saved import Key, candidates, mark
 from fxshard.passes.remove_detach import remove_detach
+from fxshard.passes.settle_saved import settle_saved
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Captured, Partitioned
 from fxshard.passes.unfold_layers import unfold_evaluation, unfold_step
@@ -27,8 +28,6 @@ from fxshard.schedule.params import GRADS, PARAM, ParamRef
 
 def partition(captured: Captured, plan: ShardingPlan, observer: Observer | None = None) -> Partitioned | None:
     """Forward and backward with all layers; None if those that were left out cannot be put back."""
-    if captured.folded is not None and private.draws_random_numbers(captured.graph.graph):
-        return None  # Inductor numbers the random numbers of a whole graph
     inductor = plan.options.lowering == "inductor"
     graph = private.inductor_joint_passes(captured.graph) if inductor else remove_detach(captured.graph)
     if captured.outputs is None:
@@ -83,6 +82,7 @@ class _Joint:
         )
         results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
         saved = frozenset(node.name for node in results[outputs:])
+        settle_saved(forward, outputs)
         _copy_written(forward, outputs, captured.written)
         if captured.folded is not None:
             whole = unfold_step(captured.folded, forward, backward, outputs)

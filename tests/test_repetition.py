@@ -11,9 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import fxshard
+from fxshard._torch import private
 from fxshard.bench.presets import Moe, MoeConfig, example
+from fxshard.frontend.lowering.segments import interpreted
 from fxshard.passes import partition
 from fxshard.passes.fold_layers import Folded
 from fxshard.schedule.events import Event
@@ -122,6 +126,38 @@ def test_compilations_do_not_grow_with_depth() -> None:
     fewer, more = found
     assert fewer.layers_folded == 0 < more.layers_folded
     assert more.segments > fewer.segments and more.compiled == fewer.compiled
+
+
+class Dropping(nn.Module):
+    """Layers with dropout, checkpointed where asked for."""
+
+    def __init__(self, layers: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(layer: nn.Module, x: Tensor) -> Tensor:
+            return functional.dropout(layer(x).tanh(), 0.5)
+
+        for layer in self.layers:
+            x = checkpoint(block, layer, x, use_reentrant=False) if self.checkpointed else block(layer, x)
+        return x.sum()
+
+
+@pytest.mark.shows("A4")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compilations_do_not_grow_with_depth_where_inductor_draws_random_numbers(checkpointed: bool) -> None:
+    """It numbers the seeds of a graph: layers would differ by that. What is compiled is asked, and not the compiler."""
+    found = []
+    with mock.patch.object(private, "inductor_compile", lambda segment, inputs: interpreted(segment)):
+        for layers in (5, 9):
+            model = fxshard.compile(Dropping(layers, checkpointed))
+            model(torch.ones(4, 16)).backward()
+            found.append(model.report.compilations)
+    fewer, more = found
+    assert more.layers_folded > 0 and more.segments > fewer.segments
+    assert more.compiled == fewer.compiled
 
 
 @pytest.mark.shows("P2")

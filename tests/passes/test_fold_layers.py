@@ -118,6 +118,7 @@ ALIKE = {
     "checkpointed": lambda: Stack(
         lambda model, i, layer, x, seen: x + checkpoint(lambda y: torch.tanh(layer(y)), x, use_reentrant=False)
     ),
+    "dropout": lambda: Stack(lambda model, i, layer, x, seen: F.dropout(plain(model, i, layer, x, seen), 0.3)),
 }
 UNLIKE = {
     "another number on each": lambda: with_multipliers(lambda i: 1.0 + i),
@@ -151,7 +152,6 @@ UNLIKE = {
     "reaching back by two": lambda: Stack(reaching_back),
     "mirrored skips": lambda: Stack(mirrored),
     "a loop without parameters": lambda: Stack(looped),
-    "dropout": lambda: Stack(lambda model, i, layer, x, seen: F.dropout(plain(model, i, layer, x, seen), 0.3)),
     "a layer of the middle at the end": lambda: Stack(used_again),
 }
 
@@ -221,9 +221,14 @@ def some(names: dict[str, Any], *always: str) -> list[Any]:
     return [name if name in always else thorough(name) for name in names]
 
 
-@pytest.mark.parametrize("name", some(ALIKE, "plain"))
+@pytest.mark.parametrize("name", some(ALIKE, "plain", "dropout"))
 def test_layers_that_compute_the_same_are_folded(name: str) -> None:
     assert folded(ALIKE[name](), (torch.randn(4, WIDTH),)) > 0
+
+
+@pytest.mark.thorough
+def test_layers_with_dropout_draw_the_same_numbers_where_inductor_draws_them() -> None:
+    assert folded(ALIKE["dropout"](), (torch.randn(4, WIDTH),), lowering="inductor") > 0
 
 
 def read_elsewhere(read: Callable[[list[fx.Node], list[fx.Node]], fx.Node] | None) -> fx.GraphModule:

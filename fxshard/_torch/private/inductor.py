@@ -19,7 +19,9 @@ def inductor_decompositions() -> dict[Any, Any]:
 def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
     """What Inductor does to a graph before it is partitioned (random numbers, attention patterns). torch 2.11, 2.13.
 
-    Not optional under the Inductor lowering: random ops that it has not rewritten have no lowering.
+    Not optional under the Inductor lowering: random ops that it has not rewritten have no lowering. It makes one
+    operator draw the seeds of all random numbers and looks them up by number. Here each draws its own again: with
+    numbers in them, layers that are alike would not be, and each would be compiled.
     """
     from torch._guards import detect_fake_mode
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -27,17 +29,39 @@ def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
 
     values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     with V.set_fake_mode(detect_fake_mode(values)):  # what replaces random numbers makes fake tensors
-        return joint_graph_passes(graph)
+        graph = joint_graph_passes(graph)
+    _draw_seeds_apart(graph.graph)
+    return graph
+
+
+def _draw_seeds_apart(graph: fx.Graph) -> None:
+    """Undo what fuses the drawing of seeds."""
+    from torch._inductor import inductor_prims
+
+    for lookup in graph.find_nodes(op="call_function", target=inductor_prims.lookup_seed):
+        with graph.inserting_before(lookup):
+            seed = graph.call_function(inductor_prims.seed, (lookup.args[0].args[1],))
+        seed.meta["val"] = lookup.meta["val"]  # not what the model says about it: a seed is drawn once, and kept
+        lookup.replace_all_uses_with(seed)
+        graph.erase_node(lookup)
+    for seeds in graph.find_nodes(op="call_function", target=inductor_prims.seeds):
+        graph.erase_node(seeds)
 
 
 def inductor_compile(segment: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Lower one graph to a boxed callable. torch 2.11, 2.13.
 
-    Inductor appends to its caller's tracing context and requires that it is empty at first, hence a fresh one.
+    Inductor appends to its caller's tracing context and requires that it is empty at first, hence a fresh one. It
+    expects that the graph's seeds are drawn together.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.replace_random import fuse_seed_creation_pass
+    from torch._inductor.virtualized import V
 
+    values = [node.meta.get("val") for node in segment.graph.nodes]
+    with V.set_fake_mode(detect_fake_mode(values)):
+        fuse_seed_creation_pass(segment.graph)
     with tracing(TracingContext(detect_fake_mode(list(example_inputs)))):
         return compile_fx_inner(segment, example_inputs)  # type: ignore[return-value, arg-type]
 
