@@ -1,4 +1,5 @@
 """Which keys a mask lets a query see, where that is a range up to its own: all of them, a window, or its document's.
+Or every key there is: a mask that hides nothing.
 
 What depends on numbers alone is computed and compared, element by element. Documents of packed rows depend on data; of
 these the mask must say that two tokens have the same number, and the numbers must be such as never fall along a row:
@@ -31,10 +32,12 @@ class Range:
     """The number of each token's document, where a query sees its own document only."""
     made_from: tuple[fx.Node, ...] = field(default=(), repr=False)
     """What made the mask and nothing else, as far as nothing else reads it."""
+    hides_nothing: bool = False
+    """Whether every query sees every key, also those after its own."""
 
     @property
     def causal(self) -> bool:
-        return self.documents is None and self.window == self.length
+        return self.documents is None and self.window == self.length and not self.hides_nothing
 
 
 def match_range(mask: fx.Node, graphs: Sequence[fx.Graph]) -> Range:
@@ -44,7 +47,15 @@ def match_range(mask: fx.Node, graphs: Sequence[fx.Graph]) -> Range:
     except NotConstant as reason:
         return _of_documents(mask, graphs, reason)
     found = constant_value(mask, graphs)
+    if found.dim() > 1 and hides_nothing(found):
+        return Range(found.shape[-1], found.shape[-1], made_from=tuple(sources), hides_nothing=True)
     return Range(window_of(found), found.shape[-1], made_from=tuple(sources))
+
+
+def hides_nothing(mask: torch.Tensor) -> bool:
+    """Whether a mask is true everywhere, or adds 0 to all scores."""
+    with private.as_a_compiler():
+        return bool((mask if mask.dtype == torch.bool else mask == 0).all()) and mask.numel() > 0
 
 
 def window_of(mask: torch.Tensor) -> int:

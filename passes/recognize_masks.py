@@ -1,10 +1,10 @@
-"""Before autograd: attention whose mask is the causal one, a window, or one of documents does not read a mask.
+"""Before autograd: attention whose mask is the causal one, a window, one of documents, or hides nothing reads no mask.
 
-Requires nothing; goes first. Provides calls of ``scaled_dot_product_attention`` that say ``is_causal``, and
-``fxshard::window_attention`` for masks that let each query see a range of keys up to its own, where there is a kernel
-for it; a line in the report for each call that had a mask, and no node of a mask that is no longer used. A mask counts
-if it depends on numbers alone and each of its elements, computed for real, is what is expected: True or 0 where a key
-is seen, False or -inf elsewhere. The lowest finite number is another mask: where all scores of a row are that low, it
+Requires nothing; goes first. Provides calls of ``scaled_dot_product_attention`` that say ``is_causal`` or have no mask,
+and ``fxshard::window_attention`` for masks that let each query see a range of keys up to its own, where there is a
+kernel for it; a line in the report for each call that had a mask, and no node of a mask that is no longer used. A mask
+counts if it depends on numbers alone and each of its elements, computed for real, is what is expected: True or 0 where
+a key is seen, False or -inf elsewhere. The lowest finite number is another mask: where all scores of a row are that low, it
 shows. Documents packed into a row depend on data (see ``match_range``).
 
 Where key and value of such a call repeat their heads for groups of query heads, the call takes the heads themselves.
@@ -29,7 +29,7 @@ from fxshard.passes.constant_values import NotConstant
 from fxshard.passes.context import PassContext
 from fxshard.passes.grouped_heads import erase_repetition, heads_before_repetition
 from fxshard.passes.match_range import Range, match_range
-from fxshard.schedule.attention_report import CausalCall, MaskedCall, WindowCall
+from fxshard.schedule.attention_report import CausalCall, MaskedCall, UnmaskedCall, WindowCall
 
 
 class Masked(Exception):
@@ -49,8 +49,8 @@ def _rewrite(graph: fx.Graph, masks: _Masks, context: PassContext) -> None:
             continue
         try:
             seen = masks.range_of(mask)
-            if seen.causal:
-                made = _make_causal(node)
+            if seen.causal or seen.hides_nothing:
+                made = _leave_mask_out(node, seen)
             else:
                 _check_wanted(node, seen, context)
                 made = _make_window(node, seen, masks)
@@ -59,6 +59,8 @@ def _rewrite(graph: fx.Graph, masks: _Masks, context: PassContext) -> None:
             continue
         if seen.causal:
             context.attention.causal.append(CausalCall(place(made), "enable_gqa" in made.kwargs))
+        elif seen.hides_nothing:
+            context.attention.unmasked.append(UnmaskedCall(place(made)))
         else:
             window = seen.window if seen.window < seen.length else None
             context.attention.windows.append(WindowCall(place(made), window, seen.documents is not None))
@@ -162,24 +164,25 @@ def _checkpoint_arguments(module: fx.GraphModule) -> dict[fx.Node, _Given]:
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _make_causal(node: fx.Node) -> fx.Node:
-    """Replace a call whose mask is causal."""
+def _leave_mask_out(node: fx.Node, seen: Range) -> fx.Node:
+    """Replace a call whose mask is causal, or hides nothing."""
     query, key, values, mask = (argument(node, i, name) for i, name in enumerate(_OPERANDS))
-    _check_operands(node, (query, key, values), mask)
+    _check_operands(node, (query, key, values), mask, square=seen.causal)
     scale = argument(node, 6, "scale")
-    if scale is not None and not scale > 0:
+    if seen.causal and scale is not None and not scale > 0:
         raise Masked(f"is causal, but scores are multiplied by {scale}: kernels without a mask make NaN of that")
-    kwargs = {"dropout_p": argument(node, 4, "dropout_p", 0.0), **node.kwargs, "attn_mask": None, "is_causal": True}
+    kwargs = {"dropout_p": argument(node, 4, "dropout_p", 0.0), **node.kwargs}
+    kwargs |= {"attn_mask": None, "is_causal": seen.causal}
     kwargs = {name: given for name, given in kwargs.items() if name not in _OPERANDS[:3]}
     heads = heads_before_repetition(node, query, key, values)
     if heads is not None:
         try:
-            new = _replace_causal(node, (query, *heads), {**kwargs, "enable_gqa": True}, fused=True)
+            new = _replace_plain(node, (query, *heads), {**kwargs, "enable_gqa": True}, fused=True)
         except Masked:  # no kernel takes them
-            return _replace_causal(node, (query, key, values), kwargs)
+            return _replace_plain(node, (query, key, values), kwargs)
         erase_repetition((key, values), heads)
         return new
-    return _replace_causal(node, (query, key, values), kwargs)
+    return _replace_plain(node, (query, key, values), kwargs)
 
 
 def _check_wanted(node: fx.Node, seen: Range, context: PassContext) -> None:
@@ -227,16 +230,14 @@ def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
     return made
 
 
-def _replace_causal(
-    node: fx.Node, operands: tuple[Any, ...], kwargs: dict[str, Any], *, fused: bool = False
-) -> fx.Node:
+def _replace_plain(node: fx.Node, operands: tuple[Any, ...], kwargs: dict[str, Any], *, fused: bool = False) -> fx.Node:
     """``fused``: only if torch has a kernel for the call, and does not compute it in steps."""
 
     def compute(expected: torch.Tensor) -> torch.Tensor:
         with _Kernel() as kernel:
             found = _computed(operands, kwargs, expected.dtype)
         if fused and not kernel.fused:
-            raise Masked("is causal, but without it no kernel takes the call")
+            raise Masked("is not needed, but without it no kernel takes the call")
         return found
 
     return _replace(node, F.scaled_dot_product_attention, operands, kwargs, compute)
@@ -284,7 +285,7 @@ def _computed(operands: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dt
     try:
         return F.scaled_dot_product_attention(query, key, values, **kwargs)
     except RuntimeError as error:
-        raise Masked(f"is causal, but torch refuses the call without it: {str(error).splitlines()[0]}") from error
+        raise Masked(f"is not needed, but torch refuses the call without it: {str(error).splitlines()[0]}") from error
 
 
 class _Kernel(private.OperatorObserver):
@@ -300,16 +301,18 @@ _OPERANDS = ("query", "key", "value", "attn_mask")
 _NUMBERS = ((4, "dropout_p"), (6, "scale"))
 
 
-def _check_operands(node: fx.Node, operands: Iterable[Any], mask: fx.Node) -> None:
+def _check_operands(node: fx.Node, operands: Iterable[Any], mask: fx.Node, *, square: bool = True) -> None:
+    """``square``: whether it matters which key a query is next to."""
     if argument(node, 5, "is_causal", False) is not False or node.meta.get(TRANSFORMED):
         raise Masked("is not all that this call masks by")
     if not all(private.is_plain(value(operand)) for operand in (node, *operands)):
         raise Masked("belongs to tensors of a class of their own")
     if any(isinstance(argument(node, i, name), fx.Node) for i, name in _NUMBERS):
         raise Masked("comes with a rate of dropout or a scale that changes from call to call")
-    length, (query, key, _) = shape(mask)[-1], (shape(operand) for operand in operands)
-    if not all(isinstance(size, int) and size == length for size in (query[-2], key[-2])):
-        raise Masked("is not as long as queries and keys")
+    query, key, _ = (shape(operand) for operand in operands)
+    for size, own in zip(shape(mask)[-2:], (query[-2], key[-2]), strict=True):
+        if not isinstance(own, int) or (size != own and (square or size != 1)):
+            raise Masked("is not as long as queries and keys")
     batch = shape(node)[:-2]
     if len(query) - 2 != len(batch) or len(shape(mask)) > len(shape(node)):
         raise Masked("gives the result more dimensions than queries have")

@@ -33,6 +33,7 @@ def row(name: str, *, losses: list[float] | None = None, **changes: Any) -> dict
         "attention": 4,
         "causal": 2,
         "recognised": 2,
+        "unmasked": 0,
         "grouped": 1,
         "masked": {"is not causal": 2},
         "fused": {"8 experts, SwiGLU, by torch": 2},

@@ -22,11 +22,11 @@ ADAMW = fxshard.AdamW(lr=1e-4)
 MUON = fxshard.Muon(lr=1e-3, adamw=ADAMW)
 
 
-def blocks(model: nn.Module) -> nn.ModuleList:
-    """The longest list of modules that is not within another: layers, and not the experts of one."""
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of every stack: modules of one class in a list that is not within another, as that of experts is."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outer = [module for name, module in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    return max(outer, key=len, default=nn.ModuleList())
+    return [layer for stack in outer if len(stack) > 1 and len(set(map(type, stack))) == 1 for layer in stack]
 
 
 def fsdp2(model: nn.Module, precision: Precision, compiled: bool, mesh: DeviceMesh | None = None) -> Made:

@@ -138,6 +138,8 @@ def recognised(found: Mapping[str, Any]) -> str:
         said.append(f"{found['causal']} of {found['attention']} attention calls causal without a mask")
     if found["recognised"]:
         said.append(f"{found['recognised']} masks recognised as causal")
+    if found["unmasked"]:
+        said.append(f"{found['unmasked']} masks that hide nothing left out")
     if found["grouped"]:
         said.append(f"{found['grouped']} with grouped heads")
     said += [f"{_times(count)}{form}" for form, count in found["fused"].items()]

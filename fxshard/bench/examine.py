@@ -124,6 +124,8 @@ class Recognised:
     """... say that they are causal and have no mask,"""
     recognised: int = 0
     """... had one that was recognised as the causal one,"""
+    unmasked: int = 0
+    """... had one that hid nothing,"""
     grouped: int = 0
     """... take key and value heads that are not repeated for every query head."""
     masked: dict[str, int] = field(default_factory=dict)
@@ -140,6 +142,7 @@ class Recognised:
         self.causal += sum(argument(call, 5, "is_causal") is True for call in calls)
         self.grouped += sum(call.kwargs.get("enable_gqa") is True for call in calls)
         self.recognised += len(context.attention.causal)
+        self.unmasked += len(context.attention.unmasked)
         self.masked = _count(self.masked, [call.reason for call in context.attention.masked])
         self.fused = _count(self.fused, [f"{each.form}, by {each.implementation}" for each in context.experts.fused])
         self.left = _count(self.left, [each.reason for each in context.experts.left])

@@ -1,4 +1,4 @@
-"""What became of the attention masks of a model: which were causal or windows, which were kept and why."""
+"""What became of the attention masks of a model: which were causal, windows or empty, which were kept and why."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ class CausalCall:
 
     def __str__(self) -> str:
         return f"causal, without a mask{', key and value heads not repeated' if self.grouped else ''}"
+
+
+@dataclass(frozen=True)
+class UnmaskedCall:
+    """A call whose mask hid nothing, and which has none now."""
+
+    where: str
+
+    def __str__(self) -> str:
+        return "a mask that hides nothing, left out"
 
 
 @dataclass(frozen=True)
@@ -51,12 +61,13 @@ class AttentionReport:
     """The calls of ``scaled_dot_product_attention`` that were written with a mask; ``print`` it."""
 
     causal: list[CausalCall] = field(default_factory=list)
+    unmasked: list[UnmaskedCall] = field(default_factory=list)
     windows: list[WindowCall] = field(default_factory=list)
     masked: list[MaskedCall] = field(default_factory=list)
 
     @property
-    def found(self) -> list[CausalCall | WindowCall | MaskedCall]:
-        return [*self.causal, *self.windows, *self.masked]
+    def found(self) -> list[CausalCall | UnmaskedCall | WindowCall | MaskedCall]:
+        return [*self.causal, *self.unmasked, *self.windows, *self.masked]
 
     def __str__(self) -> str:
         lines = [f"{places}: {what}" for places, what in by_place(self.found)]

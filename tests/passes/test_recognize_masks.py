@@ -189,6 +189,46 @@ def test_scores_that_are_not_multiplied_by_a_positive_number_keep_their_mask(sca
     check_equal(found)
 
 
+NOTHING: dict[str, Callable[[], Tensor]] = {
+    "all true": lambda: torch.ones(S, S, dtype=torch.bool),
+    "for every query of a batch": lambda: torch.ones(2, 1, S, S, dtype=torch.bool),
+    "one row for all": lambda: torch.ones(1, S, dtype=torch.bool),
+    "zeros": lambda: torch.zeros(1, 1, S, S),
+    "a comparison": lambda: torch.arange(S)[:, None] >= -torch.arange(S),
+}
+
+
+@pytest.mark.shows("H1")
+@pytest.mark.parametrize("form", NOTHING)
+def test_a_mask_that_hides_nothing_is_left_out(form: str) -> None:
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=NOTHING[form]()), *qkv())
+    assert len(found.report.unmasked) == 1 and not found.report.masked and not found.report.causal
+    (node,) = found.attention()
+    assert node.kwargs["attn_mask"] is None and node.kwargs["is_causal"] is False
+    check_close(found, 1e-6)
+
+
+def test_what_a_decoder_sees_of_an_encoder_needs_no_mask() -> None:
+    """Queries and keys of different lengths, and a scale that says nothing about a mask that hides nothing."""
+    (q, _, _), (_, k, v) = qkv(), qkv(s=S + 2)
+    mask = lambda: torch.ones(S, S + 2, dtype=torch.bool)  # noqa: E731
+    found = Rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask(), scale=-0.5), q, k, v)
+    assert len(found.report.unmasked) == 1
+    check_close(found, 1e-6)
+
+
+def test_an_encoder_from_transformers() -> None:
+    """Its mask is made where the whole forward is captured, by some versions of transformers."""
+    hf = pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = hf.ViTForImageClassification(hf.ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes))
+    pixels, labels = torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)
+    found = Rewritten(lambda pixels, labels: model(pixel_values=pixels, labels=labels).loss, pixels, labels)
+    assert not found.report.masked
+    assert all(node.kwargs["attn_mask"] is None for node in found.attention())
+    check_close(found, 1e-6)
+
+
 def _written_later() -> Tensor:
     mask = lower()
     mask[0, 1] = True
@@ -221,7 +261,8 @@ def opaque() -> Tensor:
 
 
 OTHERS: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "all true": (lambda: torch.ones(S, S, dtype=torch.bool), "is not causal"),
+    "all true but one": (lambda: ~(torch.ones(S, S, dtype=torch.bool).tril(1 - S)), "is not causal"),
+    "as large as a bias": (lambda: torch.zeros(S, S) + 1e-30, "is not causal"),
     "offset": (lambda: torch.ones(S, S, dtype=torch.bool).tril(1), "is not causal"),
     "offset down": (lambda: torch.ones(S, S).tril(-1).bool() | torch.eye(S).bool().flip(0), "is not causal"),
     "window": (lambda: lower() & lower().triu(-2), "is a window of 3"),
@@ -230,7 +271,7 @@ OTHERS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "bias": (lambda: torch.full((S, S), -INF).triu(1) + 0.5, "is not causal"),
     "lowest": (lambda: torch.full((S, S), torch.finfo(torch.float32).min).triu(1), "is not causal"),
     "whole numbers as bias": (lambda: lower().float(), "is not causal"),
-    "one row for all": (lambda: torch.ones(1, S, dtype=torch.bool), "is not square"),
+    "one row for all": (lambda: torch.arange(S)[None] > 0, "is not square"),
     "random": (lambda: torch.rand(S, S).tril() >= 0, "rand"),
     "dropout": (lambda: F.dropout(torch.zeros(S, S), 0.5) + torch.full((S, S), -INF).triu(1), "dropout"),
     "uninitialised": (lambda: torch.empty(S, S).tril() * 0 + torch.full((S, S), -INF).triu(1), "empty"),
@@ -360,6 +401,10 @@ def is_causal(mask: Tensor) -> bool:
     return True
 
 
+def hides_nothing(mask: Tensor) -> bool:
+    return all(element in (True, 0.0) and element is not False for element in mask.flatten().tolist())
+
+
 @st.composite
 def masks(draw: st.DrawFn) -> Tensor:
     """Causal masks, and such as differ from one in something."""
@@ -382,13 +427,15 @@ def masks(draw: st.DrawFn) -> Tensor:
 @pytest.mark.shows("H2")
 @settings(max_examples=50)
 @given(masks())
-def test_a_mask_counts_as_causal_if_and_only_if_every_element_does(mask: Tensor) -> None:
+def test_a_mask_is_left_out_if_and_only_if_every_element_says_so(mask: Tensor) -> None:
     module = graph_of(mask)
     expected = module(*qkv(s=mask.shape[-1], dtype=_dtype(mask)))[0]
     context = PassContext((), Options(), Phase.FORWARD)
     recognize_masks(module, context)
-    assert len(context.attention.causal) == is_causal(mask)
-    assert len(context.attention.masked) == 1 - is_causal(mask)
+    causal = is_causal(mask) and not hides_nothing(mask)
+    assert len(context.attention.causal) == causal
+    assert len(context.attention.unmasked) == hides_nothing(mask)
+    assert len(context.attention.masked) == 1 - causal - hides_nothing(mask)
     found = module(*qkv(s=mask.shape[-1], dtype=_dtype(mask)))[0]
     rounding = 2e-2 if mask.dtype == torch.bfloat16 else 1e-6  # masks of some shapes go to another kernel
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
@@ -404,7 +451,7 @@ def test_one_element_anywhere_makes_another_mask(data: st.DataObject) -> None:
     mask[place] = ~mask[place]
     context = PassContext((), Options(), Phase.FORWARD)
     recognize_masks(graph_of(mask), context)
-    assert not context.attention.causal
+    assert not context.attention.causal and not context.attention.unmasked
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
