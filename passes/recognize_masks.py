@@ -4,8 +4,8 @@ Requires nothing; goes first. Provides calls of ``scaled_dot_product_attention``
 and ``fxshard::window_attention`` for masks that let each query see a range of keys up to its own, where there is a
 kernel for it; a line in the report for each call that had a mask, and no node of a mask that is no longer used. A mask
 counts if it depends on numbers alone and each of its elements, computed for real, is what is expected: True or 0 where
-a key is seen, False or -inf elsewhere. The lowest finite number is another mask: where all scores of a row are that low, it
-shows. Documents packed into a row depend on data (see ``match_range``).
+a key is seen, False or -inf elsewhere. The lowest finite number is another mask: where all scores of a row are that
+low, it shows. Documents packed into a row depend on data (see ``match_range``).
 
 Where key and value of such a call repeat their heads for groups of query heads, the call takes the heads themselves.
 Results are the same; gradients of key and value are sums over a group, which kernels may add up in another order than
