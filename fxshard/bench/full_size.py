@@ -1,6 +1,6 @@
 """Other architectures of ``transformers`` in sizes that people train, with random weights and dropout as configured.
 
-fxshard bench train --device cuda --model fxshard.bench.full_size:bert,fxshard.bench.full_size:t5 --peer fsdp2-compile
+fxshard bench train --device cuda --no-cache --model fxshard.bench.full_size:bert --contenders fsdp2-compile,fxshard
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def deberta() -> Made:
 def t5() -> Made:
     """T5 v1.1 large, 16 × 512 tokens to as many."""
     sizes = {"d_model": 1024, "d_ff": 2816, "d_kv": 64, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16}
-    model = _model("T5ForConditionalGeneration", feed_forward_proj="gated-gelu", tie_word_embeddings=False, **sizes)
+    kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0}
+    model = _model("T5ForConditionalGeneration", **kind, **sizes)
     return model, _text(model, 16, 512)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 
 def inductor_decompositions() -> dict[Any, Any]:
@@ -28,10 +30,44 @@ def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
     from torch._inductor.virtualized import V
 
     values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
-    with V.set_fake_mode(detect_fake_mode(values)):  # what replaces random numbers makes fake tensors
+    before, results = set(graph.graph.nodes), _values_of_results(graph.graph)
+    mode = detect_fake_mode(values)
+    with V.set_fake_mode(mode):  # what replaces random numbers makes fake tensors
         graph = joint_graph_passes(graph)
     _draw_seeds_apart(graph.graph)
+    if any(_lays_out_its_result(node) for node in graph.graph.nodes if node not in before):
+        FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*values)
+        _keep_contiguous(graph, results)
     return graph
+
+
+def _lays_out_its_result(node: fx.Node) -> bool:
+    """Whether a node is a product or attention: one that Inductor has put into the place of another may lay out its
+    result in another way (a product of padded operands, of which the padding is cut off), and the values of the nodes
+    after it are still those of the other.
+    """
+    name = getattr(node.target, "_opname", "")
+    return name in ("mm", "addmm", "bmm") or name.startswith("_scaled_dot_product")
+
+
+def _values_of_results(graph: fx.Graph) -> list[Any]:
+    return [each.meta.get("val") if isinstance(each, fx.Node) else None for each in _results(graph)]
+
+
+def _results(graph: fx.Graph) -> list[Any]:
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _keep_contiguous(graph: fx.GraphModule, before: Sequence[Any]) -> None:
+    """Copy results that were contiguous and are no longer: who gets them may view them in another shape."""
+    end, results = graph.graph.output_node(), _results(graph.graph)
+    for i, (result, was) in enumerate(zip(results, before, strict=True)):
+        if isinstance(was, torch.Tensor) and was.is_contiguous() and not result.meta["val"].is_contiguous():
+            with graph.graph.inserting_before(end):
+                how: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                results[i] = graph.graph.call_function(torch.ops.aten.clone.default, (result,), how)
+            results[i].meta["val"] = was
+    end.args = (tuple(results),)
 
 
 def _draw_seeds_apart(graph: fx.Graph) -> None:
