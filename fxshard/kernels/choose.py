@@ -10,11 +10,11 @@ import torch
 
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.by_te import TransformerEngineExperts, engine_refusal
-from fxshard.kernels.by_te_mxfp8 import FusedGroupedMlp, mxfp8_recipe
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.case import Case
 from fxshard.kernels.costs import COMPILER, Nearest, device_name, nearest
 from fxshard.kernels.te_gates import fused_mlp_refusal
+from fxshard.kernels.te_mlp import TeMxfp8Experts
 
 
 def choices() -> tuple[str, ...]:
@@ -172,7 +172,7 @@ _MAKE: dict[str, Callable[[], TorchExperts]] = {
     "torch": TorchExperts,
     "triton": _triton,
     "te": TransformerEngineExperts,
-    "te-mxfp8": lambda: FusedGroupedMlp(mxfp8_recipe()),
+    "te-mxfp8": TeMxfp8Experts,
 }
 _REFUSALS: dict[str, Callable[[Case], str | None]] = {
     "torch": lambda case: None,

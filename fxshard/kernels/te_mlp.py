@@ -10,6 +10,7 @@ device that the kernels are for.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,12 +21,42 @@ from torch.nn.functional import pad
 
 from fxshard._torch.errors import ConfigError
 from fxshard.kernels.by_te import engine
-from fxshard.kernels.by_te_mxfp8 import Form, grouped_activation, mxfp8_recipe
+from fxshard.kernels.by_torch import Call, TorchExperts
+from fxshard.kernels.glu import Glu
 from fxshard.kernels.mxfp8 import BLOCK, ROWWISE, Quantized
 from fxshard.kernels.te_gates import fused_operation
 
 BEFORE_TOKENS = 7
 """What the operation saves before the quantized tokens: where experts begin and end, in several units."""
+
+
+class TeMxfp8Experts(TorchExperts):
+    """The implementation ``te-mxfp8``. In graphs ``te_mlp_op`` takes its place; there is nothing to call outside."""
+
+    alignment = 128
+    recomputes = True
+    takes_quantized = True
+
+    def forward(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        raise ConfigError(
+            'experts="te-mxfp8" runs in graphs that fxshard compiles, and fxshard::grouped_swiglu was called outside '
+            'of one: compile the model (fxshard.compile, backend="fxshard"), or ask this call for "torch"'
+        )
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an operation is built for. Experts of one form take turns with it."""
+
+    experts: int
+    width: int
+    inner: int
+    out: int
+    glu: Glu
+    biased: tuple[bool, bool]
+    scales_bias: bool
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -205,6 +236,20 @@ def weight_gradient(of_out: Columns, tokens: Columns, offsets: Tensor, dtype: to
         sf_vec_size=BLOCK,
     )
     return made
+
+
+def mxfp8_recipe() -> Any:
+    """MXFP8 as the fused kernel takes it: E4M3 in backward, too."""
+    recipe = importlib.import_module("transformer_engine.common.recipe")
+    return recipe.MXFP8BlockScaling(fp8_format=recipe.Format.E4M3)
+
+
+def grouped_activation(ops: Any, glu: Glu) -> Any:
+    size = glu.interleave or None
+    if glu.name == "SwiGLU":
+        return ops.ScaledSwiGLU(glu_interleave_size=size)
+    constants = {"limit": glu.limit, "alpha": glu.alpha, "glu_linear_offset": glu.offset}
+    return ops.ScaledClampedQGeGLU(glu_interleave_size=size, **constants)
 
 
 def _matrix(copy: Quantized, linear: Any, dtype: torch.dtype, trains: bool) -> Any:

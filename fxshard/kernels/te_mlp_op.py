@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fxshard.kernels import te_mlp
-from fxshard.kernels.by_te_mxfp8 import Form
 from fxshard.kernels.glu import Glu
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, Quantized
 from fxshard.kernels.ops import define
-from fxshard.kernels.te_mlp import Columns, FusedMlp, Weights, fused_mlp, scale_bytes
+from fxshard.kernels.te_mlp import Columns, Form, FusedMlp, Weights, fused_mlp, scale_bytes
 
 
 def _forward(x: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, ...]:

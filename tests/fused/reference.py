@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from fxshard.kernels.glu import SWIGLU, Glu, deinterleave_glu, interleave_glu
+from fxshard.kernels.glu import SWIGLU, Glu, interleave_glu
 from fxshard.kernels.op import grouped_swiglu
 
 
@@ -129,9 +129,3 @@ def in_blocks(p: Problem) -> Problem:
         gate_up=interleave_glu(p.gate_up.detach(), 32, 1).requires_grad_(),
         gate_up_bias=None if bias is None else interleave_glu(bias.detach(), 32).requires_grad_(),
     )
-
-
-def in_halves(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What ``result_and_gradients`` found of such a problem, for gate and up as halves."""
-    turned = {key: deinterleave_glu(found[key], 32, 1) for key in ("gate_up", "gate_up_bias") if key in found}
-    return {**found, **turned}

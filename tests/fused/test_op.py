@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxshard.kernels import choose
+from fxshard.kernels.by_torch import Call, Gradients, TorchExperts
 from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu, deinterleave_glu, interleave_glu
-from fxshard.kernels.op import grouped_product, grouped_swiglu, grouped_wgrad
+from fxshard.kernels.op import grouped_product, grouped_swiglu, grouped_swiglu_gradients, grouped_wgrad
 from fxshard.kernels.padding import pad_groups, take_rows
 from tests.fused.reference import distances, expert_by_expert, fused, problem, result_and_gradients
 
@@ -93,6 +95,34 @@ def test_operators_keep_torchs_rules() -> None:
     _, inside, places = pad_groups(p.offsets, p.x.shape[0], 8)
     torch.library.opcheck(pad_groups, (p.offsets, p.x.shape[0], 8), test_utils=rules)
     torch.library.opcheck(take_rows, (p.x, inside, places), test_utils=rules)
+
+
+class Again(TorchExperts):
+    """An implementation that keeps nothing for backward."""
+
+    recomputes = True
+
+    def forward(self, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return super().forward(x, call)[0], x.new_empty(0), x.new_empty(0)
+
+    def gradients(self, grad: torch.Tensor, x: torch.Tensor, call: Call) -> Gradients:
+        _, pre, pre_up = super().forward(x, call)
+        grad_x, grad_pre, _, hidden, weights = self.backward(grad, call, pre, pre_up)
+        gate, down = (self.weight_gradient(a, b, call.offsets) for a, b in ((grad_pre, x), (grad, hidden)))
+        return Gradients(grad_x, gate.mT, down.mT, weights=weights)
+
+
+def test_an_implementation_that_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(choose._MAKE, "again", Again)
+    p = problem(UNEVEN)
+    with FlopCounterMode(display=False) as counter:
+        mine = result_and_gradients(p, fused(p, implementation="again"))
+    assert counter.get_total_flops() == (1 + 3) * 3 * 2 * sum(UNEVEN) * 16 * 32
+    assert max(distances(mine, result_and_gradients(p, fused(p))).values()) < 1e-6
+    flat = [None if each is None else each.detach() for each in (p.gate_up.mT, None, p.down.mT, None, None, None)]
+    args = (torch.ones_like(p.x), p.x.detach(), p.offsets, *flat, p.weights.detach(), 1.0, float("inf"), 0.0, 0, True)  # type: ignore[union-attr]
+    rules = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(grouped_swiglu_gradients, (*args, "again"), test_utils=rules)
 
 
 def test_a_gradient_lies_as_its_parameter_does() -> None:

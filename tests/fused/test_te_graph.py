@@ -19,16 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.kernels import by_te, choose
-from fxshard.kernels.by_te_mxfp8 import Form
 from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu, split
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, quantize
 from fxshard.kernels.mxfp8_ops import mxfp8_quantize
-from fxshard.kernels.te_mlp import fused_mlp
+from fxshard.kernels.te_mlp import Form, fused_mlp
 from fxshard.kernels.te_mlp_op import te_mlp_backward, te_mlp_forward, te_mlp_wgrad
 from tests.fused import models
 from tests.fused.reference import Problem, distances, in_blocks, problem, result_and_gradients
 from tests.fused.te_fused_stand_in import GroupedMLP_CuTeGEMMGLU, OperationContext
-from tests.fused.te_stand_in import Machine, Sequential
+from tests.fused.te_stand_in import Machine
 from tests.pool import Pool
 from tests.thorough import thorough
 
@@ -133,7 +132,6 @@ def test_forward_runs_once_and_each_weight_gradient_is_a_node(here: Machine) -> 
     model = fxshard.compile(models.Joined(*SIZES, "blocks of 32"), zero=3, lowering="eager", experts=NAME)
     step(model, inputs(), model)
     assert [phase for phase, _ in GroupedMLP_CuTeGEMMGLU.ran] == ["forward", "backward"]
-    assert not Sequential.addresses
     forward, backward = targets(model, "forward"), targets(model, "backward")
     assert forward.count("te_mlp_forward") == backward.count("te_mlp_backward") == 1
     assert backward.count("te_mlp_wgrad") == 2
@@ -173,6 +171,7 @@ def test_frozen_weights_have_no_gradients(here: Machine) -> None:
     assert args[0].grad is not None and args[0].grad.any() and "te_mlp_wgrad" not in targets(model, "backward")
 
 
+@pytest.mark.shows("G8")
 @pytest.mark.parametrize("weighted_bias", [False, True])
 @pytest.mark.parametrize("glu", [SWIGLU, CLAMPED_GEGLU], ids=["swiglu", "geglu"])
 def test_the_operators_with_biases(here: Machine, glu: Glu, weighted_bias: bool) -> None:
@@ -197,6 +196,9 @@ def test_the_operators_with_biases(here: Machine, glu: Glu, weighted_bias: bool)
     assert mine.keys() == expected.keys() and max(distances(mine, expected).values()) < 1e-5
     alone, *nothing = te_mlp_forward(x, p.offsets, *rowwise, *options, False)
     assert torch.equal(alone, out) and not any(each.numel() for each in nothing)
+    # Weights are lent and not copied.
+    for (_, places), stacks in zip(GroupedMLP_CuTeGEMMGLU.ran, (rowwise, columnwise, rowwise), strict=True):
+        assert places == [matrix.data_ptr() for stack in stacks[::2] for matrix in stack]
     # What a unit gathered does not live on because of the operations, which are the same for all such experts.
     scales_bias, before = weighted_bias, fused_mlp.cache_info().currsize
     turned = replace(glu, interleave=32)

@@ -1,7 +1,6 @@
-"""Transformer Engine's fused grouped MLP: its gates are named, it is used as it is meant to be, and never unfused.
+"""Transformer Engine's fused grouped MLP: its gates are named, and outside of graphs it says where it runs.
 
-On a stand-in (``te_stand_in``): what can be shown without the device. The operations themselves run in
-``tests/gpu/test_fused_cuda.py``.
+On a stand-in (``te_stand_in``): what can be shown without the device. How graphs use it is in ``test_te_graph``.
 """
 
 from __future__ import annotations
@@ -12,27 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import fxshard
 from fxshard.kernels import by_te, choose
-from fxshard.kernels.by_te_mxfp8 import FusedGroupedMlp, _stack
 from fxshard.kernels.case import Case
-from fxshard.kernels.glu import CLAMPED_GEGLU, SWIGLU, Glu
-from fxshard.kernels.op import grouped_swiglu_gradients
+from fxshard.kernels.glu import SWIGLU, Glu
 from fxshard.kernels.te_gates import ALLOWS
 from tests.fused import models
-from tests.fused.reference import (
-    distances,
-    expert_by_expert,
-    fused,
-    in_blocks,
-    in_halves,
-    problem,
-    result_and_gradients,
-)
+from tests.fused.reference import fused, in_blocks, problem
 from tests.fused.te_fused_stand_in import VARIABLE, GroupedMLP_CuTeGEMMGLU
-from tests.fused.te_stand_in import Machine, Sequential
+from tests.fused.te_stand_in import Machine
 
 NAME = "te-mxfp8"
 BLOCKS = Glu(interleave=32)
@@ -46,14 +34,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield Machine(monkeypatch)
     by_te.engine.cache_clear()
     choose.implementation.cache_clear()
-
-
-@pytest.fixture
-def here(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """The same, and experts on a CPU pass for experts on that machine."""
-    monkeypatch.setitem(choose._REFUSALS, NAME, lambda case: None)
-    machine.import_engine()
-    return machine
 
 
 # -- gates -------------------------------------------------------------------------------------------------------------
@@ -127,99 +107,22 @@ def test_a_variable_that_is_set_too_late(machine: Machine) -> None:
 def test_it_is_never_chosen_and_says_why_it_cannot_be(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose.choose("auto", replace(CASE, device=torch.device("cpu"))).name == "torch"
     assert NAME not in choose._FASTEST_FIRST and NAME in choose.choices()
-    args = inputs()
+    p = problem([5, 0, 130, 3], hidden=64, inner=64)
+    args = (p.x, p.offsets, p.weights)
     with pytest.raises(
         fxshard.ConfigError, match=r'experts="te-mxfp8" cannot run these experts: they are on cpu.*auto'
     ):
-        fxshard.explain(models.Joined(*SIZES, "blocks of 32"), args, experts=NAME)
+        fxshard.explain(models.Joined(4, 64, 64, "blocks of 32"), args, experts=NAME)
     cases: list[Case] = []
     monkeypatch.setitem(choose._REFUSALS, NAME, lambda case: cases.append(case) or "seen")  # type: ignore[func-returns-value]
-    for model in (models.Joined(*SIZES), models.Titan(*SIZES), models.Titan(*SIZES, transposed=False)):
+    for model in (models.Joined(4, 64, 64), models.Titan(4, 64, 64), models.Titan(4, 64, 64, transposed=False)):
         with pytest.raises(fxshard.ConfigError, match="seen"):
             fxshard.explain(model, args, experts=NAME)
     assert [(case.joined, case.out_by_in) for case in cases] == [(True, True), (False, True), (False, False)]
 
 
-# -- the step ----------------------------------------------------------------------------------------------------------
-
-COUNTS = [5, 0, 130, 3]
-SIZES = (4, 64, 64)
-
-
-def inputs() -> tuple[torch.Tensor, ...]:
-    p = problem(COUNTS, hidden=64, inner=64)
-    assert p.weights is not None
-    return p.x, p.offsets, p.weights
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_step_is_the_definition(here: Machine, weighted: bool, biased: bool) -> None:
-    p = problem(COUNTS, hidden=64, inner=64, weighted=weighted, biased=biased, scale=4.0)
-    turned = in_blocks(p)
-    for glu, weighted_bias in ((SWIGLU, True), (CLAMPED_GEGLU, False)):
-        reference = result_and_gradients(p, expert_by_expert(p, glu, weighted_bias=weighted_bias))
-        out = fused(turned, replace(glu, interleave=32), weighted_bias=weighted_bias, implementation=NAME)
-        assert max(distances(in_halves(result_and_gradients(turned, out)), reference).values()) < 2e-6
-    assert turned.gate_up.grad is not None and turned.gate_up.grad.is_contiguous()
-
-
-@pytest.mark.shows("G8")
-def test_weights_are_lent_and_not_copied(here: Machine) -> None:
-    p = in_blocks(problem(COUNTS, hidden=64, inner=64))
-    other = in_blocks(problem(COUNTS, hidden=64, inner=64))
-    for each in (p, other):
-        result_and_gradients(each, fused(each, BLOCKS, implementation=NAME))
-    wanted = [[row.data_ptr() for stack in (each.gate_up, each.down) for row in stack] for each in (p, other)]
-    assert Sequential.addresses == [wanted[0], wanted[0], wanted[1], wanted[1]]  # forward, and again in backward
-    (mlp,) = choose.implementation(NAME)._built.values()  # type: ignore[attr-defined]
-    assert not any(parameter.numel() for stack in mlp._parameters for parameter in stack)
-    p.gate_up.data = p.gate_up.data.mT.contiguous().mT
-    with pytest.raises(
-        fxshard.ConfigError, match=r"reads weights that lie \[experts, out, in\], and this one of shape"
-    ):
-        fused(p, BLOCKS, implementation=NAME)
-
-
 @pytest.mark.shows("G7")
-@pytest.mark.parametrize("inference", [False, True])
-def test_what_is_not_fused_is_an_error(here: Machine, inference: bool) -> None:
-    here.patch.setattr(Sequential, "fuses", False)
-    p = in_blocks(problem(COUNTS, hidden=64, inner=64))
-    said = "2.20.2 did not fuse 4 experts, hidden size 64, inner size 64, SwiGLU: it ran GroupedLinear, ScaledSwiGLU, "
-    with torch.inference_mode(inference), pytest.raises(fxshard.ConfigError, match=said):
+def test_outside_of_graphs_it_says_where_it_runs(machine: Machine) -> None:
+    p = in_blocks(problem([5, 0, 130, 3], hidden=64, inner=64))
+    with pytest.raises(fxshard.ConfigError, match=r'experts="te-mxfp8" runs in graphs .* compile the model'):
         fused(p, BLOCKS, implementation=NAME)
-
-
-def test_other_recipes_get_no_rows_of_no_expert(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations one by one split their input by the counts. Unfused is what they are meant to be."""
-    here.patch.setattr(Sequential, "fuses", False)
-    monkeypatch.setitem(choose._MAKE, "te-bf16", FusedGroupedMlp)
-    p = problem(COUNTS, hidden=64, inner=64)
-    longer = replace(p, x=torch.cat((p.x, p.x[:7])).detach().requires_grad_())
-    longer.weights = torch.cat((p.weights, p.weights[:7])).detach().requires_grad_()  # type: ignore[arg-type]
-    reference = result_and_gradients(p, fused(p))
-    mine = result_and_gradients(longer, fused(longer, implementation="te-bf16"))
-    assert not mine["output"][138:].any() and not mine["x"][138:].any()
-    cut = {key: value[:138] if key in ("output", "x", "weights") else value for key, value in mine.items()}
-    assert max(distances(cut, reference).values()) < 2e-6
-
-
-def test_the_operator_keeps_torchs_rules_and_is_counted(here: Machine) -> None:
-    p = in_blocks(problem([3, 0], hidden=64, inner=64, biased=True))
-    tensors = (p.x, p.offsets, p.gate_up.mT, None, p.down.mT, p.gate_up_bias, None, p.down_bias, p.weights)
-    flat = [each.detach() if each is not None else None for each in tensors]
-    rules = ("test_schema", "test_faketensor", "test_autograd_registration")
-    options = (1.0, float("inf"), 0.0, 32, True, NAME)
-    torch.library.opcheck(grouped_swiglu_gradients, (torch.ones_like(p.x), *flat, *options), test_utils=rules)
-    with FlopCounterMode(display=False) as counter:
-        fused(p, BLOCKS, implementation=NAME).sum().backward()
-    assert counter.get_total_flops() == (1 + 3) * 3 * 2 * 3 * 64 * 64
-
-
-def test_gradients_that_lie_together_are_not_copied() -> None:
-    packed = torch.arange(24.0).view(4, 2, 3)
-    together, apart = _stack(list(packed[1:].unbind(0))), _stack([each.clone() for each in packed[1:]])
-    assert together.data_ptr() == packed[1].data_ptr()
-    assert torch.equal(together, packed[1:]) and torch.equal(apart, packed[1:])
-    assert torch.equal(_stack([packed[2], packed[1]]), torch.stack((packed[2], packed[1])))
