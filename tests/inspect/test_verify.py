@@ -35,7 +35,7 @@ def test_a_step_that_offloads_passes() -> None:
 @pytest.mark.shows("P1", "M6")
 @pytest.mark.parametrize(
     ("rule", "mutation"),
-    [pytest.param(rule, make, id=f"{rule}-{make.__name__}") for rule, all_of in MUTATIONS.items() for make in all_of],
+    [pytest.param(rule, make, id=f"{rule}-{name}") for rule, of in MUTATIONS.items() for name, make in of.items()],
 )
 def test_a_mutation_is_caught_by_its_rule_with_the_event_named(rule: str, mutation: Callable[[], Broken]) -> None:
     schedule, index = mutation()

@@ -8,7 +8,7 @@ from fxshard.planner.model_groups import ModelGroup
 from fxshard.schedule.collectives import ModelCollective
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import Broken, added, breaks, changed, moved, numbered, without
+from tests.inspect.mutations.editing import Broken, added, at_number, breaks, changed, moved, numbered, without
 from tests.inspect.schedules import change, evaluation, relinked
 
 TP, EP = ModelGroup("tp", 8), ModelGroup("ep", 4, 8)
@@ -36,7 +36,11 @@ def _event(kind: Kind, source: ModelCollective, number: int) -> Event:
     return Event(kind, Phase.EVAL, "", -1, (), *about, op=source.op, number=number)
 
 
-@breaks("collectives_have_one_order")
+@breaks(
+    "collectives_have_one_order",
+    not_there=lambda: (without(communicating(), numbered(communicating(), Kind.COLLECTIVE, 1)), None),
+    in_a_group_that_nobody_knows=lambda: (replace(communicating(), model_groups=(TP,)), None),
+)
 def started_in_another_order() -> Broken:
     schedule = communicating()
     first, second = (numbered(schedule, Kind.COLLECTIVE, number) for number in (0, 1))
@@ -52,58 +56,24 @@ def in_a_branch() -> Broken:
 
 
 @breaks("collectives_have_one_order")
-def not_there() -> Broken:
-    schedule = communicating()
-    return without(schedule, numbered(schedule, Kind.COLLECTIVE, 1)), None
-
-
-@breaks("collectives_have_one_order")
-def in_a_group_that_nobody_knows() -> Broken:
-    schedule = communicating()
-    return replace(schedule, model_groups=(TP,)), None
-
-
-@breaks("collectives_have_one_order")
 def a_gather_that_calls_itself_one() -> Broken:
     schedule = communicating()
     at = next(i for i, _ in schedule.of(Kind.UNSHARD))
     return change(schedule, at, op="all_reduce"), at
 
 
-@breaks("collectives_are_those_of_the_graphs")
-def sent_before_it_is_computed() -> Broken:
-    schedule = communicating()
-    at = numbered(schedule, Kind.COLLECTIVE, 0)
-    return relinked(schedule, moved(schedule, at, at - 1)), at - 1
-
-
-@breaks("collectives_are_those_of_the_graphs")
-def read_before_it_is_there() -> Broken:
-    schedule = communicating()
-    at = numbered(schedule, Kind.AWAIT, 1)
-    computed = [i for i, _ in schedule.of(Kind.COMPUTE)][-1]
-    return relinked(schedule, moved(schedule, at, computed)), computed
-
-
-@breaks("collectives_are_those_of_the_graphs")
-def never_waited_for() -> Broken:
-    schedule = communicating()
-    return without(schedule, numbered(schedule, Kind.AWAIT, 0)), None
-
-
-@breaks("collectives_are_those_of_the_graphs")
-def waited_for_before_it_starts() -> Broken:
-    schedule = communicating()
-    at = numbered(schedule, Kind.AWAIT, 0)
-    start = numbered(schedule, Kind.COLLECTIVE, 0)
-    return relinked(schedule, moved(schedule, at, start)), start
-
-
-@breaks("collectives_are_those_of_the_graphs")
-def of_other_bytes() -> Broken:
-    return changed(communicating(), Kind.COLLECTIVE, 1, bytes=1)
-
-
-@breaks("collectives_are_those_of_the_graphs")
-def on_another_stream() -> Broken:
-    return changed(communicating(), Kind.COLLECTIVE, 1, stream="gather")
+breaks(
+    "collectives_are_those_of_the_graphs",
+    never_waited_for=lambda: (without(communicating(), numbered(communicating(), Kind.AWAIT, 0)), None),
+    of_other_bytes=lambda: changed(communicating(), Kind.COLLECTIVE, 1, bytes=1),
+    on_another_stream=lambda: changed(communicating(), Kind.COLLECTIVE, 1, stream="gather"),
+    sent_before_it_is_computed=lambda: at_number(
+        communicating(), Kind.COLLECTIVE, 0, to=numbered(communicating(), Kind.COLLECTIVE, 0) - 1
+    ),
+    read_before_it_is_there=lambda: at_number(
+        communicating(), Kind.AWAIT, 1, to=max(i for i, _ in communicating().of(Kind.COMPUTE))
+    ),
+    waited_for_before_it_starts=lambda: at_number(
+        communicating(), Kind.AWAIT, 0, to=numbered(communicating(), Kind.COLLECTIVE, 0)
+    ),
+)

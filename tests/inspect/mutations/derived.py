@@ -7,7 +7,7 @@ import torch
 from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import TENSOR, Kind, Phase
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, breaks, changed
+from tests.inspect.mutations.editing import BACKWARD, FORWARD, OPTIMIZER, Broken, at_event, breaks, changed
 from tests.inspect.schedules import change, place, relinked, zero3
 
 
@@ -16,36 +16,24 @@ def _with_bucket(schedule: Schedule, i: int, **fields: object) -> Schedule:
     return replace(schedule, buckets=(*schedule.buckets[:i], bucket, *schedule.buckets[i + 1 :]))
 
 
-@breaks("header_is_possible")
-def no_ranks() -> Broken:
-    return replace(zero3(), ranks=-1), None
-
-
-@breaks("header_is_possible")
-def no_such_stage() -> Broken:
-    return replace(zero3(), zero=10**18), None
-
-
-@breaks("header_is_possible")
+@breaks(
+    "header_is_possible",
+    no_ranks=lambda: (replace(zero3(), ranks=-1), None),
+    no_such_stage=lambda: (replace(zero3(), zero=10**18), None),
+)
 def gradients_divided_by_another_number() -> Broken:
     schedule = zero3()
     return _with_bucket(schedule, 1, domain=replace(schedule.buckets[1].domain, divisor=7)), None
 
 
-@breaks("buckets_are_possible")
-def a_bucket_with_anothers_number() -> Broken:
-    return _with_bucket(zero3(), 1, index=0), None
-
-
-@breaks("buckets_are_possible")
+@breaks(
+    "buckets_are_possible",
+    a_bucket_with_anothers_number=lambda: (_with_bucket(zero3(), 1, index=0), None),
+    a_bucket_with_state_in_no_format=lambda: (_with_bucket(zero3(), 1, state="4bit"), None),
+)
 def a_bucket_laid_out_over_other_ranks() -> Broken:
     schedule = zero3()
     return _with_bucket(schedule, 1, layout=replace(schedule.buckets[1].layout, ranks=10**9)), None
-
-
-@breaks("buckets_are_possible")
-def a_bucket_with_state_in_no_format() -> Broken:
-    return _with_bucket(zero3(), 1, state="4bit"), None
 
 
 @breaks("buckets_are_possible")
@@ -69,44 +57,25 @@ def matrices_cut_over_other_ranks() -> Broken:
     return schedule, next(i for i, event in schedule.of(Kind.EXCHANGE) if event.stream == TENSOR)
 
 
-@breaks("phases_are_in_order")
-def a_reduction_in_forward() -> Broken:
-    return changed(zero3(), Kind.REDUCE, 2, BACKWARD, phase=FORWARD)
+breaks("phases_are_in_order", a_reduction_in_forward=lambda: changed(zero3(), Kind.REDUCE, 2, BACKWARD, phase=FORWARD))
+breaks(
+    "events_match_their_buckets",
+    a_gather_of_other_bytes=lambda: at_event(
+        zero3(), (Kind.UNSHARD, 1, FORWARD), bytes=lambda gather: gather.bytes - 64
+    ),
+    # They rest on the device, and nothing has to hold them for it.
+    an_update_that_brings_moments_from_nowhere=lambda: changed(zero3(), Kind.UPDATE, 1, OPTIMIZER, peak=512),
+    a_reduction_in_another_dtype=lambda: changed(zero3(), Kind.REDUCE, 1, BACKWARD, dtype=torch.bfloat16),
+    a_name_and_a_number_that_disagree=lambda: changed(zero3(), Kind.WAIT, 1, FORWARD, bucket="2"),
+)
 
 
-@breaks("events_match_their_buckets")
-def a_gather_of_other_bytes() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.UNSHARD, 1, FORWARD)
-    return change(schedule, at, bytes=schedule.events[at].bytes - 64), at
-
-
-@breaks("events_match_their_buckets")
-def an_update_that_brings_moments_from_nowhere() -> Broken:
-    """They rest on the device, and nothing has to hold them for it."""
-    return changed(zero3(), Kind.UPDATE, 1, OPTIMIZER, peak=512)
-
-
-@breaks("events_match_their_buckets")
-def a_reduction_in_another_dtype() -> Broken:
-    return changed(zero3(), Kind.REDUCE, 1, BACKWARD, dtype=torch.bfloat16)
-
-
-@breaks("events_match_their_buckets")
-def a_name_and_a_number_that_disagree() -> Broken:
-    return changed(zero3(), Kind.WAIT, 1, FORWARD, bucket="2")
-
-
-@breaks("waits_are_where_their_gathers_are")
-def a_wait_that_reads_elsewhere() -> Broken:
-    schedule = zero3()
-    at = place(schedule, Kind.WAIT, 1, FORWARD)
-    slot = schedule.events[at].slot
-    assert slot is not None
-    return change(schedule, at, slot=SlotRange(slot.offset + 512, slot.bytes)), at
-
-
-@breaks("waits_are_where_their_gathers_are")
+@breaks(
+    "waits_are_where_their_gathers_are",
+    a_wait_that_reads_elsewhere=lambda: at_event(
+        zero3(), (Kind.WAIT, 1, FORWARD), slot=lambda wait: SlotRange(wait.slot.offset + 512, wait.slot.bytes)
+    ),
+)
 def a_resident_bucket_that_nothing_refreshes() -> Broken:
     schedule = zero3(zero=1)
     gather, wait = place(schedule, Kind.UNSHARD, 1, FORWARD), place(schedule, Kind.WAIT, 1, FORWARD)
@@ -155,16 +124,11 @@ def compute_without_its_writes() -> Broken:
     return relinked(changed, list(changed.events)), first
 
 
-@breaks("memory_is_what_it_says")
-def more_at_rest_than_there_is() -> Broken:
-    schedule = zero3()
-    return replace(schedule, resident_bytes=schedule.resident_bytes + 4), None
-
-
-@breaks("memory_is_what_it_says")
-def an_arena_that_is_too_large() -> Broken:
-    schedule = zero3()
-    return replace(schedule, arena_bytes=schedule.arena_bytes + 512), None
+breaks(
+    "memory_is_what_it_says",
+    more_at_rest_than_there_is=lambda: (replace(zero3(), resident_bytes=zero3().resident_bytes + 4), None),
+    an_arena_that_is_too_large=lambda: (replace(zero3(), arena_bytes=zero3().arena_bytes + 512), None),
+)
 
 
 @breaks("waits_for_follows_from_the_order")

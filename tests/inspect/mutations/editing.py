@@ -1,6 +1,7 @@
 """Taking a schedule apart."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.schedule import Schedule
@@ -12,13 +13,17 @@ Broken = tuple[Schedule, int | None]
 """A schedule, and the position of the event that the error must name; None where no single one is to blame."""
 
 
-MUTATIONS: dict[str, list[Callable[[], Broken]]] = {}
+MUTATIONS: dict[str, dict[str, Callable[[], Broken]]] = {}
 """By rule: what it must catch."""
 
 
-def breaks(rule: str) -> Callable[[Callable[[], Broken]], Callable[[], Broken]]:
+def breaks(rule: str, **short: Callable[[], Broken]) -> Callable[[Callable[[], Broken]], Callable[[], Broken]]:
+    """Mutations that a rule must catch: those of one expression by name, others as functions that this decorates."""
+    mutations = MUTATIONS.setdefault(rule, {})
+    mutations.update(short)
+
     def noted(make: Callable[[], Broken]) -> Callable[[], Broken]:
-        MUTATIONS.setdefault(rule, []).append(make)
+        mutations[make.__name__] = make
         return make
 
     return noted
@@ -33,6 +38,17 @@ def changed(schedule: Schedule, kind: Kind, which: int, phase: Phase | None = No
     """Other fields of an event of a layer in a phase, or of the one with a number."""
     at = numbered(schedule, kind, which) if phase is None else place(schedule, kind, which, phase)
     return change(schedule, at, **fields), at
+
+
+def at_event(schedule: Schedule, which: tuple[Kind, int, Phase], **fields: Callable[[Event], object]) -> Broken:
+    """Other fields of an event, made of what it is."""
+    at = place(schedule, *which)
+    return change(schedule, at, **{name: made(schedule.events[at]) for name, made in fields.items()}), at
+
+
+def at_number(schedule: Schedule, kind: Kind, number: int, to: int) -> Broken:
+    """An event that is about no layer stands elsewhere, and is wrong there."""
+    return relinked(schedule, moved(schedule, numbered(schedule, kind, number), to)), to
 
 
 def moved(schedule: Schedule, source: int, target: int) -> list[Event]:
@@ -51,10 +67,14 @@ def added(schedule: Schedule, at: int, event: Event) -> Schedule:
     return relinked(schedule, events)
 
 
-def twice(schedule: Schedule, kind: Kind, bucket: int, phase: Phase) -> Broken:
-    """An event stands there once more, right behind itself: the second is wrong."""
+def twice(schedule: Schedule, kind: Kind, bucket: int, phase: Phase, /, *, behind: int = 1, **fields: object) -> Broken:
+    """An event stands there once more, with other fields, so many places behind itself: the second is wrong."""
     at = place(schedule, kind, bucket, phase)
-    return added(schedule, at, schedule.events[at]), at + 1
+    return added(schedule, at + behind, replace(schedule.events[at], **fields)), at + behind
+
+
+def to_the_place_of(schedule: Schedule, moving: tuple[Kind, int, Phase], target: tuple[Kind, int, Phase]) -> Schedule:
+    return relinked(schedule, moved(schedule, place(schedule, *moving), place(schedule, *target)))
 
 
 def earlier(schedule: Schedule, kind: Kind, bucket: int, phase: Phase, by: int) -> Broken:
@@ -71,3 +91,7 @@ def missing(schedule: Schedule, gone: tuple[Kind, int, Phase], wrong: tuple[Kind
 
 def waiting_for_nothing(schedule: Schedule, at: int) -> Broken:
     return change(schedule, at, waits_for=()), at
+
+
+def not_waiting_for(schedule: Schedule, at: int, gone: int) -> Broken:
+    return change(schedule, at, waits_for=tuple(n for n in schedule.events[at].waits_for if n != gone)), at

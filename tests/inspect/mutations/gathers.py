@@ -1,7 +1,5 @@
 """Mutations of when parameters are gathered, read and given back."""
 
-from dataclasses import replace
-
 from fxshard.schedule.events import Kind
 from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, breaks, missing, moved, twice
 from tests.inspect.schedules import change, place, relinked, zero3
@@ -29,59 +27,28 @@ def read_of_what_is_never_gathered() -> Broken:
     return change(schedule, 3, reads=(*schedule.events[3].reads, bucket)), 3
 
 
-@breaks("unshard_has_one_wait_and_one_reshard")
-def no_wait() -> Broken:
-    return missing(zero3(), (Kind.WAIT, 0, BACKWARD), (Kind.RESHARD, 0, BACKWARD))
-
-
-@breaks("unshard_has_one_wait_and_one_reshard")
-def wait_twice() -> Broken:
-    return twice(zero3(), Kind.WAIT, 0, FORWARD)
-
-
-@breaks("unshard_has_one_wait_and_one_reshard")
-def no_unshard() -> Broken:
-    return missing(zero3(), (Kind.UNSHARD, 0, BACKWARD), (Kind.WAIT, 0, BACKWARD))
-
-
-@breaks("unshard_has_one_wait_and_one_reshard")
 def no_reshard() -> Broken:
     return missing(zero3(), (Kind.RESHARD, 0, BACKWARD), (Kind.UNSHARD, 0, BACKWARD))
 
 
-@breaks("unshard_has_one_wait_and_one_reshard")
-def reshard_twice() -> Broken:
-    return twice(zero3(), Kind.RESHARD, 0, FORWARD)
+breaks(
+    "unshard_has_one_wait_and_one_reshard",
+    no_wait=lambda: missing(zero3(), (Kind.WAIT, 0, BACKWARD), (Kind.RESHARD, 0, BACKWARD)),
+    wait_twice=lambda: twice(zero3(), Kind.WAIT, 0, FORWARD),
+    no_unshard=lambda: missing(zero3(), (Kind.UNSHARD, 0, BACKWARD), (Kind.WAIT, 0, BACKWARD)),
+    no_reshard=no_reshard,
+    reshard_twice=lambda: twice(zero3(), Kind.RESHARD, 0, FORWARD),
+    reshard_of_a_resident_bucket=lambda: twice(zero3(zero=2), Kind.WAIT, 0, BACKWARD, behind=2, kind=Kind.RESHARD),
+)
 
 
-@breaks("unshard_has_one_wait_and_one_reshard")
-def reshard_of_a_resident_bucket() -> Broken:
-    schedule = zero3(zero=2)
-    at = place(schedule, Kind.WAIT, 0, BACKWARD) + 2
-    return added(schedule, at, replace(schedule.events[at - 2], kind=Kind.RESHARD)), at
-
-
-@breaks("no_double_gather")
+@breaks(
+    "no_double_gather",
+    gathered_again_though_kept=lambda: twice(zero3(), Kind.WAIT, 2, BACKWARD, behind=0, kind=Kind.UNSHARD),
+    kept_by_mistake=lambda: missing(zero3(), (Kind.RESHARD, 0, FORWARD), (Kind.UNSHARD, 0, BACKWARD)),
+    resident_gathered_twice=lambda: twice(zero3(zero=1), Kind.WAIT, 1, BACKWARD, behind=0, kind=Kind.UNSHARD),
+)
 def gathered_twice() -> Broken:
     schedule = zero3()
     unshard, wait = place(schedule, Kind.UNSHARD, 1, FORWARD), place(schedule, Kind.WAIT, 1, FORWARD)
     return added(schedule, wait, schedule.events[unshard]), wait
-
-
-@breaks("no_double_gather")
-def gathered_again_though_kept() -> Broken:
-    schedule = zero3()
-    wait = place(schedule, Kind.WAIT, 2, BACKWARD)
-    return added(schedule, wait, replace(schedule.events[wait], kind=Kind.UNSHARD)), wait
-
-
-@breaks("no_double_gather")
-def kept_by_mistake() -> Broken:
-    return missing(zero3(), (Kind.RESHARD, 0, FORWARD), (Kind.UNSHARD, 0, BACKWARD))
-
-
-@breaks("no_double_gather")
-def resident_gathered_twice() -> Broken:
-    schedule = zero3(zero=1)
-    at = place(schedule, Kind.WAIT, 1, BACKWARD)
-    return added(schedule, at, replace(schedule.events[at], kind=Kind.UNSHARD)), at

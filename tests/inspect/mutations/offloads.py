@@ -1,6 +1,5 @@
 """Mutations of a step that has two activations on the host between forward and backward."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,8 +8,19 @@ from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
 from fxshard.schedule.offloads import HostCopy
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.mutations.editing import BACKWARD, FORWARD, Broken, added, breaks, changed, moved, numbered, without
-from tests.inspect.schedules import change, relinked, zero3
+from tests.inspect.mutations.editing import (
+    BACKWARD,
+    FORWARD,
+    Broken,
+    added,
+    at_number,
+    breaks,
+    changed,
+    not_waiting_for,
+    numbered,
+    without,
+)
+from tests.inspect.schedules import zero3
 
 SIZE = 4096
 
@@ -52,30 +62,15 @@ def _after(schedule: Schedule, phase: Phase, nodes: int) -> int:
     return at
 
 
-def _moved(kind: Kind, number: int, to: Callable[[Schedule], int]) -> Broken:
-    schedule = offloading()
-    at, target = numbered(schedule, kind, number), to(schedule)
-    return relinked(schedule, moved(schedule, at, target)), target
-
-
-@breaks("copies_are_those_of_the_graphs")
-def leaves_before_it_is_computed() -> Broken:
-    return _moved(Kind.OFFLOAD, 0, lambda schedule: next(i for i, _ in schedule.of(Kind.COMPUTE)))
-
-
-@breaks("copies_are_those_of_the_graphs")
-def of_other_bytes() -> Broken:
-    return changed(offloading(), Kind.RELOAD, 1, bytes=SIZE // 2)
-
-
-@breaks("copies_are_those_of_the_graphs")
-def of_an_activation_that_nobody_knows() -> Broken:
-    return changed(offloading(), Kind.OFFLOAD, 1, number=7)
-
-
-@breaks("copies_are_those_of_the_graphs")
-def on_the_compute_stream() -> Broken:
-    return changed(offloading(), Kind.OFFLOAD, 1, stream="compute")
+breaks(
+    "copies_are_those_of_the_graphs",
+    leaves_before_it_is_computed=lambda: at_number(
+        offloading(), Kind.OFFLOAD, 0, to=min(i for i, _ in offloading().of(Kind.COMPUTE))
+    ),
+    of_other_bytes=lambda: changed(offloading(), Kind.RELOAD, 1, bytes=SIZE // 2),
+    of_an_activation_that_nobody_knows=lambda: changed(offloading(), Kind.OFFLOAD, 1, number=7),
+    on_the_compute_stream=lambda: changed(offloading(), Kind.OFFLOAD, 1, stream="compute"),
+)
 
 
 @breaks("copies_are_those_of_the_graphs")
@@ -92,68 +87,33 @@ def freed_while_it_is_copied() -> Broken:
     return without(schedule, numbered(schedule, Kind.RELEASE, 0)), numbered(schedule, Kind.OFFLOAD, 0)
 
 
-@breaks("memory_is_kept_until_it_is_out")
-def freed_before_it_is_copied() -> Broken:
-    return _moved(Kind.RELEASE, 0, lambda schedule: numbered(schedule, Kind.OFFLOAD, 0))
-
-
-@breaks("memory_is_kept_until_it_is_out")
-def freed_without_waiting_for_the_copy() -> Broken:
-    return changed(offloading(), Kind.RELEASE, 1, waits_for=())
-
-
-@breaks("memory_is_kept_until_it_is_out")
+@breaks(
+    "memory_is_kept_until_it_is_out",
+    freed_before_it_is_copied=lambda: at_number(
+        offloading(), Kind.RELEASE, 0, to=numbered(offloading(), Kind.OFFLOAD, 0)
+    ),
+    freed_without_waiting_for_the_copy=lambda: changed(offloading(), Kind.RELEASE, 1, waits_for=()),
+)
 def comes_back_before_it_is_out() -> Broken:
     schedule = offloading()
-    at = numbered(schedule, Kind.RELOAD, 1)
-    gone = numbered(schedule, Kind.OFFLOAD, 1)
-    return change(schedule, at, waits_for=tuple(i for i in schedule.events[at].waits_for if i != gone)), at
+    return not_waiting_for(schedule, numbered(schedule, Kind.RELOAD, 1), numbered(schedule, Kind.OFFLOAD, 1))
 
 
-@breaks("offloaded_values_are_back_when_read")
-def read_before_it_is_back() -> Broken:
-    """The restore stands after the layer that reads."""
-
-    def behind_the_read(schedule: Schedule) -> int:
-        return [i for i, _ in schedule.of(Kind.COMPUTE, phase=BACKWARD)][6]
-
-    return _moved(Kind.RESTORE, 0, behind_the_read)
-
-
-@breaks("offloaded_values_are_back_when_read")
-def read_without_waiting() -> Broken:
-    return changed(offloading(), Kind.RESTORE, 1, waits_for=())
-
-
-@breaks("offloaded_values_are_back_when_read")
-def waited_for_before_it_starts() -> Broken:
-    schedule = offloading()
-    at, start = numbered(schedule, Kind.RESTORE, 0), numbered(schedule, Kind.RELOAD, 0)
-    return relinked(schedule, moved(schedule, at, start)), start
-
-
-@breaks("offloaded_values_are_back_when_read")
-def never_brought_back() -> Broken:
-    schedule = offloading()
-    return without(schedule, numbered(schedule, Kind.RELOAD, 0)), None
-
-
-@breaks("offloaded_values_are_back_when_read")
-def never_waited_for() -> Broken:
-    schedule = offloading()
-    return without(schedule, numbered(schedule, Kind.RESTORE, 0)), None
-
-
-@breaks("host_slots_are_free")
-def host_memory_taken_before_it_is_back() -> Broken:
-    return changed(offloading(), Kind.OFFLOAD, 1, slot=SlotRange(0, SIZE))
-
-
-@breaks("host_slots_are_free")
-def comes_back_from_elsewhere() -> Broken:
-    return changed(offloading(), Kind.RELOAD, 0, slot=SlotRange(SIZE, SIZE))
-
-
-@breaks("host_slots_are_free")
-def too_small_anumbered() -> Broken:
-    return changed(offloading(), Kind.OFFLOAD, 0, slot=SlotRange(0, SIZE // 2))
+breaks(
+    "offloaded_values_are_back_when_read",
+    read_before_it_is_back=lambda: at_number(
+        offloading(), Kind.RESTORE, 0, to=[i for i, _ in offloading().of(Kind.COMPUTE, phase=BACKWARD)][6]
+    ),
+    read_without_waiting=lambda: changed(offloading(), Kind.RESTORE, 1, waits_for=()),
+    waited_for_before_it_starts=lambda: at_number(
+        offloading(), Kind.RESTORE, 0, to=numbered(offloading(), Kind.RELOAD, 0)
+    ),
+    never_brought_back=lambda: (without(offloading(), numbered(offloading(), Kind.RELOAD, 0)), None),
+    never_waited_for=lambda: (without(offloading(), numbered(offloading(), Kind.RESTORE, 0)), None),
+)
+breaks(
+    "host_slots_are_free",
+    host_memory_taken_before_it_is_back=lambda: changed(offloading(), Kind.OFFLOAD, 1, slot=SlotRange(0, SIZE)),
+    comes_back_from_elsewhere=lambda: changed(offloading(), Kind.RELOAD, 0, slot=SlotRange(SIZE, SIZE)),
+    too_small_a_place=lambda: changed(offloading(), Kind.OFFLOAD, 0, slot=SlotRange(0, SIZE // 2)),
+)

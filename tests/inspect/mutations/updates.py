@@ -9,8 +9,11 @@ from tests.inspect.mutations.editing import (
     OPTIMIZER,
     Broken,
     breaks,
+    changed,
     missing,
     moved,
+    not_waiting_for,
+    to_the_place_of,
     twice,
     waiting_for_nothing,
 )
@@ -32,21 +35,19 @@ def _exchange_place(schedule: Schedule, which: int) -> int:
     return [i for i, event in enumerate(schedule.events) if event.phase is OPTIMIZER and event.kind in kinds][which]
 
 
-@breaks("every_reduced_bucket_is_updated_once")
-def no_update() -> Broken:
-    return missing(zero3(), (Kind.UPDATE, 1, OPTIMIZER), (Kind.REDUCE, 1, BACKWARD))
+def _waits_for_nothing(schedule: Schedule, which: int) -> Broken:
+    return waiting_for_nothing(schedule, _exchange_place(schedule, which))
 
 
-@breaks("every_reduced_bucket_is_updated_once")
-def updated_twice() -> Broken:
-    return twice(zero3(), Kind.UPDATE, 1, OPTIMIZER)
-
-
-@breaks("every_reduced_bucket_is_updated_once")
+@breaks(
+    "every_reduced_bucket_is_updated_once",
+    no_update=lambda: missing(zero3(), (Kind.UPDATE, 1, OPTIMIZER), (Kind.REDUCE, 1, BACKWARD)),
+    updated_twice=lambda: twice(zero3(), Kind.UPDATE, 1, OPTIMIZER),
+)
 def updated_before_reduced() -> Broken:
     schedule = zero3()
-    update, reduce = place(schedule, Kind.UPDATE, 0, OPTIMIZER), place(schedule, Kind.REDUCE, 0, BACKWARD)
-    return relinked(schedule, moved(schedule, update, reduce)), reduce
+    reduce = place(schedule, Kind.REDUCE, 0, BACKWARD)
+    return to_the_place_of(schedule, (Kind.UPDATE, 0, OPTIMIZER), (Kind.REDUCE, 0, BACKWARD)), reduce
 
 
 @breaks("every_reduced_bucket_is_updated_once")
@@ -56,32 +57,22 @@ def updated_though_only_kept() -> Broken:
     return replace(schedule, events=(*schedule.events, update)), len(schedule.events)
 
 
-@breaks("gather_after_update")
+@breaks(
+    "gather_after_update",
+    gathered_without_waiting_for_the_update=lambda: changed(zero3(carry=1), Kind.UNSHARD, 0, OPTIMIZER, waits_for=()),
+)
 def gathered_before_the_update() -> Broken:
     schedule = zero3(carry=1)
-    unshard, update = place(schedule, Kind.UNSHARD, 0, OPTIMIZER), place(schedule, Kind.UPDATE, 0, OPTIMIZER)
-    return relinked(schedule, moved(schedule, unshard, update)), update
+    update = place(schedule, Kind.UPDATE, 0, OPTIMIZER)
+    return to_the_place_of(schedule, (Kind.UNSHARD, 0, OPTIMIZER), (Kind.UPDATE, 0, OPTIMIZER)), update
 
 
-@breaks("gather_after_update")
-def gathered_without_waiting_for_the_update() -> Broken:
-    schedule = zero3(carry=1)
-    return waiting_for_nothing(schedule, place(schedule, Kind.UNSHARD, 0, OPTIMIZER))
-
-
-@breaks("exchanges_go_there_and_back")
-def sent_before_reduced() -> Broken:
-    schedule = exchanging()
-    return waiting_for_nothing(schedule, _exchange_place(schedule, 0))
-
-
-@breaks("exchanges_go_there_and_back")
-def computed_before_it_arrived() -> Broken:
-    schedule = exchanging()
-    return waiting_for_nothing(schedule, _exchange_place(schedule, 1))
-
-
-@breaks("exchanges_go_there_and_back")
+@breaks(
+    "exchanges_go_there_and_back",
+    sent_before_reduced=lambda: _waits_for_nothing(exchanging(), 0),
+    computed_before_it_arrived=lambda: _waits_for_nothing(exchanging(), 1),
+    parts_computed_before_they_arrived=lambda: _waits_for_nothing(exchanging_parts(), 2),
+)
 def sent_back_uncomputed() -> Broken:
     schedule = exchanging()
     at = _exchange_place(schedule, 2)
@@ -91,9 +82,7 @@ def sent_back_uncomputed() -> Broken:
 @breaks("exchanges_go_there_and_back")
 def updated_before_it_came_back() -> Broken:
     schedule = exchanging()
-    at = place(schedule, Kind.UPDATE, 1, OPTIMIZER)
-    back = _exchange_place(schedule, 2)
-    return change(schedule, at, waits_for=tuple(n for n in schedule.events[at].waits_for if n != back)), at
+    return not_waiting_for(schedule, place(schedule, Kind.UPDATE, 1, OPTIMIZER), _exchange_place(schedule, 2))
 
 
 @breaks("exchanges_go_there_and_back")
@@ -101,12 +90,6 @@ def never_sent_back() -> Broken:
     schedule = exchanging()
     at = _exchange_place(schedule, 2)
     return change(schedule, at, writes=()), at
-
-
-@breaks("exchanges_go_there_and_back")
-def parts_computed_before_they_arrived() -> Broken:
-    schedule = exchanging_parts()
-    return waiting_for_nothing(schedule, _exchange_place(schedule, 2))
 
 
 @breaks("exchanges_go_there_and_back")
