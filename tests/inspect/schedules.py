@@ -8,10 +8,12 @@ from torch import nn
 
 from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.buckets import plan_buckets
-from fxshard.planner.domain import data_parallel
+from fxshard.planner.domain import ZERO, data_parallel
+from fxshard.planner.layout import TensorSpec
 from fxshard.planner.memory import Buffer, plan_slots
 from fxshard.planner.model_groups import ModelGroup
 from fxshard.planner.parts import Cuts, Whole
+from fxshard.planner.rows import row_layout
 from fxshard.planner.units import find_units
 from fxshard.schedule.dependencies import with_dependencies
 from fxshard.schedule.events import STREAM, Event, Kind, Phase
@@ -20,6 +22,7 @@ from fxshard.schedule.record import resident_bytes
 from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.updates import update, updates
 
+WEIGHTS = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
 FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
 
@@ -76,6 +79,24 @@ def zero3(
         events += [update(reduced[bucket.index], bucket) for bucket in buckets]
         events += [_event(Kind.UNSHARD, bucket, OPTIMIZER) for bucket in by_layer if bucket.index in carried]
     return finished(events, buckets, ranks * replicas, zero)
+
+
+def drawn(
+    layers: int = 3, ranks: int = 8, dim: int = 256, budget: int | None = None, unit: str = "layers", ahead: int = 1
+) -> Schedule:
+    """A Llama's step under ZeRO-3, in bf16 with fp32 masters, with the names that models have: to be rendered."""
+    names = ["head", *(f"{unit}.{i}" for i in reversed(range(layers))), "embed"]
+    block: dict[str, tuple[int, ...]] = dict.fromkeys(WEIGHTS, (dim, dim))
+    buckets: list[BucketPlan] = []
+    for i, name in enumerate(names):
+        shapes = block if name.startswith(unit) else {"w": (4 * dim, dim)}
+        layout = row_layout([TensorSpec(f"{name}.{part}.weight", shape) for part, shape in shapes.items()], ranks)
+        dtypes = torch.bfloat16, torch.float32, torch.float32
+        buckets.append(BucketPlan(i, name, name, layout, ZERO[3], *dtypes, True))
+    events = [*_pass(buckets[::-1], FORWARD, ahead), *_pass(buckets, BACKWARD, ahead)]
+    reduced = {event.bucket_index: event for event in events if event.kind is Kind.REDUCE}
+    events += [update(reduced[bucket.index], bucket) for bucket in buckets]
+    return replace(finished(events, tuple(buckets), ranks, 3), budget=budget)
 
 
 def evaluation(layers: int = 3, ranks: int = 2, *, prefetch: int = 1, zero: int = 3) -> Schedule:

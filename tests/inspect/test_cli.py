@@ -22,7 +22,7 @@ from fxshard.passes.budget_trades import Trade
 from fxshard.planner.hardware import PRESETS as HARDWARE
 from fxshard.schedule.files import from_json
 from fxshard.schedule.offloads import Recomputed
-from tests.inspect.drawing import drawn
+from tests.inspect.schedules import drawn
 
 
 class Planned(list[dict[str, Any]]):

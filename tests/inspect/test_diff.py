@@ -7,7 +7,7 @@ import torch
 from fxshard.schedule.diff import _longest_increasing, diff
 from fxshard.schedule.events import Event, Kind
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.drawing import drawn
+from tests.inspect.schedules import drawn
 
 
 def position(schedule: Schedule, kind: Kind, bucket: str) -> int:

@@ -20,7 +20,7 @@ from fxshard.planner.whole import whole_layout
 from fxshard.schedule.events import Event, Kind, Phase
 from fxshard.schedule.files import FORMAT, ScheduleFileError, _digest, from_json, to_json
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.drawing import drawn
+from tests.inspect.schedules import drawn
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64])
 TEXT = st.text().filter(str.isprintable)

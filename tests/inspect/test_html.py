@@ -13,14 +13,14 @@ import pytest
 from fxshard.planner.hardware import hardware
 from fxshard.schedule.html import duration, embedded, to_html
 from fxshard.schedule.schedule import Schedule
-from tests.inspect.drawing import drawn, timed
+from tests.inspect.schedules import drawn
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (Debian package: chromium)")
 
 
 def page(schedule: Schedule) -> str:
-    return to_html(schedule, timed(schedule))  # type: ignore[arg-type]
+    return to_html(schedule, schedule.simulate("h200"))
 
 
 def data_of(text: str) -> Any:
@@ -69,7 +69,7 @@ def test_data_is_the_schedule() -> None:
 def test_the_page_names_model_batch_and_machine_with_its_memory() -> None:
     schedule = drawn(layers=5)
     machine = hardware("h200")
-    text = to_html(schedule, timed(schedule), machine, "llama-70b · 5 layers (--layers) · inputs of 1 × 4096")  # type: ignore[arg-type]
+    text = to_html(schedule, schedule.simulate("h200"), machine, "llama-70b · 5 layers (--layers) · inputs of 1 × 4096")
     data = data_of(text)
     assert (
         data["about"] == "llama-70b · 5 layers (--layers) · inputs of 1 × 4096 · simulated on h200, 131.32 GiB a device"

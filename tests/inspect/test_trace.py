@@ -11,15 +11,15 @@ import pytest
 from fxshard.schedule.events import Kind
 from fxshard.schedule.table import render
 from fxshard.schedule.trace import title, to_chrome_trace
-from tests.inspect.drawing import drawn, timed
+from tests.inspect.schedules import drawn
 
 SCHEDULE = drawn(layers=12)
-SIMULATION = timed(SCHEDULE)
+SIMULATION = SCHEDULE.simulate("h200")
 
 
 @pytest.fixture(scope="module")
 def events() -> list[dict[str, Any]]:
-    return json.loads(to_chrome_trace(SCHEDULE, SIMULATION))["traceEvents"]  # type: ignore[arg-type]
+    return json.loads(to_chrome_trace(SCHEDULE, SIMULATION))["traceEvents"]
 
 
 def of(events: list[dict[str, Any]], ph: str) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def test_slices_of_a_track_do_not_overlap(events: list[dict[str, Any]]) -> None:
 
 def test_slices_say_what_and_why(events: list[dict[str, Any]]) -> None:
     gather = next(e for e in of(events, "X") if e["name"] == "unshard layers.3")
-    assert gather["args"]["why"] == "1 ahead: starts with layers.2"
+    assert gather["args"]["why"] == "by hand"
     assert gather["args"]["dtype"] == "bfloat16"
     assert {"bucket", "bytes", "group", "slot"} <= gather["args"].keys()
 
