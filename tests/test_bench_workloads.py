@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import fxshard
-from fxshard.bench import hugging_face, variants
-from fxshard.bench.contenders import blocks, ours
+from fxshard.bench.contenders import blocks
 from fxshard.bench.train import Contender
 from fxshard.bench.workloads import SIZES, Workload, loss_of
 
@@ -66,36 +63,6 @@ def test_the_base_of_qlora_rests_in_four_bits() -> None:
     assert [p.numel() for p in model.parameters() if p.requires_grad] == [
         p.numel() for p in plain.parameters() if p.requires_grad
     ]
-
-
-def tiny_qlora(quantized: bool = True) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """``qlora_8b`` in the size of a toy."""
-    torch.manual_seed(0)
-    size = SIZES["hf:llama-toy"]
-    model = variants.adapted(hugging_face.build("llama", replace(size.config, layers=1), 16))
-    tokens = torch.randint(size.config.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
-    return fxshard.quantize_frozen(model, "nf4") if quantized else model, {"input_ids": tokens, "labels": tokens}
-
-
-@pytest.mark.thorough
-def test_qlora_trains_as_a_contender() -> None:
-    """With the losses of plain PyTorch on the same codes, and not those of weights that were not rounded."""
-    pytest.importorskip("peft", reason="needs the integrations extra")
-    workload = Workload("tests.test_bench_workloads:tiny_qlora", cache=False)
-    contender = Contender("fxshard", workload, CPU, False, lambda model, _: ours(model, None, 3, lowering="eager"))
-    losses = []
-    for quantized in (True, False):
-        model, inputs = tiny_qlora(quantized)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-        losses.append([])
-        for _ in contender.losses:
-            loss = loss_of(model, inputs)
-            losses[-1].append(float(loss.detach()))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    assert contender.losses == pytest.approx(losses[0], rel=1e-5)
-    assert contender.losses != pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard.planner.state import second_numel
-from fxshard.schedule.events import Kind, Phase
+from fxshard.schedule.events import Kind
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
 from tests.toy import Llama
 from tests.training import (
     deliver,
-    full_gradients,
     llama,
     my_data_for,
     random_gradients,
@@ -78,31 +77,6 @@ def stages_and_layouts() -> dict[str, list[str]]:
 def test_equals_the_plain_step_on_the_full_gradient_bitwise(ranks: Pool, world: int) -> None:
     for found in ranks(world, stages_and_layouts):
         assert found == {name: [] for name in found}
-
-
-def trained() -> tuple[list[str], bool, list[str]]:
-    """Losses go down, and every step of a real training equals the plain step on its gradients."""
-    model = fxshard.compile(single(), optimizer=MUON, lowering="eager")
-    plain = single()
-    plain.load_state_dict(model.full_state_dict())
-    reference = MUON.build(plain)
-    different, losses = [], []
-    for step in range(4):
-        loss = model(*my_data_for(model, 0))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        different += step_beside(model, plain, reference, full_gradients(model), step)
-    kinds = [event.kind.value for event in model.schedule.events if event.phase is Phase.OPTIMIZER]
-    return different, losses[-1] < losses[0], kinds
-
-
-@pytest.mark.thorough
-@pytest.mark.shows("O1")
-def test_training_end_to_end(ranks: Pool) -> None:
-    for different, went_down, kinds in ranks(2, trained):
-        assert different == []
-        assert went_down
-        assert "unshard" in kinds  # the next forward's first gathers start in the optimizer phase
 
 
 class Fused(nn.Module):

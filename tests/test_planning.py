@@ -16,10 +16,9 @@ import fxshard
 from fxshard.bench.presets import LENGTH, PRESETS
 from fxshard.schedule.schedule import Schedule
 from tests.measuring import NewBytes
-from tests.pool import Pool, RankError
+from tests.pool import Pool
 from tests.stack import wide, wide_batch
 from tests.toy import Untraceable
-from tests.training import llama, this_ranks_batch
 
 
 def meta_wide() -> nn.Module:
@@ -97,20 +96,6 @@ def test_arena_and_shards_are_what_a_rank_holds(ran: Ran) -> None:
             # A number per bucket, to find changes that leave no trace, and one per parameter: who was stepped.
             extra = sum(8 + 4 * len(bucket.params) for bucket in schedule.buckets)
             assert held - extra <= predicted <= held * 1.02, f"{options}: {predicted} bytes predicted, {held} held"
-
-
-def depth_by_rank() -> None:
-    model = fxshard.compile(llama(), lowering="eager", debug=fxshard.Debug(prefetch=1 + dist.get_rank()))
-    model(*this_ranks_batch(0)).backward()
-
-
-@pytest.mark.thorough
-@pytest.mark.shows("P5")
-def test_another_depth_on_one_rank_is_a_difference(ranks: Pool) -> None:
-    """It moves gathers past reductions, and the order of collectives must agree."""
-    with pytest.raises(RankError) as caught:
-        ranks(2, depth_by_rank, timeout=60)
-    assert caught.value.types == {0: "RankDivergenceError", 1: "RankDivergenceError"}
 
 
 class Skips(nn.Module):

@@ -78,19 +78,6 @@ def test_same_losses_as_an_uninterrupted_run(ranks: Pool, tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
-def test_killed_in_a_step(ranks: Pool, tmp_path: Path) -> None:
-    straight = ranks(2, here, tmp_path / "straight")[0]
-    load_compiler()
-    folder = tmp_path / "killed"
-    first = killed(folder, "step", 5)
-    assert list(first) == [0, 1, 2, 3, 4]
-    second = ranks(2, here, folder)[0]
-    assert list(second) in ([2, 3, 4, 5], [4, 5])  # step-2 was complete before step-4 was begun
-    assert {**first, **second} == straight
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(400)
 def test_a_replica_that_is_lost(ranks: Pool, tmp_path: Path) -> None:
     """Two replicas of two shards, one rank is killed: the other three end, and two go on from the last checkpoint."""
     load_compiler()

@@ -6,21 +6,15 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-import fxshard
 from fxshard.kernels import choose, hopper_products, launch
 from fxshard.kernels.by_torch import TorchExperts
 from fxshard.kernels.glu import Glu
 from fxshard.kernels.hopper_products import ANY, FAR, Copies
-from tests.fused.moe import moe
 from tests.fused.reference import fused, problem, result_and_gradients
-from tests.fused.test_sharded import VOCAB, WEIGHTS, gradients
-from tests.pool import Pool
-from tests.thorough import thorough
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
@@ -168,34 +162,6 @@ def test_experts_use_them_where_they_can(monkeypatch: pytest.MonkeyPatch) -> Non
     # Over the inner size: down, and from both halves back to the input. Of the gradients, those of both halves.
     assert calls == ["product", "product", "gradient"]
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-
-
-def deferred(defer: bool) -> tuple[int, set[str]]:
-    """How many weight gradients the kernel computes, and which of them behind the embedding's."""
-    calls: list[torch.Tensor] = []
-
-    def gradient(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        calls.append(a)
-        return TorchExperts().weight_gradient(a, b, offsets)
-
-    with (
-        mock.patch.dict(choose._REFUSALS, {"triton": lambda case: None}),
-        mock.patch.multiple(hopper_products, differentiates=lambda a, b: True, gradient=gradient),
-    ):
-        model = fxshard.compile(
-            moe(vocab=VOCAB), lowering="eager", experts="triton", debug=fxshard.Debug(defer_wgrad=defer)
-        )
-        tokens = torch.arange(24).view(2, 12)
-        model(tokens, tokens).backward()
-    found = gradients(model.graphs["backward"].graph)
-    return len(calls), {name for name, one in found.items() if one.behind_the_embedding}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("defer", [True, thorough(False)])
-def test_deferred_weight_gradients_are_computed_there_too(ranks: Pool, defer: bool) -> None:
-    behind = {"layers.0.gate_up", "layers.0.down"} if defer else set()
-    assert ranks(2, deferred, defer) == [(len(WEIGHTS), behind)] * 2
 
 
 @pytest.mark.parametrize(

@@ -95,28 +95,6 @@ def test_a_form_is_found_and_computes_the_same(form: str) -> None:
     assert described in found.form and found.implementation == "torch"
 
 
-class Forms(nn.Module):
-    """All of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forms = nn.ModuleDict({name: make() for name, (make, _, _) in FORMS.items()})
-
-    def forward(self, x: Tensor, _: Tensor, weights: Tensor) -> Tensor:
-        return sum(form(x, FORMS[name][1], weights) for name, form in self.forms.items())
-
-
-@pytest.mark.thorough
-@pytest.mark.shows("G1", "G3", "G4", "G5")
-def test_a_sharded_model_of_all_forms() -> None:
-    model, args = Forms(), inputs(OFFSETS)
-    reference = run(model, args, model)
-    compiled = fxshard.compile(copy.deepcopy(model), lowering="eager")
-    check_same(run(compiled, args, compiled), reference)
-    check_fused([str(node.target) for node in compiled.graphs["forward"].graph.nodes], len(model.forms))
-    assert len(fxshard.explain(model, args).fused) == len(model.forms)
-
-
 @pytest.mark.shows("G1", "G3")
 @pytest.mark.parametrize("make", [models.Titan, models.TorchPrivate], ids=["F.grouped_mm", "torch._grouped_mm"])
 def test_torchs_grouped_products(make: Any) -> None:

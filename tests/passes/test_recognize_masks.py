@@ -73,15 +73,6 @@ def test_without_groups_all_is_the_same_to_the_last_bit() -> None:
     check_equal(found)
 
 
-@pytest.mark.thorough
-@pytest.mark.shows("H1")
-def test_a_model_in_bf16() -> None:
-    found = rewritten_model(make("llama").bfloat16())
-    assert len(found.report.causal) == 2
-    check_no_mask(found)
-    check_close(found, 1e-2)
-
-
 @pytest.mark.shows("H1")
 def test_layers_in_checkpointed_regions() -> None:
     model = make("llama")
