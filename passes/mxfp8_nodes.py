@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE
-from fxshard.kernels.mxfp8_grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups, mxfp8_stack
+from fxshard.kernels.mxfp8_grouped import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups, mxfp8_stack
 from fxshard.kernels.mxfp8_ops import mxfp8_mm, mxfp8_quantize, mxfp8_quantize_both
 from fxshard.passes.matrix_products import Operand, Product, stacked, unpacked_at
 

@@ -1,7 +1,7 @@
 """MXFP8 as operators that captured graphs call: quantize, and multiply what is quantized.
 
 Compiled segments call them like any other kernel, so eager and Inductor lowerings give the same bits. Those for the
-tokens and weights of experts are in ``mxfp8_grouped_ops``.
+tokens and weights of experts are in ``mxfp8_grouped``.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, E4M3, ROWWISE, Quantized
 from fxshard.kernels.ops import mm_into
-from fxshard.kernels.swizzle import swizzle
 
 CAPABILITY = (10, 0)
 """From here on a GPU multiplies MXFP8 by itself."""
+TILE_ROWS, TILE_COLUMNS = 128, 4
 
 
 @functools.cache
@@ -102,3 +102,15 @@ def contracted_last(copy: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     if short:
         data = F.pad(data.view(torch.uint8), (0, short)).view(E4M3)
     return data, swizzle(scales).view(torch.float8_e8m0fnu)
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Compact scales ``[rows, blocks]`` as products read them, flat; padded with zeros to tiles.
+
+    A tile of 128 rows × 4 scales becomes 512 bytes, ``(y % 32)·16 + (y / 32)·4 + x`` for the scale at ``(y, x)``; tiles
+    follow each other row by row.
+    """
+    rows, blocks = scales.shape
+    padded = torch.nn.functional.pad(scales, (0, -blocks % TILE_COLUMNS, 0, -rows % TILE_ROWS))
+    tiles = padded.view(padded.shape[0] // TILE_ROWS, 4, 32, padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

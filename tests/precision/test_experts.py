@@ -17,7 +17,7 @@ from fxshard.kernels import glu as formula
 from fxshard.kernels import mxfp8_grouped as grouped
 from fxshard.kernels import mxfp8_products as products
 from fxshard.kernels.mxfp8 import COLUMNWISE, ROWWISE, quantize
-from fxshard.kernels.mxfp8_grouped_ops import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups
+from fxshard.kernels.mxfp8_grouped import mxfp8_grouped_mm, mxfp8_grouped_wgrad, mxfp8_quantize_groups
 from fxshard.kernels.mxfp8_ops import mxfp8_quantize
 from fxshard.kernels.op import grouped_swiglu, grouped_swiglu_backward
 from fxshard.passes import open_experts

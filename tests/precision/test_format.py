@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxshard.kernels.mxfp8 import BLOCK, COLUMNWISE, ROWWISE, dequantize, quantize
-from fxshard.kernels.swizzle import swizzle
+from fxshard.kernels.mxfp8_products import swizzle
 from tests.precision import scalar
 from tests.precision.scalar import swizzled_index
 

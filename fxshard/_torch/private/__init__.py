@@ -51,7 +51,6 @@ from fxshard._torch.private.nodes import (
     constant_identity,
     constants,
     draws_a_random_number,
-    draws_random_numbers,
     grouped_mm_offsets,
     is_mutable,
     is_random,

@@ -47,11 +47,6 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in sorted(places)]
 
 
-def draws_random_numbers(graph: fx.Graph) -> bool:
-    """Whether running a graph moves a random number generator. torch 2.11, 2.13."""
-    return any(map(draws_a_random_number, graph.nodes))
-
-
 def draws_a_random_number(node: fx.Node) -> bool:
     """Whether running a node moves a random number generator. torch 2.11, 2.13.
 
