@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard._torch.errors import ConfigError
@@ -76,19 +75,6 @@ def test_two_ranks_train_like_plain_pytorch(ranks: Pool, make: Any, zeros: list[
     for runs in ranks(2, stages, make, zeros):
         for run in runs:
             assert run.distance(expected) < 1e-6
-
-
-def replicated() -> Run:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return sharded_run(Tied, steps=STEPS, zero=3, mesh=mesh, chunk_loss=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.shows("H4")
-def test_replicated_shards_train_like_plain_pytorch(ranks: Pool) -> None:
-    expected = plain_run(4, Tied, steps=STEPS, fused=False, apart=True)
-    for run in ranks(4, replicated):
-        assert run.distance(expected) < 1e-6
 
 
 def accumulated() -> dict[str, Tensor]:
@@ -266,17 +252,6 @@ def test_models_of_transformers_without_their_logits(kind: str) -> None:
     assert [entry.where for entry in model.report.loss.chunked] == ["lm_head"]
     with torch.no_grad():  # without labels there is no loss, and logits are what is asked for
         torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
-
-
-@pytest.mark.thorough
-@pytest.mark.shows("H4")
-def test_models_of_transformers_keep_their_logits_by_default() -> None:
-    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
-    expected = hugging_face("llama")(input_ids=tokens, labels=tokens)
-    model = fxshard.compile(hugging_face("llama"), lowering="eager", debug=CHUNKED)
-    found = model(input_ids=tokens, labels=tokens)
-    torch.testing.assert_close(found.logits, expected.logits)
-    assert "return_logits=False" in str(model.report.loss)
 
 
 def test_graph_breaks_and_dropped_logits_do_not_go_together() -> None:

@@ -77,18 +77,6 @@ def test_fragments_are_what_the_pieces_of_the_bucket_hold(make: Make, shapes: li
 @MAKERS
 @settings(max_examples=60)
 @given(shapes=models, ranks=st.sampled_from(RANKS))
-def test_no_element_of_a_piece_is_outside_its_fragments(make: Make, shapes: list[Shape], ranks: int) -> None:
-    specs = named(shapes)
-    layout = make(specs, ranks)
-    for rank, piece in enumerate(cut(layout, values(specs))):
-        for fragment in layout.fragments(rank):
-            piece[fragment.offset : fragment.offset + fragment.numel] = -1
-        assert (piece == -1).all()
-
-
-@MAKERS
-@settings(max_examples=60)
-@given(shapes=models, ranks=st.sampled_from(RANKS))
 def test_slots_and_gaps_tile_the_bucket_and_every_shard(make: Make, shapes: list[Shape], ranks: int) -> None:
     layout = make(named(shapes), ranks)
     covered = torch.zeros(layout.numel, dtype=torch.int)
@@ -104,19 +92,6 @@ def test_slots_and_gaps_tile_the_bucket_and_every_shard(make: Make, shapes: list
         wanted = torch.zeros_like(found)
         wanted[begin:end] = padding[begin:end].int()
         assert torch.equal(found, wanted)
-
-
-@pytest.mark.shows("L13")
-@settings(max_examples=120)
-@given(shapes=models, ranks=st.sampled_from(RANKS))
-def test_row_boundaries_never_cut_a_row(shapes: list[Shape], ranks: int) -> None:
-    layout = row_layout(named(shapes), ranks)
-    rows = torch.full((layout.numel,), -1)  # which row of the bucket each element belongs to
-    for slot in layout.slots:
-        ids = slot.offset + torch.arange(slot.spec.numel) // slot.spec.row_numel
-        rows[slot.offset : slot.end] = ids
-    for boundary in range(layout.shard_numel, layout.numel, max(1, layout.shard_numel)):
-        assert rows[boundary - 1] == -1 or rows[boundary - 1] != rows[boundary]
 
 
 @settings(max_examples=120)
@@ -161,18 +136,6 @@ def test_slots_alone_decide_who_owns_what(make: Make, shapes: list[Shape], ranks
     for spec in specs:
         holders = [r for r in range(ranks) if (f := again.fragment(r, spec.name)).rows and f.row_start == 0]
         assert holders == ([layout.owner(spec.name)] if spec.rows else [])
-
-
-@MAKERS
-@pytest.mark.shows("L9")
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("shapes", [[(5, 7)], [(1, 64)], [(3,), (2, 3)], [(0, 4), (4, 4)]], ids=str)
-def test_fewer_parameters_or_rows_than_ranks(make: Make, shapes: list[Shape], ranks: int) -> None:
-    specs = named(shapes)
-    layout = make(specs, ranks)
-    held = [sum(fragment.numel for fragment in layout.fragments(rank)) for rank in range(ranks)]
-    assert sum(held) == sum(spec.numel for spec in specs)
-    assert ranks < 8 or 0 in held
 
 
 def block(dim: int, kv: int, hidden: int, layer: int = 0) -> list[TensorSpec]:
@@ -282,10 +245,3 @@ def test_a_missing_foreign_or_doubled_parameter_is_refused() -> None:
 def test_a_parameter_given_twice_is_refused(make: Make) -> None:
     with pytest.raises(LayoutError):
         make([TensorSpec("w", (4, 4)), TensorSpec("b", (4,)), TensorSpec("w", (4, 4))], 2)
-
-
-@MAKERS
-@given(shapes=models, ranks=st.sampled_from(RANKS))
-@settings(max_examples=30)
-def test_planning_is_deterministic(make: Make, shapes: list[Shape], ranks: int) -> None:
-    assert make(named(shapes), ranks) == make(named(shapes), ranks)
