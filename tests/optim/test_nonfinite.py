@@ -81,7 +81,7 @@ def poisoned(name: str, nan: str, late: bool, value: float) -> dict[str, Any]:
 
 
 @pytest.mark.shows("X6")
-@pytest.mark.parametrize(("name", "late"), [("AdamW", False), ("AdamW", True), ("Muon", False)])
+@pytest.mark.parametrize(("name", "late"), [("AdamW", False), ("AdamW", True), ("Muon", False), ("Muon", True)])
 @pytest.mark.parametrize(("nan", "value"), [("raise", math.nan), ("skip", -math.inf)])
 def test_what_is_not_finite_changes_nothing_on_any_rank(
     ranks: Pool, name: str, nan: str, value: float, late: bool

@@ -16,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxshard
 from fxshard.optim import muon_rule as rule
 from tests.optim.late import known_late
-from tests.pool import Pool
-from tests.test_muon import SPLIT, Fused, against_plain, fused
+from tests.test_muon import SPLIT, Fused, fused
 from tests.training import deliver, random_gradients
 
 ADAMW = SPLIT.adamw
@@ -211,29 +210,3 @@ def test_a_step_reads_nothing_and_sends_nothing(late: None) -> None:
     called = {event.key for event in found.events() or () if getattr(event.cpu_parent, "key", "")[:6] != "aten::"}
     assert "aten::addcmul_" in called  # the step counts of AdamW's parameters
     assert not called & {f"aten::{name}" for name in ("item", "is_nonzero", "index", "index_put_", "lift_fresh")}
-
-
-def on_ranks() -> tuple[list[str], list[str], bool]:
-    said = []
-    with known_late():
-        different = against_plain(SPLIT, fused, zero=3, layout="rows")
-        model = fxshard.shard(fused(), optimizer=SPLIT, zero=3, layout="rows")
-        deliver(model, gradients(0))
-        model.optimizer.step()
-        before = model.full_state_dict()
-        deliver(model, gradients(1, bad=True))
-        model.optimizer.step()
-        try:
-            model.optimizer.step()
-        except fxshard.StateError as error:
-            said.append(str(error))
-        after = model.full_state_dict()
-    return different, said, all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_all_ranks_refuse_and_say_so_together(ranks: Pool) -> None:
-    """One rank has the rows that are not finite; matrices travel, in vain."""
-    found = ranks(2, on_ranks)
-    for different, said, unchanged in found:
-        assert different == [] and unchanged
-        assert len(said) == 1 and "call 2" in said[0]

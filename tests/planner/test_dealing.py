@@ -19,7 +19,7 @@ from fxshard.schedule.events import Kind
 from tests.pool import Pool
 from tests.test_muon import MUON, against_plain
 from tests.thorough import thorough
-from tests.toy import Block, Llama
+from tests.toy import Llama
 from tests.training import all_data_for, full_gradients, llama, my_data_for, step_beside
 
 
@@ -188,9 +188,3 @@ def trained(zero: int) -> tuple[list[str], int, int]:
 def test_training_with_buckets_that_span_layers(ranks: Pool, zero: int) -> None:
     for wrong, exchanges, spanning in ranks(2, trained, zero):
         assert wrong == [] and exchanges == 0 and spanning > 0
-
-
-def test_blocks_are_blocks() -> None:
-    """The toy has seven matrices in a layer: on two or three ranks no layer comes out even by itself."""
-    block = Block(32, 4, 88)
-    assert sum(p.ndim == 2 for p in block.parameters()) == 7
