@@ -17,7 +17,7 @@ from torch import nn
 import fxshard
 from tests.pool import Pool
 from tests.thorough import thorough
-from tests.toy import OneLinear
+from tests.toy import Linears, OneLinear
 from tests.training import EPS, full_gradients, train_step
 
 LOG = logging.getLogger(__name__)
@@ -159,13 +159,8 @@ class Talkative(OneLinear):
         return self.linear(x).sum()
 
 
-class Ragged(nn.Module):
+class Ragged(OneLinear):
     """Sizes of parts are read from a tensor, as the vision towers of Qwen2-VL have them, and a part is asked about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         parts = torch.split(x, lengths.tolist())
@@ -173,7 +168,7 @@ class Ragged(nn.Module):
 
 
 def test_sizes_that_are_read_from_data_are_refused_or_break_the_graph() -> None:
-    x, lengths = torch.randn(5, 8), torch.tensor([2, 3])
+    x, lengths = torch.randn(5, 4), torch.tensor([2, 3])
     with pytest.raises(fxshard.CaptureError, match=r"Ragged\.forward(?s:.)*fullgraph=False"):
         fxshard.compile(Ragged(), lowering="eager")(x, lengths)
     plain, several = Ragged(), fxshard.compile(Ragged(), lowering="eager", fullgraph=False)
@@ -376,13 +371,8 @@ def test_a_write_between_graphs_is_refused(read_before: bool, through_data: bool
         model(torch.ones(2, 8))
 
 
-class TwoWays(nn.Module):
+class TwoWays(Linears):
     """The same layers in either order: two plans with other places for the same buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor, back: bool) -> torch.Tensor:
         for layer in reversed(self.layers) if back else self.layers:
@@ -392,7 +382,7 @@ class TwoWays(nn.Module):
 
 def plans_in_flight() -> list[bool]:
     """The first plan's backward runs while the second has kept buckets in the first's places."""
-    model, plain = fxshard.compile(TwoWays(), lowering="eager"), TwoWays()
+    model, plain = fxshard.compile(TwoWays(4), lowering="eager"), TwoWays(4)
     x = inputs(0, 0)
     losses = [model(x, back) for back in (False, True)]
     for loss in losses:

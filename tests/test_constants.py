@@ -7,6 +7,7 @@ from torch import nn
 import fxshard
 from tests.pool import Pool
 from tests.thorough import thorough
+from tests.toy import Linears
 from tests.training import full_gradients
 
 
@@ -29,12 +30,11 @@ class Scaled(nn.Module):
         return (self.down(torch.tanh(self.up(x * scale())))).square().mean()
 
 
-class Deep(nn.Module):
-    """Layers that repeat, and a constant behind them."""
+class Deep(Linears):
+    """Layers that repeat, and a constant after them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
+        super().__init__(7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import fxshard
 from tests.forks import join, last_words, load_compiler, on_ranks
+from tests.toy import Linears
 
 GATHER = r"(forward|optimizer) unshard of 'layers.\d'"
 KILLED = {
@@ -29,13 +29,9 @@ TIMEOUTS = {**dict.fromkeys(KILLED, 600.0), "stuck": 5.0, "another graph": 5.0, 
 """By case: the timeout of collectives, once both ranks are there."""
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
+class SomeUsed(Linears):
     def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
-        for layer in list(self.layers)[:used]:
+        for layer in self.layers[:used]:
             x = torch.tanh(layer(x))
         return x.square().mean()
 
@@ -45,7 +41,8 @@ def train(rank: int, case: str, folder: Path) -> None:
     join(rank, 2, folder, TIMEOUTS[case])
     muon = "Muon" in case
     optimizer = fxshard.Muon() if muon else fxshard.AdamW()
-    model = fxshard.compile(Net(), optimizer=optimizer, layout="rows" if muon else "auto", lowering="eager")
+    layout = "rows" if muon else "auto"
+    model = fxshard.compile(SomeUsed(width=16), optimizer=optimizer, layout=layout, lowering="eager")
     for step in range(3):
         misbehaves = case if step == 1 and rank == 1 else ""
         used = 2 if misbehaves == "another graph" else 3

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import fxshard
 from tests.forks import join, last_words, load_compiler, on_ranks
 from tests.thorough import thorough
+from tests.toy import Linears
 from tests.training import train_step
 
 SOON = 20.0
@@ -32,23 +32,11 @@ EVENT = r"(forward|backward|optimizer) (unshard|reduce) of 'layers.\d'"
 Case = tuple[str, str]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def train(rank: int, case: Case, folder: Path) -> None:
     kind, how = case
     join(rank, 2, folder, TIMEOUTS[how])
-    model = fxshard.compile(Net(), optimizer=fxshard.AdamW(), lowering="eager")
-    run(model, torch.ones(2, 16), kind, how, folder)
+    model = fxshard.compile(Linears(), optimizer=fxshard.AdamW(), lowering="eager")
+    run(model, torch.ones(2, 8), kind, how, folder)
 
 
 def run(model: fxshard.ShardedModule, batch: torch.Tensor, kind: str, how: str, folder: Path) -> None:
@@ -107,7 +95,7 @@ def test_the_rank_that_is_left_ends(left: dict[Case, tuple[str, float, Path]], c
     assert re.search(rf"PeerError: rank 0: {EVENT} failed", text), text
     assert seconds < (SOON if case[1] == "killed" else TIMEOUTS["stopped"] + SOON), text
 
-    again = fxshard.shard(Net(), optimizer=fxshard.AdamW())  # on one rank
+    again = fxshard.shard(Linears(), optimizer=fxshard.AdamW())  # on one rank
     assert fxshard.load(again, folder).path == folder / "step-1"
     expected = torch.load(folder / "expected-0")
     assert all(torch.equal(value, expected[name]) for name, value in again.full_state_dict().items())

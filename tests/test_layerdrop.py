@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import fxshard
 from fxshard.frontend.layerdrop import NoneBelowZero
+from tests.toy import Linears
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="the Dynamo of torch 2.11 does not take torch.rand through a mode"
 )
 
 
-class Stack(nn.Module):
+class Stack(Linears):
     """As OPT, BART and Whisper write it in transformers."""
 
     def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        super().__init__(width=4)
         self.layerdrop = rate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

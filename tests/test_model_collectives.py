@@ -11,14 +11,14 @@ from torch import Tensor, nn
 import fxshard
 from fxshard.schedule.events import Kind
 from tests.pool import Pool, RankError
+from tests.toy import Linears
 
 
-class TwoSums(nn.Module):
+class TwoSums(Linears):
     """Sums over ranks in two groups; ``swapped``: the second group first."""
 
     def __init__(self, groups: list[str], swapped: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        super().__init__(2)
         self.groups = groups[::-1] if swapped else groups
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from fxshard.runtime.optimizer_steps import ELEMENTWISE, ShardedParameter
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
-from tests.toy import Mlp
+from tests.toy import Linears, Mlp
 from tests.training import Run, all_data_for, deliver, full_gradients, llama, plain_run, random_gradients, train
 
 
@@ -95,21 +95,11 @@ def state_round_trip(layout: Any) -> bool:
     return same and all(torch.equal(third.full_state_dict()[name], full[name]) for name in full)
 
 
-class Marked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        for i, layer in enumerate(self.layers):
-            layer.weight.tag = f"layer {i}"  # type: ignore[assignment]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-
 def attributes() -> tuple[list[str], list[str], list[int]]:
-    model = fxshard.shard(Marked())
+    plain = Linears()
+    for i, layer in enumerate(plain.layers):
+        layer.weight.tag = f"layer {i}"  # type: ignore[assignment]
+    model = fxshard.shard(plain)
     shapes = [model.layers[0].weight.to_local().shape[0], model.layers[-1].weight.shape[0]]
     return [layer.weight.tag for layer in model.layers], [name for name, _ in model.named_parameters()], shapes
 
@@ -211,7 +201,7 @@ def test_state_goes_out_and_back(ranks: Pool, layout: str) -> None:
 def test_names_and_attributes_survive(ranks: Pool) -> None:
     for tags, names, (local_rows, rows) in ranks(2, attributes):
         assert tags == ["layer 0", "layer 1", "layer 2"]
-        assert names == [name for name, _ in Marked().named_parameters()]
+        assert names == [name for name, _ in Linears().named_parameters()]
         assert local_rows <= rows == 8
 
 

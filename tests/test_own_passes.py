@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 import fxshard
 from fxshard.passes.context import PassContext
@@ -20,6 +20,7 @@ from fxshard.passes.pass_list import Pass
 from fxshard.schedule.events import Kind, events
 from tests.pool import Pool
 from tests.stack import Stack
+from tests.toy import Linears
 from tests.training import Run, sharded_run
 
 
@@ -43,19 +44,8 @@ def test_training_is_bitwise_the_same(ranks: Pool) -> None:
         assert own.same(default)
 
 
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.sum()
-
-
 def planned(passes: fxshard.PassList) -> fxshard.Schedule:
-    return fxshard.plan(Tiny(), (torch.ones(4, 8),), world_size=2, lowering="eager", passes=passes)
+    return fxshard.plan(Linears(4, bias=False), (torch.ones(4, 8),), world_size=2, lowering="eager", passes=passes)
 
 
 def test_a_pass_sees_every_graph_in_its_place() -> None:

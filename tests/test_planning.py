@@ -18,7 +18,7 @@ from fxshard.schedule.schedule import Schedule
 from tests.measuring import NewBytes
 from tests.pool import Pool
 from tests.stack import wide, wide_batch
-from tests.toy import Untraceable
+from tests.toy import Linears, Untraceable
 
 
 def meta_wide() -> nn.Module:
@@ -98,16 +98,11 @@ def test_arena_and_shards_are_what_a_rank_holds(ran: Ran) -> None:
             assert held - extra <= predicted <= held * 1.02, f"{options}: {predicted} bytes predicted, {held} held"
 
 
-class Skips(nn.Module):
+class Skips(Linears):
     """Uses one layer less on the last rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.used = 3 if dist.get_rank() < dist.get_world_size() - 1 else 2
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[: self.used]:
+        for layer in self.layers[: 3 if dist.get_rank() < dist.get_world_size() - 1 else 2]:
             x = layer(x)
         return x.sum()
 

@@ -22,7 +22,7 @@ from fxshard.passes import partition
 from fxshard.passes.fold_layers import Folded
 from fxshard.schedule.events import Event
 from tests.thorough import thorough
-from tests.toy import Llama, batch
+from tests.toy import Linears, Llama, batch
 
 Example = tuple[nn.Module, tuple[Tensor, ...]]
 TOKENS = batch(0, 1, 0, 96, size=2)
@@ -40,12 +40,11 @@ def experts(layers: int) -> Example:
     return model, (torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))
 
 
-class Odd(nn.Module):
-    """Same layers, but something happens behind one of them, or one is used again at the end."""
+class Odd(Linears):
+    """Same layers, but something happens after one of them, or one is used again at the end."""
 
     def __init__(self, layers: int, odd: int, *, again: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        super().__init__(layers, 16)
         self.odd, self.again = odd, again
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,17 +56,12 @@ class Odd(nn.Module):
         return self.layers[self.odd](x).sum() if self.again else (x + kept).sum()
 
 
-class Uneven(nn.Module):
+class Uneven(Linears):
     """One layer has no bias."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=i != 3) for i in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.sum()
+        super().__init__(8, 16)
+        self.layers[3].bias = None  # type: ignore[assignment]
 
 
 def planned(example: Example, lowering: str, *, fold: bool) -> fxshard.Schedule:
@@ -128,12 +122,11 @@ def test_compilations_do_not_grow_with_depth() -> None:
     assert more.segments > fewer.segments and more.compiled == fewer.compiled
 
 
-class Dropping(nn.Module):
+class Dropping(Linears):
     """Layers with dropout, checkpointed where asked for."""
 
     def __init__(self, layers: int, checkpointed: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        super().__init__(layers, 16)
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import fxshard
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
+from tests.toy import Linears
 from tests.training import EPS, VOCAB, full_gradients, llama, step_both
 
 
@@ -178,12 +179,8 @@ def test_schedulers_clipping_optimizers_and_the_profiler(ranks: Pool) -> None:
         assert not missing and segments
 
 
-class Scaling(nn.Module):
-    """Two layers; each scales its result by a number that is read from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+class Scaling(Linears):
+    """Each layer scales its result by a number that is read from it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -194,8 +191,7 @@ class Scaling(nn.Module):
 
 @pytest.mark.parametrize("lowering", ["eager", thorough("inductor")])
 def test_a_number_that_is_read_from_data_reaches_backward(lowering: str) -> None:
-    torch.manual_seed(0)
-    plain = Scaling()
+    plain = Scaling(2)
     model, x = fxshard.compile(copy.deepcopy(plain), lowering=lowering), torch.randn(4, 8)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         model(x).backward()

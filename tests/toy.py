@@ -96,11 +96,27 @@ class Mlp(nn.Module):
         return out if y is None else F.mse_loss(out, y)
 
 
+class Linears(nn.Module):
+    """Equal linear layers, for whatever a test's ``forward`` does with them."""
+
+    def __init__(self, layers: int = 3, width: int = 8, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a loss."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
 class OneLinear(nn.Module):
     """A linear layer, for whatever a test's ``forward`` does with it."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
 
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fxshard
 from fxshard.schedule.aliases import is_constant
 from tests.passes.graphs import Draft, aten
+from tests.toy import Linears
 from tests.training import full_gradients
 
 CALLS: list[int] = []
@@ -25,12 +26,11 @@ def _(size: int) -> Tensor:
     return torch.empty(size)
 
 
-class Positions(nn.Module):
+class Positions(Linears):
     """Layers that make the same positions, in checkpointed regions of their own; may return others."""
 
     def __init__(self, *, returns: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        super().__init__(width=4)
         self.returns = returns
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -43,12 +43,8 @@ def _scaled_by_positions(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.sin(layer(x) * torch.arange(4.0))
 
 
-class Scaled(nn.Module):
+class Scaled(Linears):
     """Three layers, each scaled by what the operator made once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         scale = another_each_time(4)
@@ -71,7 +67,7 @@ def test_numbers_alone_make_a_constant() -> None:
 
 def test_an_operator_of_a_users_runs_once() -> None:
     """Forward and backward of all layers read the same: another one in backward would be a wrong gradient."""
-    plain = Scaled()
+    plain = Scaled(width=4)
     model = fxshard.compile(copy.deepcopy(plain), lowering="eager")
     x = torch.randn(2, 4)
     CALLS.clear()
