@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,49 +28,30 @@ def build(model: nn.Module, **options: Any) -> fxshard.ShardedModule:
     return fxshard.compile(model, lowering="eager", **options)
 
 
-@pytest.mark.parametrize("zero", [-1, 4, "3", None, True])
-def test_unknown_zero(zero: Any) -> None:
-    with pytest.raises(fxshard.ConfigError, match="expected 0, 1, 2 or 3"):
-        build(Mlp(), zero=zero)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    **{f"zero={zero!r}": (Mlp, {"zero": zero}, "expected 0, 1, 2 or 3") for zero in (-1, 4, "3", None, True)},
+    "no parameters": (nn.ReLU, {}, "no parameters"),
+    "no module": (lambda: lambda x: x, {}, r"nn\.Module"),  # type: ignore[dict-item, return-value]
+    "a pattern of nothing": (llama, {"units": ["nothing.*"]}, "matches no module"),
+    "a unit twice": (llama, {"units": ["layers.*", "layers.0"]}, "already"),
+    "two devices": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), {}, "2 devices"),
+    "two devices, meta first": (
+        lambda: nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)),
+        {},
+        "2 devices",
+    ),
+    "lowering": (Mlp, {"lowering": "llvm"}, "lowering"),
+    "debug": (Mlp, {"debug": 3}, "Debug"),
+    "layout": (Mlp, {"layout": "x"}, "layout"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(4)), {}, r"'0\.weight' has no shape yet"),
+}
 
 
-def test_model_without_parameters() -> None:
-    with pytest.raises(fxshard.ConfigError, match="no parameters"):
-        build(nn.ReLU())
-
-
-def test_not_a_module() -> None:
-    with pytest.raises(fxshard.ConfigError, match=r"nn\.Module"):
-        build(lambda x: x)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("units", "message"),
-    [
-        (["nothing.*"], "matches no module"),
-        (["layers.*", "layers.0"], "already"),
-    ],
-)
-def test_wrong_unit_patterns(units: list[str], message: str) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_and_options_that_are_refused(case: str) -> None:
+    make, options, message = REFUSED[case]
     with pytest.raises(fxshard.ConfigError, match=message):
-        build(llama(), units=units)
-
-
-def test_mixed_devices_and_meta() -> None:
-    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
-    with pytest.raises(fxshard.ConfigError, match="2 devices"):
-        build(mixed)
-    with pytest.raises(fxshard.ConfigError, match=r"2 devices.*meta"):
-        build(nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)))
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [({"lowering": "llvm"}, "lowering"), ({"debug": 3}, "Debug"), ({"layout": "x"}, "layout")],
-)
-def test_unknown_options(option: dict[str, Any], message: str) -> None:
-    with pytest.raises(fxshard.ConfigError, match=message):
-        fxshard.compile(Mlp(), **option)
+        fxshard.compile(make(), **{"lowering": "eager", **options})
 
 
 @pytest.mark.shows("S16")
@@ -90,11 +72,6 @@ def test_untraceable_forward() -> None:
     model = build(Untraceable())
     with pytest.raises(fxshard.CaptureError, match=r"Untraceable\.forward"):
         model(torch.ones(2, 4))
-
-
-def test_lazy_modules() -> None:
-    with pytest.raises(fxshard.ConfigError, match=r"'0\.weight' has no shape yet"):
-        build(nn.Sequential(nn.LazyLinear(4)))
 
 
 def test_complex_parameters() -> None:
