@@ -11,7 +11,7 @@ import fxshard
 from tests.pool import Pool
 from tests.stack import Stack, batch, deep
 from tests.thorough import thorough
-from tests.training import EPS, Make, Run, fsdp2_run, llama, plain_run, sharded_run
+from tests.training import Make, Run, fsdp2_run, llama, plain_run, sharded_run
 
 ALL = (0, 1, 2, 3)
 
@@ -109,15 +109,3 @@ def test_tied_embedding_is_stored_and_updated_once(ranks: Pool) -> None:
         assert run.distance(reference) < 1e-6
         assert set(run.params) == set(reference.params)  # both names are in the state dict
         assert "head.weight" not in run.grads  # but there is one gradient
-
-
-def test_alone_without_a_process_group() -> None:
-    reference = plain_run(1, Stack)
-    for zero in (0, 3):  # alone, everything is resident whatever the stage
-        model = fxshard.compile(Stack(), zero=zero, optimizer=fxshard.AdamW(lr=1e-3, eps=EPS), lowering="eager")
-        for step in range(5):
-            loss = model(*batch(step, 0))
-            loss.backward()
-            assert float(loss.detach()) == pytest.approx(reference.losses[step], rel=1e-6)
-            model.optimizer.step()
-            model.optimizer.zero_grad()

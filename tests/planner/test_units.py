@@ -58,25 +58,25 @@ def test_the_outermost_list_makes_the_units() -> None:
     assert "first.0.experts.1.bias" in units[1].params
 
 
-def test_a_list_inside_a_list_of_one_is_found() -> None:
-    """A single block is not a repetition, so its experts are."""
-    model = nn.ModuleList([Moe()])
-    assert names(find_units(model)) == ["0.router", "0.experts.0", "0.experts.1"]
+NAMES: dict[str, tuple[nn.Module, list[str]]] = {
+    "a block alone is no repetition, its experts are": (
+        nn.ModuleList([Moe()]),
+        ["0.router", "0.experts.0", "0.experts.1"],
+    ),
+    "different modules": (nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)), ["0+1+2"]),
+    "modules without parameters are no blocks": (Mlp(3, 4, 5), ["net.0", "net.2"]),
+    "one with parameters": (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), ["0"]),
+    "a long stretch is named by its ends": (
+        nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Embedding(2, 2), nn.Bilinear(2, 2, 2)),
+        ["0…3"],
+    ),
+}
 
 
-def test_a_sequence_of_different_modules_is_one_unit() -> None:
-    units = find_units(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)))
-    assert names(units) == ["0+1+2"]
-
-
-def test_modules_without_parameters_do_not_count_as_blocks() -> None:
-    assert names(find_units(Mlp(3, 4, 5))) == ["net.0", "net.2"]
-    assert names(find_units(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))) == ["0"]
-
-
-def test_a_long_stretch_of_leftovers_is_named_by_its_ends() -> None:
-    kinds = [nn.Linear(2, 2), nn.LayerNorm(2), nn.Embedding(2, 2), nn.Bilinear(2, 2, 2)]
-    assert names(find_units(nn.Sequential(*kinds))) == ["0…3"]
+@pytest.mark.parametrize("case", NAMES)
+def test_names_of_units(case: str) -> None:
+    model, expected = NAMES[case]
+    assert names(find_units(model)) == expected
 
 
 @pytest.mark.shows("L5")
