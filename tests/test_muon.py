@@ -16,7 +16,6 @@ from fxshard.schedule.events import Kind
 from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
-from tests.toy import Llama
 from tests.training import (
     deliver,
     llama,
@@ -273,10 +272,3 @@ def test_loading_an_empty_state_starts_afresh() -> None:
     model.optimizer.load_state_dict({**model.optimizer.state_dict(), "state": {}})
     moments = model.optimizer._moments.values()
     assert not any(m.memory.any() or any(m.counts) for m in moments)
-
-
-def test_bad_choices_are_errors() -> None:
-    with pytest.raises(fxshard.ConfigError, match="no matrix"):
-        fxshard.compile(llama(), optimizer=fxshard.Muon(use=lambda name, shape: "norm" in name))
-    with pytest.raises(fxshard.ConfigError, match="cannot be cut"):
-        fxshard.compile(Llama(), optimizer=fxshard.Muon(split={"*.q.weight": 5}))

@@ -72,10 +72,6 @@ def test_results_come_by_rank_from_one_group(ranks: Pool, n: int) -> None:
         assert torch.equal(result, torch.full((3,), n * (n + 1) / 2))
 
 
-def test_workers_are_kept(ranks: Pool) -> None:
-    assert ranks(2, process) == ranks(2, process)
-
-
 def test_every_call_starts_from_the_same_seed(ranks: Pool) -> None:
     assert len({*ranks(2, draw), *ranks(2, draw)}) == 1
 
