@@ -1,4 +1,4 @@
-"""The optimizer state of one bucket: step counts, and moments as masters are, in fewer bits, on the host, or both."""
+"""The optimizer state of one bucket: as its masters are, in fewer bits, on the host, or both."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch.errors import StateError
+from fxshard.optim.counts import StepCounts, own_rows
 from fxshard.optim.formats import Noise
 from fxshard.optim.host import Transfers
 from fxshard.optim.packed import Stored
-from fxshard.optim.sending import sent
-from fxshard.planner.layout import Fragment, aligned, shares, within
+from fxshard.planner.layout import aligned
 from fxshard.planner.state import PIECE_NUMEL, ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.host_memory import host_memory, untouched_memory
@@ -22,65 +21,6 @@ from fxshard.runtime.uneven_rows import with_rows
 
 MOST_NUMEL = 2**30
 """Elements that are updated together, where they do not come from the host: fewer than kernels can count."""
-
-
-class StepCounts:
-    """A step count per parameter of AdamW's.
-
-    The counts exist twice: as numbers, to find what can be updated together without asking the device, and as a tensor,
-    which is what kernels read and checkpoints hold.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.muon = frozenset(bucket.plan.matrices)
-        layout = bucket.plan.layout
-        self.shares = [(0, layout.shard_numel)]
-        """The stretch of the shard that each of its replicas updates."""
-        self.begin, self.end = self.shares[0]
-        self.fragments = bucket.fragments
-        if bucket.plan.shares_state:
-            self.shares = shares(layout, bucket.rank, bucket.plan.domain.replicas, bucket.plan.matrices)
-            self.begin, self.end = self.shares[bucket.channels.replica]
-            self.fragments = tuple(within(layout, fragment, self.begin, self.end) for fragment in bucket.fragments)
-        self.counts = [0] * len(bucket.params)
-        self.steps = torch.zeros(len(bucket.params), dtype=torch.float32, device=bucket.device)
-        self._counted: list[int] = []
-        self._ones = torch.zeros_like(self.steps)
-
-    def count_step(self, allowed: torch.Tensor | None) -> None:
-        """One more step for every parameter of AdamW's that has a gradient.
-
-        With ``allowed``, one or zero on the device, the tensor counts only what is allowed, and the numbers assume that
-        it is, until ``take_back``.
-        """
-        params, names = self.bucket.params, self.bucket.plan.params
-        with_grad = [i for i, p in enumerate(params) if p.grad is not None and names[i] not in self.muon]
-        for i in with_grad:
-            self.counts[i] += 1
-        if with_grad != self._counted:
-            # Kept from step to step: to index with a list would copy it every time, and the host would wait for that.
-            ones = [float(i in with_grad) for i in range(len(params))]
-            self._counted, self._ones = with_grad, sent(ones, torch.float32, self.steps.device)
-        if not with_grad:
-            return
-        if allowed is None:
-            self.steps.add_(self._ones)
-        else:
-            self.steps.addcmul_(self._ones, allowed)
-
-    def take_back(self) -> None:
-        """The last step turned out not to be allowed."""
-        for i in self._counted:
-            self.counts[i] -= 1
-
-    def recount(self) -> None:
-        """Take the step counts over from the tensor."""
-        self.counts = [int(step) for step in self.steps.tolist()]
-
-    def set_count(self, i: int, steps: int) -> None:
-        self.counts[i] = steps
-        self.steps[i] = float(steps)
 
 
 class Moments(StepCounts):
@@ -301,16 +241,3 @@ class Unpacked(Mapping[str, torch.Tensor]):
             stored.write_(given.to(stored.values.device).reshape(-1))
 
         return Deferred(shape, self._moments.bucket.offsets(fragment.name, fragment), read, write)
-
-
-def own_rows(bucket: Bucket, tensor: torch.Tensor, fragment: Fragment, numel: int | None) -> torch.Tensor:
-    """This rank's elements of sharded or of whole state, flat. ``numel``: how many, if not one for each parameter's."""
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        if local.numel() != (fragment.numel if numel is None else numel):
-            raise StateError(
-                f"the state of {fragment.name} is sharded in another way than the parameter: fxshard.save and "
-                "fxshard.load move state between layouts and numbers of ranks"
-            )
-        return local.reshape(-1)
-    return bucket.rows(fragment.name, bucket.part(fragment.name, tensor)).reshape(-1)
