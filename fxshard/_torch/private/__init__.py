@@ -40,6 +40,7 @@ from fxshard._torch.private.dynamo import (
 from fxshard._torch.private.inductor import (
     activation_memory_budget,
     compile_clocks,
+    draw_seeds_apart,
     inductor_compile,
     inductor_decompositions,
     inductor_joint_passes,
