@@ -14,8 +14,8 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.optim.sharded import ShardedOptimizer
 from fxshard.planner.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket
+from fxshard.runtime.loaded_rows import with_rows
 from fxshard.runtime.parameter_methods import whole_parameters
-from fxshard.runtime.uneven_rows import with_rows
 
 
 def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:

@@ -70,6 +70,7 @@ from fxshard._torch.private.step import (
     foreach_mul_,
     foreach_norm,
     fused_adamw,
+    is_strided,
     memory_of,
     reduce_scatter,
     same_memory,
