@@ -363,7 +363,11 @@ class ShardedModule(nn.Module):
             bucket.release_gradient()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective."""
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective.
+
+        ``max_norm=math.inf`` measures it alone. Numbers that are not above 0 are refused: they are often another
+        library's word for no clipping, and gradients would be zero, or turned around.
+        """
         sharding = self._sharding
         refuse_unreduced(sharding.buckets, "clip_grad_norm_()")
         device = sharding.buckets[0].device
