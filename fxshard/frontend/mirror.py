@@ -18,6 +18,8 @@ from torch.nn.modules import container
 from torch.utils.hooks import RemovableHandle
 
 from fxshard._torch.errors import StateError
+from fxshard._torch.private import copy_state_hooks
+from fxshard.frontend.state_dicts import save_own
 
 _BEFORE = "change the plain model, before fxshard.compile"
 SHARED = (
@@ -115,6 +117,9 @@ class Mirror(nn.Module):
         self._original.train(mode)
         follow_training(self)
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        save_own(self, self._root(), destination, prefix, keep_vars)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         refuse_moves(self, fn)
@@ -248,6 +253,7 @@ def mirror(source: nn.Module, target: nn.Module, sharded: Mapping[int, nn.Parame
         own["_modules"] = Fixed({n: None if m is None else mirrors[m] for n, m in module._modules.items()})
         shared = SHARED if module is not source else SHARED[:2]  # hooks of the whole model run around its graph
         own.update({name: module.__dict__[name] for name in shared})
+        copy_state_hooks(module, image)
 
 
 def _image(original: nn.Module, root: weakref.ref[nn.Module]) -> Mirror:

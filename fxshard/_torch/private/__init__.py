@@ -60,6 +60,7 @@ from fxshard._torch.private.nodes import (
     returns_view,
     written_arguments,
 )
+from fxshard._torch.private.state_hooks import after_loading, before_loading, copy_state_hooks
 from fxshard._torch.private.step import (
     StorageReference,
     UnevenDTensor,
