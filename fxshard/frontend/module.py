@@ -26,7 +26,7 @@ from fxshard.frontend.unsharded import Unsharded
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads, unseen_read
 from fxshard.runtime.hollow import hooks_for_activations, is_hollow
-from fxshard.runtime.norms import clip_gradients, norms_by_name
+from fxshard.runtime.norms import all_norms, clip_gradients
 from fxshard.runtime.optimizer_steps import refuse_unreduced
 from fxshard.schedule.profile import Profile
 from fxshard.schedule.schedule import Schedule
@@ -389,12 +389,8 @@ class ShardedModule(nn.Module):
         sharding = self._sharding
         if of == "grad":
             refuse_unreduced(sharding.buckets, "norms()")
-        device = sharding.buckets[0].device
-        found = norms_by_name(sharding.buckets, sharding.channels, device, of_gradients=of == "grad")
-        order = {name: i for i, (name, _) in enumerate(self.named_parameters())}
-        found = {name: found[name] for name in sorted(found, key=lambda name: order.get(name, -1))}
-        every = torch.stack(list(found.values())).norm() if found else torch.zeros((), device=device)
-        return {"": every, **found}
+        order = [name for name, _ in self.named_parameters()]
+        return all_norms(sharding.buckets, sharding.channels, order, of_gradients=of == "grad")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
         """``to()``, ``cuda()``, ``float()`` and the like: accepted where they change nothing."""

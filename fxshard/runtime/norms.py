@@ -59,6 +59,18 @@ def gradient_norm(
     return total if largest else total.pow(1 / norm_type)
 
 
+def all_norms(
+    buckets: Sequence[Bucket], channels: Channels, order: Sequence[str], *, of_gradients: bool
+) -> dict[str, torch.Tensor]:
+    """The norm of everything, by the name ``""``, and then of each gradient or parameter, in an order of names."""
+    device = buckets[0].device
+    found = norms_by_name(buckets, channels, device, of_gradients=of_gradients)
+    place = {name: i for i, name in enumerate(order)}
+    found = {name: found[name] for name in sorted(found, key=lambda name: place.get(name, -1))}
+    every = torch.stack(list(found.values())).norm() if found else torch.zeros((), device=device)
+    return {"": every, **found}
+
+
 def norms_by_name(
     buckets: Sequence[Bucket], channels: Channels, device: torch.device, *, of_gradients: bool
 ) -> dict[str, torch.Tensor]:
