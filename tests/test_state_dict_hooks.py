@@ -143,6 +143,40 @@ def test_hooks_on_two_ranks(ranks: Pool) -> None:
     assert ranks(2, on_ranks) == [[], []]
 
 
+class Renamed(nn.Linear):
+    """Files of an earlier version have its weight under another name; newer ones have a note."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        if prefix + "w" in state:
+            state[prefix + "weight"] = state.pop(prefix + "w")
+        state.pop(prefix + "note", None)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "note"] = torch.ones(1)
+
+
+def own_state() -> list[Any]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Renamed(3, 5), nn.BatchNorm1d(5), nn.Sequential(Renamed(5, 2)))
+    model = fxshard.shard(copy.deepcopy(plain), layout="rows")
+    full, expected = model.full_state_dict(), plain.state_dict()
+    torch.testing.assert_close(full, expected)
+    given = {key: value + 1 for key, value in expected.items() if "tracked" not in key}  # as torch wrote it before
+    for prefix in ("0.", "2.0."):
+        given[prefix + "w"] = given.pop(prefix + "weight")
+    keys = [target.load_state_dict(given) for target in (plain, model)]
+    torch.testing.assert_close(model.full_state_dict(), plain.state_dict())
+    return [[*model.state_dict()] == [*full] == [*expected], keys[0] == keys[1]]
+
+
+def test_parts_that_have_state_dicts_of_their_own(ranks: Pool) -> None:
+    """Of torch's, batch norms: state dicts of earlier versions do not say how many batches they have seen."""
+    assert own_state() == [True, True]
+    assert ranks(2, own_state) == [[True, True]] * 2
+
+
 def test_keys_that_do_not_fit_are_all_named_before_anything_is_loaded() -> None:
     model = fxshard.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     before = model.full_state_dict()

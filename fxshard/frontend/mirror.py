@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxshard._torch.errors import StateError
 from fxshard._torch.private import copy_state_hooks
-from fxshard.frontend.state_dicts import save_own
+from fxshard.frontend.state_dicts import find_own, save_own
 
 _BEFORE = "change the plain model, before fxshard.compile"
 SHARED = (
@@ -118,9 +118,6 @@ class Mirror(nn.Module):
         follow_training(self)
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        save_own(self, self._root(), destination, prefix, keep_vars)
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         refuse_moves(self, fn)
         return self
@@ -166,6 +163,19 @@ class Mirror(nn.Module):
         return self._original.extra_repr()
 
 
+class OwnState(nn.Module):
+    """What a part puts into state dicts and takes from them. Classes that add to that call it in place of
+    ``nn.Module``, before which it stands among their bases."""
+
+    _root: weakref.ref[nn.Module]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        save_own(self, self._root(), destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        find_own(self, self._root(), state_dict, prefix, *rest)
+
+
 class _Handle(RemovableHandle):
     """The handle of a hook that was traced: without it, the model is captured again."""
 
@@ -205,9 +215,8 @@ def _class_for(plain: type[nn.Module]) -> type[Mirror]:
             members.update({name: ours for name, value in vars(base).items() if (ours := _member(base, name, value))})
         if hasattr(plain, "__getitem__") and issubclass(plain, nn.ModuleList | nn.Sequential):
             members["__getitem__"] = item
-        found = _CLASSES[plain] = types.new_class(
-            plain.__name__, (Mirror, plain), exec_body=lambda ns: ns.update(members)
-        )
+        bases = (Mirror, OwnState) if plain is nn.Module else (Mirror, plain, OwnState)
+        found = _CLASSES[plain] = types.new_class(plain.__name__, bases, exec_body=lambda ns: ns.update(members))
         found.__module__, found.__qualname__ = plain.__module__, plain.__qualname__
     return found
 
@@ -222,6 +231,8 @@ def _member(base: type, name: str, value: Any) -> Any:
         return None
     if name in ("get_extra_state", "set_extra_state"):
         return lambda self, *args: getattr(self._original, name)(*args)
+    if name in vars(OwnState):
+        return None
     if name in vars(nn.Module):
         return vars(nn.Module)[name]  # what a class does of its own there, it does with weights that are gone
     if not name.startswith("__"):

@@ -274,6 +274,9 @@ class ShardedModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         state_dicts.save_own(self, self, destination, prefix, keep_vars)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        state_dicts.find_own(self, self, state_dict, prefix, *rest)
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by the plain model's keys."""
         return state_dicts.tensors(self)

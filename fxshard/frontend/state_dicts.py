@@ -24,6 +24,7 @@ from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.loaded_rows import with_rows
 
 Give = Callable[[torch.Tensor], torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
 EXTRA = "_extra_state"
 
@@ -74,10 +75,11 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
 class _Found:
     """What a state dict has for a model."""
 
+    plain: nn.Module
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     """What is to be copied, and where to."""
     extra: list[tuple[nn.Module, Any]] = field(default_factory=list)
     after: list[tuple[nn.Module, int, int]] = field(default_factory=list)
@@ -97,8 +99,11 @@ def load(
     metadata = getattr(given, "_metadata", None) or {}
     given = _in_our_layout(model, given)
     given._metadata = metadata  # type: ignore[attr-defined]
-    found = _Found()
-    _find(model, plain, given, metadata, "", found)
+    found = model.__dict__["_finding"] = _Found(plain)
+    try:
+        _find(model, given, metadata, "", found)
+    finally:
+        del model.__dict__["_finding"]
     # Hooks that come after may say that keys need not be there.
     _check(found, found.missing, found.unexpected, strict=strict and not found.after, nothing=True)
     _copy(found, buckets)
@@ -116,51 +121,59 @@ def _in_our_layout(model: nn.Module, given: Mapping[str, Any]) -> OrderedDict[st
     return OrderedDict((key if key in own else here + key.removeprefix(there), value) for key, value in taken.items())
 
 
-def _find(
-    module: nn.Module, plain: nn.Module, given: dict[str, Any], metadata: Mapping[str, Any], prefix: str, found: _Found
-) -> None:
+def _find(module: nn.Module, given: dict[str, Any], metadata: Mapping[str, Any], prefix: str, found: _Found) -> None:
     """As ``nn.Module`` goes through a model. ``given``: what begins with ``prefix``, which hooks may change."""
-    found_here = (found.missing, found.unexpected, found.errors)
-    for hook in private.before_loading(module):
-        hook(given, prefix, metadata.get(prefix[:-1], {}), True, *found_here)
-    own = _own(module)
-    for name, target in own.items():
-        if prefix + name in given:
-            _match(prefix + name, target, given[prefix + name], found)
-        else:
-            found.missing.append(prefix + name)
-    key, original = prefix + EXTRA, plain.get_submodule(prefix[:-1])
-    takes_extra = type(original).set_extra_state is not nn.Module.set_extra_state
-    if takes_extra and key in given:
-        found.extra.append((original, given[key]))
-    elif takes_extra or key in given:
-        (found.missing if takes_extra else found.unexpected).append(key)
-    for other in given:
-        if other.startswith(prefix) and other != key:
-            first, *rest = other[len(prefix) :].split(".", 1)
-            if first not in (module._modules if rest else own):
-                found.unexpected.append(other)
+    lists = (found.missing, found.unexpected, found.errors)
+    module._load_from_state_dict(given, prefix, metadata.get(prefix[:-1], {}), True, *lists)
     for name, child in module._modules.items():
         if child is not None:
             inside = f"{prefix}{name}."
             of_child = {other: value for other, value in given.items() if other.startswith(inside)}
-            _find(child, plain, of_child, metadata, inside, found)
+            _find(child, of_child, metadata, inside, found)
     if private.after_loading(module):
         found.after.append((module, len(found.missing), len(found.unexpected)))
 
 
-def _match(key: str, target: torch.Tensor, value: Any, found: _Found) -> None:
+def find_own(module: nn.Module, root: nn.Module | None, given: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """What a state dict has for a module of the model ``root``, in place of copying it."""
+    found = root.__dict__.get("_finding") if root is not None else None
+    if found is None:  # a part of a model is loaded by itself
+        nn.Module._load_from_state_dict(module, given, prefix, *rest)
+        return
+    for hook in private.before_loading(module):
+        hook(given, prefix, *rest)
+    _, _, missing, unexpected, errors = rest
+    own = _own(module)
+    for name, target in own.items():
+        if prefix + name in given:
+            _match(prefix + name, target, given[prefix + name], found.pairs, errors)
+        else:
+            missing.append(prefix + name)
+    key, original = prefix + EXTRA, found.plain.get_submodule(prefix[:-1])
+    takes_extra = type(original).set_extra_state is not nn.Module.set_extra_state
+    if takes_extra and key in given:
+        found.extra.append((original, given[key]))
+    elif takes_extra or key in given:
+        (missing if takes_extra else unexpected).append(key)
+    for other in given:
+        if other.startswith(prefix) and other != key:
+            first, *further = other[len(prefix) :].split(".", 1)
+            if first not in (module._modules if further else own):
+                unexpected.append(other)
+
+
+def _match(key: str, target: torch.Tensor, value: Any, pairs: list[Pair], errors: list[str]) -> None:
     if not isinstance(value, torch.Tensor):
-        found.errors.append(f"{key} is a {type(value).__name__}, the model has a tensor")
+        errors.append(f"{key} is a {type(value).__name__}, the model has a tensor")
         return
     if not target.ndim and tuple(value.shape) == (
         1,
     ):  # as torch wrote numbers before it had tensors without dimensions
         value = value[0]
     if value.shape != target.shape:
-        found.errors.append(f"{key} has shape {tuple(value.shape)}, the model has {tuple(target.shape)}")
+        errors.append(f"{key} has shape {tuple(value.shape)}, the model has {tuple(target.shape)}")
     else:
-        found.pairs.append((target, value))
+        pairs.append((target, value))
 
 
 def _check(found: _Found, missing: Sequence[str], unexpected: Sequence[str], *, strict: bool, nothing: bool) -> None:
@@ -168,8 +181,12 @@ def _check(found: _Found, missing: Sequence[str], unexpected: Sequence[str], *, 
     problems += [f"unexpected keys: {list(unexpected)}"] if unexpected and strict else []
     problems += found.errors
     if problems:
-        what = "nothing was loaded" if nothing else "what fits was loaded"
-        raise ConfigError(f"the state dict does not fit the model, {what}:\n  " + "\n  ".join(problems))
+        what = (
+            "the state dict does not fit the model, nothing was loaded"
+            if nothing
+            else "the state dict does not fit the model, what fits was loaded"
+        )
+        raise ConfigError(f"{what}:\n  " + "\n  ".join(problems))
 
 
 @torch.no_grad()
