@@ -61,6 +61,7 @@ from fxshard._torch.private.nodes import (
     returns_view,
     written_arguments,
 )
+from fxshard._torch.private.state_hooks import after_loading, before_loading, copy_state_hooks
 from fxshard._torch.private.step import (
     StorageReference,
     UnevenDTensor,
@@ -71,6 +72,7 @@ from fxshard._torch.private.step import (
     foreach_mul_,
     foreach_norm,
     fused_adamw,
+    is_strided,
     memory_of,
     reduce_scatter,
     same_memory,
