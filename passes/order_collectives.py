@@ -91,6 +91,8 @@ def _wait_at_first_use(graph: fx.Graph) -> None:
             anchors[node].prepend(node)
         elif wait in returned:
             returned[wait].prepend(node)
+        elif anchors.get(node.all_input_nodes[0], output) is not output:  # a view of what went further down
+            node.all_input_nodes[0].append(node)
 
 
 def _waits_that_are_returned(anchors: dict[fx.Node, fx.Node], output: fx.Node) -> dict[fx.Node, fx.Node]:

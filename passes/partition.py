@@ -31,6 +31,7 @@ def partition(captured: Captured, plan: ShardingPlan, observer: Observer | None 
     inductor = plan.options.lowering == "inductor"
     graph = private.inductor_joint_passes(captured.graph) if inductor else remove_detach(captured.graph)
     if captured.outputs is None:
+        private.draw_seeds_apart(graph.graph)
         return _evaluation(captured, graph)
     return _step(captured, graph, captured.outputs, plan, observer)
 
@@ -82,6 +83,7 @@ class _Joint:
         )
         results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
         saved = frozenset(node.name for node in results[outputs:])
+        private.draw_seeds_apart(forward.graph)
         settle_saved(forward, outputs)
         _copy_written(forward, outputs, captured.written)
         if captured.folded is not None:

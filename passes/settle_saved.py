@@ -13,21 +13,20 @@ from torch import fx
 
 from fxshard._torch import private
 
-Place = tuple[int, int]
-"""Where a node stood, and how many had been put there before it."""
-
 
 def settle_saved(forward: fx.GraphModule, outputs: int) -> None:
     """Move it, in place. ``outputs``: how many results of forward are the model's."""
     nodes = list(forward.graph.nodes)
     results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
-    place: dict[fx.Node, Place] = {node: (i, 0) for i, node in enumerate(nodes)}
-    last = max((place[node] for node in results[:outputs] if isinstance(node, fx.Node)), default=(0, 0))
-    for i, node in enumerate(nodes[last[0] + 1 : -1]):
+    place = {node: i for i, node in enumerate(nodes)}
+    ends = list(nodes)  # of each place: the node that was put there last
+    last = max((place[node] for node in results[:outputs] if isinstance(node, fx.Node)), default=0)
+    for node in nodes[last + 1 : -1]:
         source = max(node.all_input_nodes, key=place.__getitem__, default=None)
         if source is not None and source.op != "placeholder" and _is_movable(node):
-            source.append(node)
-            place[node] = (place[source][0], i + 1)
+            place[node] = place[source]
+            ends[place[node]].append(node)
+            ends[place[node]] = node
 
 
 def _is_movable(node: fx.Node) -> bool:

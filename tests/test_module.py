@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -175,6 +176,28 @@ def test_gradient_norms_count_every_element_once(ranks: Pool) -> None:
         for by_torch, by_us, expected in found:
             assert by_torch == pytest.approx(expected, rel=1e-5)
             assert by_us == pytest.approx(expected, rel=1e-5)
+
+
+def odd_norms() -> list[bool]:
+    """Refused on one rank alone, which then has to wait for nobody."""
+    model, plain = fxshard.shard(llama(), zero=3), llama()
+    deliver(model, random_gradients(plain, 0))
+    before = full_gradients(model)
+    calls = [(0, 2.0), (-1.0, 2.0), (math.nan, 2.0), (1.0, 0), (1.0, -2.0), (1.0, math.nan)]
+    for number, (max_norm, norm_type) in enumerate(calls):
+        if number % 2 == dist.get_rank():
+            with pytest.raises(fxshard.ConfigError, match=r"clip_grad_norm_\((max_norm|norm_type)=.* above 0"):
+                model.clip_grad_norm_(max_norm, norm_type)
+    squares = sum(float(gradient.square().sum()) for gradient in before.values())
+    largest = max(float(gradient.abs().max()) for gradient in before.values())
+    found = [math.isclose(float(model.clip_grad_norm_(math.inf)), math.sqrt(squares), rel_tol=1e-5)]
+    found.append(math.isclose(float(model.clip_grad_norm_(math.inf, "inf")), largest, rel_tol=1e-6))  # type: ignore[arg-type]
+    return [*found, all(torch.equal(value, before[name]) for name, value in full_gradients(model).items())]
+
+
+def test_norms_that_clip_nothing_or_everything_are_refused(ranks: Pool) -> None:
+    """Infinity measures: it is what torch's function is called with for that, and changes no gradient."""
+    assert ranks(2, odd_norms) == [[True] * 3] * 2
 
 
 def wholes(layout: str) -> list[bool]:

@@ -153,6 +153,39 @@ def test_compilations_do_not_grow_with_depth_where_inductor_draws_random_numbers
     assert more.compiled == fewer.compiled
 
 
+class Thinning(nn.Module):
+    """Each layer keeps half of what the one before it kept, if their random numbers are independent."""
+
+    def __init__(self, layers: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.full((1,), 0.5)) for _ in range(layers))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(weight: Tensor, x: Tensor) -> Tensor:
+            return functional.dropout(x * weight, 0.5, self.training)
+
+        for weight in self.weights:
+            x = checkpoint(block, weight, x, use_reentrant=False) if self.checkpointed else block(weight, x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("layers", [3, 8])
+def test_layers_draw_random_numbers_of_their_own(layers: int, checkpointed: bool) -> None:
+    """What goes through all layers is counted; a weight's gradient is twice that in backward, of the same numbers."""
+    model = fxshard.compile(Thinning(layers, checkpointed))
+    count = 1 << 16
+    kept = model(torch.ones(count))
+    kept.backward()
+    expected = count / 2**layers
+    assert abs(kept.item() - expected) < 6 * expected**0.5
+    for weight in model.parameters():
+        assert weight.grad is not None and weight.grad.item() == 2 * kept.item()
+    model.eval()
+    assert model(torch.ones(count)).item() == expected
+
+
 @pytest.mark.shows("P2")
 def test_the_first_and_the_last_layer_may_differ() -> None:
     assert same((Odd(8, 7), (torch.ones(4, 16),))) > 0

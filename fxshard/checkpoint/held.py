@@ -59,11 +59,13 @@ Parts = Mapping[str, Part]
 """By the pattern of ``groups=``: which part of what it names this rank has."""
 
 
-def of_model(model: ShardedModule, parts: Parts = NO_PARTS, *, frozen: bool = True) -> Iterator[Held]:
+def of_model(
+    model: ShardedModule, parts: Parts = NO_PARTS, *, frozen: bool = True, loading: bool = False
+) -> Iterator[Held]:
     """Parameters (masters, where there are any) and persistent buffers. Buffers are those of the first rank.
 
     ``frozen``: whether parameters that do not train are among them. ``parts``: if given, a name stands for what all
-    ranks have under it, otherwise for what this one has.
+    ranks have under it, otherwise for what this one has. ``loading``: what an error speaks of.
     """
     keys: dict[int, list[str]] = {}
     values = {}
@@ -75,7 +77,7 @@ def of_model(model: ShardedModule, parts: Parts = NO_PARTS, *, frozen: bool = Tr
         if frozen or bucket.plan.trainable:
             at = bucket.offsets(name)
             held = Held(MODEL, names, tuple(parameter.shape), at, bucket.local(name))
-            yield _among_all(held, parts.get(bucket.plan.domain.name))
+            yield _among_all(held, parts.get(bucket.plan.domain.name), loading=loading)
     sharding = model._sharding
     first = {"": sharding.channels.is_first}
     first |= {bucket.plan.domain.name: bucket.channels.is_first for bucket in sharding.buckets}
@@ -83,19 +85,23 @@ def of_model(model: ShardedModule, parts: Parts = NO_PARTS, *, frozen: bool = Tr
         buffer = private.local_part(values[identity]).detach()
         domain = sharding.domain_of(of_buffer[0]).name
         held = Held(MODEL, tuple(of_buffer), tuple(buffer.shape), (0,) * buffer.ndim, buffer, writes=first[domain])
-        yield _among_all(held, parts.get(domain))
+        yield _among_all(held, parts.get(domain), loading=loading)
 
 
-def _among_all(held: Held, part: Part | None) -> Held:
+def _among_all(held: Held, part: Part | None, *, loading: bool = False) -> Held:
     """Where this rank's rows are among those of all groups of ranks, which follow one another: as experts that are
     stacked do, so that a model with more or fewer of them on a rank finds its own.
     """
     if part is None or part.count == 1:
         return held
     if not held.shape:
+        cannot = (
+            "what is loaded has one for all of them: give it a dimension, in the model and in what is loaded"
+            if loading
+            else "cannot be saved: give it a dimension"
+        )
         raise ConfigError(
-            f"{held.names[0]} is a single number, of which ranks have several because of groups=, and cannot be saved: "
-            "give it a dimension"
+            f"{held.names[0]} is a single number, of which ranks have several because of groups=, and {cannot}"
         )
     rows = held.shape[0]
     shape, offset = (part.count * rows, *held.shape[1:]), part.index * rows + held.offsets[0]

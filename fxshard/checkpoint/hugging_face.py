@@ -67,13 +67,10 @@ def fill_rows(model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, pr
     wanted: list[Target] = []
     regrouped: list[str] = []
     if where:
-        stored = {f"{MODEL}.{name}": Stored(tuple(at.get_shape()), None) for name, at in where.items()}
-        held = _in_files(model, stored, ranks)
-        match = match_model(held, stored)
-        found += [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
-        wanted = targets(held, match.of, stored, found)
-        found += _kinds(wanted, where)
-        regrouped = match.regrouped
+        try:
+            wanted, regrouped = _planned(model, where, ranks, found)
+        except ConfigError as error:  # other ranks, whose files could not be read, wait in settle
+            found.append(str(error))
     ranks.settle(found, "the files do not fit, nothing was loaded")
     failed = _copy(wanted, where)
     model.parameters_changed()
@@ -81,9 +78,22 @@ def fill_rows(model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, pr
     return regrouped
 
 
+def _planned(
+    model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, problems: list[str]
+) -> tuple[list[Target], list[str]]:
+    """What this rank reads, and the experts that were stored in another layout."""
+    stored = {f"{MODEL}.{name}": Stored(tuple(at.get_shape()), None) for name, at in where.items()}
+    held = _in_files(model, stored, ranks)
+    match = match_model(held, stored)
+    problems += [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
+    wanted = targets(held, match.of, stored, problems)
+    problems += _kinds(wanted, where)
+    return wanted, match.regrouped
+
+
 def _in_files(model: ShardedModule, stored: Mapping[str, Stored], ranks: Ranks) -> list[Held]:
     """What this rank reads: its part of the experts of all ranks where files have them together, or its own by name."""
-    together = list(of_model(model, ranks.parts))
+    together = list(of_model(model, ranks.parts, loading=True))
     there = match_model(together, stored).of
     own = of_model(model)
     return [whole if whole.names[0] in there else part for whole, part in zip(together, own, strict=True)]

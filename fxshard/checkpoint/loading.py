@@ -130,7 +130,7 @@ class _Plan:
     def problems(self, weights_only: bool) -> list[str]:
         """Everything that does not fit. Plans the reading on the way."""
         frozen = self.manifest.get("frozen", True)
-        held = list(of_model(self.model, self.parts, frozen=frozen))
+        held = list(of_model(self.model, self.parts, frozen=frozen, loading=True))
         if not frozen:
             self.notes.append("parameters that do not train are not in it, and stayed as they are")
         match = match_model(held, self.stored)

@@ -13,7 +13,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.module import ShardedModule
 from fxshard.planner.stored_names import in_our_layout
-from fxshard.runtime.uneven_rows import with_rows
+from fxshard.runtime.loaded_rows import with_rows
 
 
 class EMA:

@@ -131,6 +131,7 @@ def class_for(base: type[T], plain: type[nn.Module]) -> type[T]:
         )
         own.__doc__, own.__signature__ = plain.forward.__doc__, inspect.signature(plain.forward)
         members: dict[str, Any] = {"forward": own, "__module__": base.__module__, **_container_methods(plain)}
+        members["_version"] = plain._version  # state dicts say it, and hooks are told
         if any(each.__module__.startswith("peft.") for each in plain.__mro__):
             members["__class__"] = property(lambda _: plain)  # isinstance(model, PeftModel) is how trainers ask
         if plain.get_extra_state is not nn.Module.get_extra_state:

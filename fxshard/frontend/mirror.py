@@ -18,6 +18,8 @@ from torch.nn.modules import container
 from torch.utils.hooks import RemovableHandle
 
 from fxshard._torch.errors import StateError
+from fxshard._torch.private import copy_state_hooks
+from fxshard.frontend.state_dicts import find_own, save_own
 
 _BEFORE = "change the plain model, before fxshard.compile"
 SHARED = (
@@ -161,6 +163,19 @@ class Mirror(nn.Module):
         return self._original.extra_repr()
 
 
+class OwnState(nn.Module):
+    """What a part puts into state dicts and takes from them. Classes that add to that call it in place of
+    ``nn.Module``, before which it stands among their bases."""
+
+    _root: weakref.ref[nn.Module]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        save_own(self, self._root(), destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        find_own(self, self._root(), state_dict, prefix, *rest)
+
+
 class _Handle(RemovableHandle):
     """The handle of a hook that was traced: without it, the model is captured again."""
 
@@ -200,9 +215,8 @@ def _class_for(plain: type[nn.Module]) -> type[Mirror]:
             members.update({name: ours for name, value in vars(base).items() if (ours := _member(base, name, value))})
         if hasattr(plain, "__getitem__") and issubclass(plain, nn.ModuleList | nn.Sequential):
             members["__getitem__"] = item
-        found = _CLASSES[plain] = types.new_class(
-            plain.__name__, (Mirror, plain), exec_body=lambda ns: ns.update(members)
-        )
+        bases = (Mirror, OwnState) if plain is nn.Module else (Mirror, plain, OwnState)
+        found = _CLASSES[plain] = types.new_class(plain.__name__, bases, exec_body=lambda ns: ns.update(members))
         found.__module__, found.__qualname__ = plain.__module__, plain.__qualname__
     return found
 
@@ -217,6 +231,8 @@ def _member(base: type, name: str, value: Any) -> Any:
         return None
     if name in ("get_extra_state", "set_extra_state"):
         return lambda self, *args: getattr(self._original, name)(*args)
+    if name in vars(OwnState):
+        return None
     if name in vars(nn.Module):
         return vars(nn.Module)[name]  # what a class does of its own there, it does with weights that are gone
     if not name.startswith("__"):
@@ -248,6 +264,7 @@ def mirror(source: nn.Module, target: nn.Module, sharded: Mapping[int, nn.Parame
         own["_modules"] = Fixed({n: None if m is None else mirrors[m] for n, m in module._modules.items()})
         shared = SHARED if module is not source else SHARED[:2]  # hooks of the whole model run around its graph
         own.update({name: module.__dict__[name] for name in shared})
+        copy_state_hooks(module, image)
 
 
 def _image(original: nn.Module, root: weakref.ref[nn.Module]) -> Mirror:

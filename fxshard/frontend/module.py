@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
-from fxshard.frontend import likeness, state
+from fxshard.frontend import likeness, state, state_dicts
 from fxshard.frontend.backend import Backend
 from fxshard.frontend.capture import FAILURES, cast_floats, explained
 from fxshard.frontend.emptied import refuse_uses
@@ -26,7 +26,7 @@ from fxshard.frontend.unsharded import Unsharded
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads, unseen_read
 from fxshard.runtime.hollow import hooks_for_activations, is_hollow
-from fxshard.runtime.norms import clip_gradients, norms_by_name
+from fxshard.runtime.norms import all_norms, clip_gradients
 from fxshard.runtime.optimizer_steps import refuse_unreduced
 from fxshard.schedule.profile import Profile
 from fxshard.schedule.schedule import Schedule
@@ -251,40 +251,46 @@ class ShardedModule(nn.Module):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Sharded parameters and buffers under the plain model's keys; ``torch.save`` takes them."""
-        found = super().state_dict(*args, keep_vars=True, **kwargs)
-        if keep_vars:
-            return found
         place = state.place_of(self._sharding.buckets)
-        for key, value in found.items():
+
+        def give(value: torch.Tensor) -> torch.Tensor:
             bucket, name = place.get(id(value), (None, ""))
-            if bucket is not None:
-                found[key] = bucket.hand_out(name)
-            elif isinstance(value, torch.Tensor):
-                found[key] = value.detach()
-        return found
+            return value.detach() if bucket is None else bucket.hand_out(name)
+
+        with state_dicts.giving(self, give):
+            return super().state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
         self._sharding.agreement.meet("full_state_dict()")
-        return {**self.state_dict(keep_vars=True), **state.whole(self._tensors(), self._sharding.buckets)}
+        own = self._tensors()
+        whole = state.whole(own, self._sharding.buckets)
+        by_identity = {id(value): whole[name] for name, value in own.items()}
+        with state_dicts.giving(self, lambda value: by_identity[id(value)]):
+            return super().state_dict()  # type: ignore[no-any-return]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        state_dicts.save_own(self, self, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        state_dicts.find_own(self, self, state_dict, prefix, *rest)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by the plain model's keys."""
-        return state.without_extra(self.state_dict(keep_vars=True))
+        return state_dicts.tensors(self)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a plain (full) or a sharded state dict. Everything is checked before anything is changed."""
+        """Load a plain (full) or a sharded state dict. Everything is checked before anything is changed; hooks of
+        modules run as ``nn.Module`` runs them."""
         if assign:
             raise ConfigError(
                 "load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign"
             )
-        own = self.state_dict(keep_vars=True)
-        missing, unexpected = state.load(self._inner, own, state_dict, self._sharding.buckets, strict=strict)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return state_dicts.load(self, self._inner, state_dict, self._sharding.buckets, strict=strict)
 
     def delete_cuda_graphs(self) -> None:
         """Let go of what ``cuda_graphs=True`` captured; the model runs without from then on.
@@ -363,7 +369,11 @@ class ShardedModule(nn.Module):
             bucket.release_gradient()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective."""
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective.
+
+        ``max_norm=math.inf`` measures it alone. Numbers that are not above 0 are refused: they are often another
+        library's word for no clipping, and gradients would be zero, or turned around.
+        """
         sharding = self._sharding
         refuse_unreduced(sharding.buckets, "clip_grad_norm_()")
         device = sharding.buckets[0].device
@@ -382,12 +392,8 @@ class ShardedModule(nn.Module):
         sharding = self._sharding
         if of == "grad":
             refuse_unreduced(sharding.buckets, "norms()")
-        device = sharding.buckets[0].device
-        found = norms_by_name(sharding.buckets, sharding.channels, device, of_gradients=of == "grad")
-        order = {name: i for i, (name, _) in enumerate(self.named_parameters())}
-        found = {name: found[name] for name in sorted(found, key=lambda name: order.get(name, -1))}
-        every = torch.stack(list(found.values())).norm() if found else torch.zeros((), device=device)
-        return {"": every, **found}
+        order = [name for name, _ in self.named_parameters()]
+        return all_norms(sharding.buckets, sharding.channels, order, of_gradients=of == "grad")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
         """``to()``, ``cuda()``, ``float()`` and the like: accepted where they change nothing."""

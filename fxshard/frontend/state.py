@@ -1,4 +1,4 @@
-"""State dicts of a sharded model: whole ones put together from all ranks, and loading of whole and sharded ones."""
+"""Tensors of a sharded model: where they lie, whole ones put together from all ranks, and what they take."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fxshard._torch import private
-from fxshard._torch.errors import ConfigError, StateError
+from fxshard._torch.errors import StateError
 from fxshard.optim.sharded import ShardedOptimizer
-from fxshard.planner.stored_names import in_our_layout
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.parameter_methods import whole_parameters
-from fxshard.runtime.uneven_rows import with_rows
 
 
 def places(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, str, nn.Parameter]]:
@@ -32,10 +29,10 @@ def place_of(buckets: Sequence[Bucket]) -> dict[int, tuple[Bucket, str]]:
 
 def without_extra(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a state dict, without what ``get_extra_state()`` of modules returned."""
-    return {key: value for key, value in state.items() if not _is_extra(key)}
+    return {key: value for key, value in state.items() if not is_extra(key)}
 
 
-def _is_extra(key: str) -> bool:
+def is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
@@ -50,45 +47,6 @@ def whole(state: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> dict[
         key: full[id(value)] if id(value) in full else private.local_part(value).detach().cpu().clone()
         for key, value in state.items()
     }
-
-
-def load(
-    plain: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any], buckets: Sequence[Bucket], *, strict: bool
-) -> tuple[list[str], list[str]]:
-    """Load whole or sharded tensors into a model's own, all of them or none; returns missing and unexpected keys.
-
-    Experts may be in another layout, and ``module.`` may stand in front of all names. Extra state goes to the modules
-    of the ``plain`` model.
-    """
-    extra = {k if k in own else k.removeprefix("module."): value for k, value in given.items() if _is_extra(k)}
-    given = {**in_our_layout(without_extra(own), without_extra(given)), **extra}
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    problems = [f"missing keys: {missing}"] if missing and strict else []
-    problems += [f"unexpected keys: {unexpected}"] if unexpected and strict else []
-    shared = [key for key in own if key in given and key not in extra]
-    problems += [
-        f"{key} has shape {tuple(given[key].shape)}, the model has {tuple(own[key].shape)}"
-        for key in shared
-        if given[key].shape != own[key].shape
-    ]
-    if problems:
-        raise ConfigError("the state dict does not fit the model, nothing was loaded:\n  " + "\n  ".join(problems))
-    place = place_of(buckets)
-    with torch.no_grad():
-        for key in shared:
-            target, value = own[key], with_rows(own[key], given[key])
-            found = place.get(id(target))
-            if found is None:
-                private.local_part(target).copy_(private.local_part(value))
-            elif isinstance(value, DTensor):
-                target.copy_(value)
-            else:
-                found[0].load({found[1]: found[0].part(found[1], value)})
-    for bucket in buckets:
-        bucket.loaded()
-    for key in own.keys() & extra.keys():
-        plain.get_submodule(key.rpartition(".")[0]).set_extra_state(extra[key])
-    return missing, unexpected
 
 
 def bytes_at_rest(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:

@@ -80,4 +80,5 @@ def own_rows(bucket: Bucket, tensor: torch.Tensor, fragment: Fragment, numel: in
                 "fxshard.load move state between layouts and numbers of ranks"
             )
         return local.reshape(-1)
-    return bucket.rows(fragment.name, bucket.part(fragment.name, tensor)).reshape(-1)
+    part = bucket.part(fragment.name, tensor)
+    return part[fragment.row_start : fragment.row_stop].reshape(-1) if part.ndim else part.view(-1)[: fragment.numel]

@@ -17,7 +17,7 @@ from fxshard.planner.layout import aligned
 from fxshard.planner.state import PIECE_NUMEL, ROW_MOMENTS, moment_bytes, second_numel
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.host_memory import host_memory, untouched_memory
-from fxshard.runtime.uneven_rows import with_rows
+from fxshard.runtime.loaded_rows import with_rows
 
 MOST_NUMEL = 2**30
 """Elements that are updated together, where they do not come from the host: fewer than kernels can count."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from fxshard._torch import private
+from fxshard._torch.errors import ConfigError
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.channels import Channels
 
@@ -20,11 +22,26 @@ def clip_gradients(
     ``channels`` are those of the model's own ranks. Experts that live on some of them have ranks of their own, and are
     different on others: each rank counts what it is the first to hold, and one sum over all ranks covers everything.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    _check(max_norm, norm_type)
     norm = gradient_norm(buckets, channels, device, norm_type)
+    if max_norm == math.inf:
+        return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradients in _by_dtype([gradient for bucket in buckets for gradient in _local_gradients(bucket)]):
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return norm
+
+
+def _check(max_norm: float, norm_type: float) -> None:
+    """Raise for numbers with which torch's function turns gradients around, or makes zeros or NaN of them all."""
+    if not max_norm > 0:
+        raise ConfigError(
+            f"clip_grad_norm_(max_norm={max_norm}): expected a number above 0. Leave the call out where nothing is to "
+            "be clipped; math.inf only measures the norm"
+        )
+    if not norm_type > 0:
+        raise ConfigError(f"clip_grad_norm_(norm_type={norm_type}): expected a number above 0, or math.inf")
 
 
 def gradient_norm(
@@ -40,6 +57,18 @@ def gradient_norm(
         total = stacked.max() if largest else stacked.pow(norm_type).sum()
     channels.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, "all_reduce of the gradient norm")
     return total if largest else total.pow(1 / norm_type)
+
+
+def all_norms(
+    buckets: Sequence[Bucket], channels: Channels, order: Sequence[str], *, of_gradients: bool
+) -> dict[str, torch.Tensor]:
+    """The norm of everything, by the name ``""``, and then of each gradient or parameter, in an order of names."""
+    device = buckets[0].device
+    found = norms_by_name(buckets, channels, device, of_gradients=of_gradients)
+    place = {name: i for i, name in enumerate(order)}
+    found = {name: found[name] for name in sorted(found, key=lambda name: place.get(name, -1))}
+    every = torch.stack(list(found.values())).norm() if found else torch.zeros((), device=device)
+    return {"": every, **found}
 
 
 def norms_by_name(

@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,7 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxshard._torch import private
 from fxshard._torch.errors import ConfigError, StateError
-from fxshard.runtime.uneven_rows import UnevenRows, with_rows
+from fxshard.runtime.loaded_rows import with_rows
+from fxshard.runtime.uneven_rows import UnevenRows
 
 if TYPE_CHECKING:
     from fxshard.runtime.bucket import Bucket
@@ -165,34 +167,33 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     refuse_discarded(buckets)
 
 
+_CUT: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+"""Whether the state of an optimizer is cut as its parameters are: what it made itself is, what it loaded may not be."""
+
+
 def _cut_loaded_state(optimizer: torch.optim.Optimizer) -> None:
-    """State that was loaded as DTensors of torch's class, which do not know that rows are uneven, or into an optimizer
-    of torch's from a model that is sharded otherwise, is cut as ours is. Collective where there is such a state."""
-    any_cut = not isinstance(optimizer, ELEMENTWISE)  # fxshard's own may keep fewer rows than a parameter has
+    """State that was loaded as DTensors of torch's class is cut as parameters are: it does not know that its rows are
+    uneven, or it is of a model that was sharded otherwise. Collective before the first step after loading, on every
+    rank, whatever rows it was given; by itself a rank cannot tell whether others have what they need.
+    """
+    if getattr(optimizer, "gathers_ahead", False):
+        return  # fxshard's own cut what they load, and may keep fewer rows than a parameter has
+    known = _CUT.get(optimizer)
+    if known is None:
+        optimizer.register_load_state_dict_post_hook(_state_was_loaded)
     for parameter, state in optimizer.state.items():
-        if any_cut and not isinstance(parameter, UnevenRows):
+        if known and not isinstance(parameter, UnevenRows):
             continue
         for field, value in state.items():
-            if type(value) is DTensor and value.shape == parameter.shape and not _lie_alike(parameter, value):
+            if type(value) is DTensor and value.shape == parameter.shape:
                 bucket = _BUCKET_OF.get(parameter, lambda: None)()
                 if bucket is not None:
                     state[field] = _rows(bucket, bucket.name_of(parameter), with_rows(parameter, value))
+    _CUT[optimizer] = True
 
 
-def _lie_alike(parameter: torch.Tensor, value: DTensor) -> bool:
-    """Whether torch's rule says of both which rows a rank has."""
-    if not isinstance(parameter, DTensor) or isinstance(parameter, UnevenRows):
-        return False
-    if parameter.placements != value.placements:
-        return False
-    held, expected = tuple(private.wrapped(value).shape), tuple(private.wrapped(parameter).shape)
-    if held != expected:  # not on every rank, perhaps: to know, ranks would have to ask each other in every step
-        raise StateError(
-            f"of the state of a parameter of shape {tuple(parameter.shape)} this rank loaded {held}, and it has "
-            f"{expected} of the parameter: torch.save wrote it from a model that is sharded in another way. Save "
-            "optimizer state with fxshard.save or torch.distributed.checkpoint, which load it into any other"
-        )
-    return True
+def _state_was_loaded(optimizer: torch.optim.Optimizer) -> None:
+    _CUT[optimizer] = False
 
 
 def _rows(bucket: Bucket, name: str, given: torch.Tensor) -> torch.Tensor:

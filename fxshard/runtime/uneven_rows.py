@@ -193,65 +193,6 @@ def gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGr
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).view(plain.dtype)
 
 
-def with_rows(own: torch.Tensor, given: Any) -> Any:
-    """A DTensor that can be copied into a model's own; a whole tensor, if it is cut in another way. Collective.
-
-    ``torch.save`` writes DTensors of torch's class, which do not know which rows they have where ranks hold uneven
-    numbers of them. If all ranks have as many as they hold of the parameter, they are the parameter's: torch's own way
-    to cut would give some rank another number. Where the file was cut in a third way, ranks tell each other how.
-    """
-    if isinstance(given, DTensor):
-        _check_ranks(own, given)
-    if not isinstance(own, DTensor) or not isinstance(given, DTensor):
-        return given
-    if isinstance(own, UnevenRows) and not isinstance(given, UnevenRows) and given.placements == own.placements:
-        same = torch.tensor(private.wrapped(given).shape == private.wrapped(own).shape, device=own.device).int()
-        dist.all_reduce(same, dist.ReduceOp.MIN, own.device_mesh.get_group(own._cut.along))
-        if same:
-            return uneven(private.as_dtensor(given), own._cut)
-    given = _with_own_cut(given)
-    alike = isinstance(own, UnevenRows) == isinstance(given, UnevenRows) and given.placements == own.placements
-    if alike and getattr(own, "_cut", None) == getattr(given, "_cut", None):
-        return given
-    return given.full_tensor()
-
-
-def _check_ranks(own: torch.Tensor, given: DTensor) -> None:
-    """Raise, on every rank alike, if rows of ``given`` are held by ranks of an earlier run, or by fewer than here."""
-    of_given = given.device_mesh.mesh.flatten().tolist()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    fewer = (
-        isinstance(own, DTensor)
-        and own.device_mesh.ndim == given.device_mesh.ndim
-        and {*of_given} < {*own.device_mesh.mesh.flatten().tolist()}
-    )
-    if fewer or max(of_given) >= world:
-        raise StateError(
-            f"a tensor of this state dict has the rows of one of {len(of_given)} ranks, and here are {world}: the "
-            "others are not in it. Give whole tensors (full_state_dict() where it is saved), or keep sharded ones by "
-            "torch.distributed.checkpoint, which loads them on any number of ranks"
-        )
-
-
-def _with_own_cut(given: DTensor) -> DTensor:
-    """A DTensor of torch's class whose ranks hold other rows than torch would give them, as one that knows them.
-    Collective."""
-    along = [i for i, placement in enumerate(given.placements) if placement.is_shard(0)]
-    if isinstance(given, UnevenRows) or len(along) != 1:
-        return given
-    mesh, local = given.device_mesh, private.wrapped(given)
-    held = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(mesh.size(along[0]))]
-    dist.all_gather(held, torch.full_like(held[0], len(local)), mesh.get_group(along[0]))
-    counts = tuple(int(count) for count in held)
-    chunks = given.shape[0] and -(-given.shape[0] // len(counts))
-    if sum(counts) != given.shape[0] or all(
-        count == min(chunks, max(0, given.shape[0] - i * chunks)) for i, count in enumerate(counts)
-    ):
-        return given
-    begin = sum(counts[: mesh.get_local_rank(along[0])])
-    return uneven(private.as_dtensor(given), Cut(counts, along[0], (begin, *[0] * (given.ndim - 1))))  # type: ignore[return-value]
-
-
 def _groups(args: Any, kwargs: Any) -> list[list[DTensor]]:
     """Tensors that meet each other: all of an operator, or those at one place in its lists of tensors."""
     lists = [

@@ -78,3 +78,45 @@ def test_every_rank_finds_its_experts(ranks: Pool, tmp_path: Path) -> None:
     alone = fxshard.compile(Moe(), optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
     fxshard.load(alone, tmp_path / "saved")
     assert torch.equal(alone.full_state_dict()["layers.0.experts.weight"], found[0]["experts"])
+
+
+class WithScale(Moe):
+    """Experts have a number of their own, without dimensions."""
+
+    def __init__(self, *where: Any) -> None:
+        super().__init__(*where)
+        for layer in self.layers:
+            layer.experts.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+
+def refused_numbers(folder: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_dp", "ep"))
+    plain = WithScale(mesh.get_group("ep").group_name, mesh.get_local_rank("ep"), 2)
+    model = fxshard.shard(plain, groups={"*.experts.*": mesh["ep_dp"]})
+    said = []
+    missing = folder / ("missing.safetensors" if dist.get_rank() else "files")
+    for call in (
+        lambda: fxshard.save(model, folder / "again"),
+        lambda: fxshard.load(model, folder / "saved"),
+        lambda: load_safetensors(model, folder / "files"),
+        lambda: load_safetensors(model, missing),
+    ):
+        with pytest.raises(fxshard.CheckpointError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_numbers_without_dimensions_are_refused_in_words_of_what_was_called(ranks: Pool, tmp_path: Path) -> None:
+    """And a rank that cannot read its files does not wait for one that was refused."""
+    alone = fxshard.shard(WithScale())
+    fxshard.save(alone, tmp_path / "saved")
+    save_safetensors(alone, tmp_path / "files")
+    for said in ranks(2, refused_numbers, tmp_path):
+        saving, *loading = said
+        assert all("layers.0.experts.scale is a single number" in each for each in said)
+        assert "and cannot be saved: give it a dimension" in saving
+        for each in loading:
+            assert "saved" not in each.partition("single number")[2]
+            assert "what is loaded has one for all of them: give it a dimension" in each
+        assert "missing.safetensors is missing (rank 1)" in loading[-1]

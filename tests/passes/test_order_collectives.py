@@ -75,6 +75,19 @@ def test_without_overlap_nothing_moves() -> None:
     assert ordered(module, overlap=False) == [node.name for node in nodes]
 
 
+def test_a_view_that_is_saved_follows_the_wait_that_moves_to_its_first_use() -> None:
+    """Experts' inputs: what came over the wire is saved for backward transposed, and read by a later product."""
+    draft = Communicating()
+    x = draft.input("x", *SQUARE)
+    _, wait = draft.reduced(x)
+    view = draft.call(aten.unsqueeze.default, wait, 1)
+    saved = draft.call(aten.transpose.int, view, 1, 2)
+    other = draft.call(aten.mm.default, x, x)
+    product = draft.call(aten.mul.Tensor, view, other)
+    order = ordered(draft.output(product, saved))
+    assert order.index(other.name) < order.index(wait.name) < order.index(view.name) < order.index(saved.name)
+
+
 @pytest.mark.shows("T5")
 def test_starts_keep_their_order_and_waits_stand_at_the_first_use() -> None:
     """As for queries, keys and values: three collectives are under way before the first is waited for."""

@@ -40,6 +40,7 @@ from fxshard._torch.private.dynamo import (
 from fxshard._torch.private.inductor import (
     activation_memory_budget,
     compile_clocks,
+    draw_seeds_apart,
     inductor_compile,
     inductor_decompositions,
     inductor_joint_passes,
@@ -59,6 +60,7 @@ from fxshard._torch.private.nodes import (
     returns_view,
     written_arguments,
 )
+from fxshard._torch.private.state_hooks import after_loading, before_loading, copy_state_hooks
 from fxshard._torch.private.step import (
     StorageReference,
     UnevenDTensor,
@@ -69,6 +71,7 @@ from fxshard._torch.private.step import (
     foreach_mul_,
     foreach_norm,
     fused_adamw,
+    is_strided,
     memory_of,
     reduce_scatter,
     same_memory,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 def inductor_decompositions() -> dict[Any, Any]:
@@ -22,10 +23,11 @@ def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
     """What Inductor does to a graph before it is partitioned (random numbers, attention patterns). torch 2.11, 2.13.
 
     Not optional under the Inductor lowering: random ops that it has not rewritten have no lowering. It makes one
-    operator draw the seeds of all random numbers and looks them up by number. Here each draws its own again: with
-    numbers in them, layers that are alike would not be, and each would be compiled.
+    operator draw the seeds of all random numbers and looks them up by number; what is looked up is what may be saved
+    for backward, so that :func:`draw_seeds_apart` can undo it in forward alone.
     """
     from torch._guards import detect_fake_mode
+    from torch._inductor import inductor_prims
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
@@ -34,7 +36,8 @@ def inductor_joint_passes(graph: fx.GraphModule) -> fx.GraphModule:
     mode = detect_fake_mode(values)
     with V.set_fake_mode(mode):  # what replaces random numbers makes fake tensors
         graph = joint_graph_passes(graph)
-    _draw_seeds_apart(graph.graph)
+    for lookup in graph.graph.find_nodes(op="call_function", target=inductor_prims.lookup_seed):
+        lookup.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if any(_lays_out_its_result(node) for node in graph.graph.nodes if node not in before):
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*values)
         _keep_contiguous(graph, results)
@@ -70,14 +73,18 @@ def _keep_contiguous(graph: fx.GraphModule, before: Sequence[Any]) -> None:
     end.args = (tuple(results),)
 
 
-def _draw_seeds_apart(graph: fx.Graph) -> None:
-    """Undo what fuses the drawing of seeds."""
+def draw_seeds_apart(graph: fx.Graph) -> None:
+    """Each random number draws its own seed: with numbers of seeds in them, layers that are alike would not be.
+    torch 2.11, 2.13.
+
+    For graphs that no common subexpressions will be looked for in, as the partitioner does: two draws would be one.
+    """
     from torch._inductor import inductor_prims
 
     for lookup in graph.find_nodes(op="call_function", target=inductor_prims.lookup_seed):
         with graph.inserting_before(lookup):
             seed = graph.call_function(inductor_prims.seed, (lookup.args[0].args[1],))
-        seed.meta["val"] = lookup.meta["val"]  # not what the model says about it: a seed is drawn once, and kept
+        seed.meta["val"] = lookup.meta["val"]
         lookup.replace_all_uses_with(seed)
         graph.erase_node(lookup)
     for seeds in graph.find_nodes(op="call_function", target=inductor_prims.seeds):

@@ -178,6 +178,11 @@ def shard_of_rows(placement: Any, counts: tuple[int, ...] | None) -> Any:
     return made
 
 
+def is_strided(placement: Any) -> bool:
+    """Whether a placement cuts what a later dimension of the mesh has cut already. torch 2.11, 2.13."""
+    return isinstance(placement, _StridedShard)
+
+
 def as_dtensor(tensor: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """A DTensor of the class itself around the rows of one of a subclass, or around others. torch 2.11, 2.13."""
     from torch.distributed.tensor import DTensor
