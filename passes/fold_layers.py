@@ -4,12 +4,14 @@ Only what is left goes through AOTAutograd, Inductor's joint passes and the part
 may differ from the others (a first one gets no gradient from before, a last one gets it from the head), and three in
 between show what a layer looks like and that it repeats. Inputs of layers that are left out must be sharded parameters:
 a program reads these from their buckets, so nothing need be passed for them. Whatever is not certain is not folded.
+A model may have several stacks of layers: an encoder and a decoder, a vision tower and a language model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -18,9 +20,14 @@ from fxshard._torch import private
 from fxshard.passes.repeats import Member, Repeat, find_repeat
 
 KEPT = 5
-"""Two at the beginning and three at the end."""
-LEAST = KEPT + 2
-"""Fewer layers are not worth it."""
+"""Two at the beginning and the others at the end."""
+LESS = 2
+"""To leave out fewer layers is not worth it."""
+LEFT = "fxshard_left"
+"""Marks the nodes of layers that are left of a stack."""
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -36,23 +43,43 @@ class Folded:
     """How many layers were left out."""
 
 
-def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> Folded | None:
-    """The graph with five of its repeated layers; None if it has not enough of them.
+def fold_stacks(module: fx.GraphModule, kinds: Sequence[Hashable | None], leave: int = KEPT) -> tuple[Folded, ...]:
+    """Every stack of layers folded, the largest first, each in the graph that the one before it left.
 
-    ``kinds``: of each input that is a sharded parameter, how it is treated; None for other inputs.
+    ``kinds``: of each input that is a sharded parameter, how it is treated; None for other inputs. ``leave``: how many
+    layers of each stack to leave, two of them at its beginning.
     """
+    folds: list[Folded] = []
+    while (found := fold_layers(module, kinds, leave)) is not None:
+        folds.append(found)
+        module, kinds = found.graph, [kinds[i] for i in found.kept]
+    return tuple(folds)
+
+
+def kept_of(folds: Sequence[Folded], inputs: Sequence[_T]) -> list[_T]:
+    """Of the inputs of the whole graph, those of the folded one."""
+    kept = list(inputs)
+    for folded in folds:
+        kept = [kept[i] for i in folded.kept]
+    return kept
+
+
+def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None], leave: int = KEPT) -> Folded | None:
+    """The graph with some of the repeated layers of its largest stack; None if no stack has enough of them."""
     inputs = module.graph.find_nodes(op="placeholder")
     if private.constants(module) or any(_is_symbolic(node) for node in module.graph.nodes):
         return None  # sizes may depend on values inside, too, where no input has an open one
-    repeat = find_repeat(module, kinds, LEAST)
+    left = {node for node in module.graph.nodes if LEFT in node.meta}
+    repeat = find_repeat(module, kinds, leave + LESS, left)
     if repeat is None or not _apart(module, repeat):
         return None
-    dropped = {node for node, member in repeat.members.items() if 2 <= member[0] < repeat.layers - 3}
-    short = _without_layers(module, repeat, dropped)
+    removed = repeat.layers - leave
+    dropped = {node for node, member in repeat.members.items() if 2 <= member[0] < 2 + removed}
+    short = _without_layers(module, repeat, removed, dropped)
     if short is None:
         return None
     kept = tuple(i for i, node in enumerate(inputs) if node not in dropped)
-    return Folded(short, kept, tuple(repeat.members.get(node) for node in inputs), repeat.layers - KEPT)
+    return Folded(short, kept, tuple(repeat.members.get(node) for node in inputs), removed)
 
 
 def _apart(module: fx.GraphModule, repeat: Repeat) -> bool:
@@ -81,13 +108,15 @@ def _is_symbolic(node: fx.Node) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def _without_layers(module: fx.GraphModule, repeat: Repeat, dropped: set[fx.Node]) -> fx.GraphModule | None:
+def _without_layers(
+    module: fx.GraphModule, repeat: Repeat, removed: int, dropped: set[fx.Node]
+) -> fx.GraphModule | None:
     """The graph without the layers in the middle; None if something other than the next layer reads one of them."""
     nodes = list(module.graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
     first = repeat.start + 2 * repeat.period
-    last = repeat.start + (repeat.layers - 3) * repeat.period
-    moved = (repeat.layers - KEPT) * repeat.period
+    moved = removed * repeat.period
+    last = first + moved
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(nodes):
@@ -103,4 +132,6 @@ def _without_layers(module: fx.GraphModule, repeat: Repeat, dropped: set[fx.Node
                 return None
             copies[ref] = env[left]
         env[node] = graph.node_copy(node, copies.__getitem__)
+        if repeat.start <= position < repeat.start + repeat.layers * repeat.period:
+            env[node].meta[LEFT] = True
     return private.graph_module(module, graph)

@@ -23,8 +23,8 @@ AGAIN = "fxshard_again"
 Parts = tuple[fx.GraphModule, fx.GraphModule]
 
 
-def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.Node] | None:
-    """One graph of both, and where backward begins in it."""
+def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> fx.GraphModule | None:
+    """One graph of both."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     taken = backward.graph.find_nodes(op="placeholder")
@@ -53,7 +53,7 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> tup
     described_as: list[Any] = [module.graph.output_node().meta.get("desc") for module in (forward, backward)]
     if None not in described_as:  # not where layers are checkpointed
         end.meta["desc"] = [*described_as[0][:outputs], *described_as[1]]
-    return private.graph_module(forward, graph), env[own[0]]
+    return private.graph_module(forward, graph)
 
 
 def _shared(forward: fx.Graph, backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

@@ -37,10 +37,7 @@ def partition(captured: Captured, plan: ShardingPlan, observer: Observer | None 
 
 
 def _evaluation(captured: Captured, graph: fx.GraphModule) -> Partitioned | None:
-    if captured.folded is None:
-        _tie(graph, captured.refs)
-        return Partitioned({Phase.EVAL: graph}, None)
-    whole = unfold_evaluation(captured.folded, graph)
+    whole = unfold_evaluation(captured.folds, graph)
     if whole is None:
         return None
     _tie(whole, captured.refs)
@@ -86,8 +83,8 @@ class _Joint:
         private.draw_seeds_apart(forward.graph)
         settle_saved(forward, outputs)
         _copy_written(forward, outputs, captured.written)
-        if captured.folded is not None:
-            whole = unfold_step(captured.folded, forward, backward, outputs)
+        if captured.folds:
+            whole = unfold_step(captured.folds, forward, backward, outputs)
             if whole is None:
                 return None
             forward, backward = whole
@@ -140,11 +137,8 @@ def _copy_written(forward: fx.GraphModule, outputs: int, written: Sequence[int])
 
 
 def _left_out(captured: Captured) -> tuple[frozenset[ParamRef], int]:
-    if captured.folded is None:
-        return frozenset(), 0
-    kept = set(captured.folded.kept)
-    dropped = (ref for i, ref in enumerate(captured.refs) if i not in kept and ref is not None)
-    return frozenset(dropped), captured.folded.removed
+    dropped = {*captured.refs} - {*captured.traced_refs}
+    return frozenset(ref for ref in dropped if ref is not None), sum(folded.removed for folded in captured.folds)
 
 
 def _tie(graph: fx.GraphModule, refs: Sequence[ParamRef | None]) -> None:

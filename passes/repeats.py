@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,15 @@ class Repeat:
     members: dict[fx.Node, Member]
 
 
-def find_repeat(module: fx.GraphModule, kinds: Sequence[Hashable | None], least: int) -> Repeat | None:
+def find_repeat(
+    module: fx.GraphModule, kinds: Sequence[Hashable | None], least: int, besides: Collection[fx.Node] = ()
+) -> Repeat | None:
     """The repetition that covers most nodes, of at least ``least`` layers; None if there is none.
 
     ``kinds``: of each input of the graph, what must be equal for two of them to take each other's place in two layers.
-    None for an input that belongs to no layer.
+    None for an input that belongs to no layer. ``besides``: nodes that are no part of it.
     """
-    line = _Line(module, kinds)
+    line = _Line(module, kinds, besides)
     found: Repeat | None = None
     for period in line.periods(least):
         repeat = line.repeat(period, least)
@@ -57,7 +59,7 @@ def _saved(repeat: Repeat) -> tuple[int, int]:
 class _Line:
     """The nodes of a graph in order."""
 
-    def __init__(self, module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> None:
+    def __init__(self, module: fx.GraphModule, kinds: Sequence[Hashable | None], besides: Collection[fx.Node]) -> None:
         self.nodes = list(module.graph.nodes)
         self.at = {node: i for i, node in enumerate(self.nodes)}
         inputs = module.graph.find_nodes(op="placeholder")
@@ -66,7 +68,7 @@ class _Line:
         }
         self.first = next((i for i, node in enumerate(self.nodes) if node.op != "placeholder"), len(self.nodes))
         self.refs = [references(node) for node in self.nodes]
-        self.operations = [_operation(module, node) for node in self.nodes]
+        self.operations = [_operation(module, node) if node not in besides else (node,) for node in self.nodes]
 
     def periods(self, least: int) -> list[int]:
         """Distances at which nodes may repeat, the shortest first."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxshard.passes.fold_layers import Folded
+from fxshard.passes.fold_layers import Folded, kept_of
 from fxshard.planner.memory import MemoryPlan
 from fxshard.schedule.events import Phase
 from fxshard.schedule.offloads import Recomputed
@@ -27,15 +27,15 @@ class Captured:
     """How many results are forward's; gradients follow. None: there is no backward."""
     static: tuple[int, ...] = ()
     """Positions of inputs that stay where they are between calls."""
-    folded: Folded | None = None
-    """Layers that were left out of the graph."""
+    folds: tuple[Folded, ...] = ()
+    """Layers that were left out of the graph, stack by stack."""
     written: tuple[int, ...] = ()
     """Positions of the inputs that get a new value after forward."""
 
     @property
     def traced_refs(self) -> tuple[ParamRef | None, ...]:
         """The parameters among the inputs that were traced."""
-        return self.refs if self.folded is None else tuple(self.refs[i] for i in self.folded.kept)
+        return tuple(kept_of(self.folds, self.refs))
 
 
 @dataclass(frozen=True)

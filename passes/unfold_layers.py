@@ -16,7 +16,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.passes.fold_layers import Folded
-from fxshard.passes.join_step import AGAIN, Parts, cut, join
+from fxshard.passes.join_step import AGAIN, BACKWARD, Parts, cut, join
 from fxshard.passes.repeats import Member, described, references, skeleton
 from fxshard.schedule.aliases import readers
 
@@ -24,22 +24,27 @@ MIDDLE = 3
 """The last of the layers in the middle; the first is 1."""
 
 
-def unfold_step(folded: Folded, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Parts | None:
+def unfold_step(
+    folds: Sequence[Folded], forward: fx.GraphModule, backward: fx.GraphModule, outputs: int
+) -> Parts | None:
     """Forward and backward of the whole model. ``outputs``: how many results of forward are the model's."""
-    joined = join(forward, backward, outputs)
-    if joined is None:
-        return None
-    module, boundary = joined
-    whole = _unfold(folded, module, boundary)
+    whole = _unfold_all(folds, join(forward, backward, outputs))
     return None if whole is None else cut(whole, outputs)
 
 
-def unfold_evaluation(folded: Folded, forward: fx.GraphModule) -> fx.GraphModule | None:
+def unfold_evaluation(folds: Sequence[Folded], forward: fx.GraphModule) -> fx.GraphModule | None:
     """The graph of an evaluation of the whole model."""
-    return _unfold(folded, forward, None)
+    return _unfold_all(folds, forward)
 
 
-def _unfold(folded: Folded, module: fx.GraphModule, boundary: fx.Node | None) -> fx.GraphModule | None:
+def _unfold_all(folds: Sequence[Folded], module: fx.GraphModule | None) -> fx.GraphModule | None:
+    for folded in reversed(folds):
+        module = _unfold(folded, module) if module is not None else None
+    return module
+
+
+def _unfold(folded: Folded, module: fx.GraphModule) -> fx.GraphModule | None:
+    boundary = next((node for node in module.graph.nodes if node.meta.get(BACKWARD)), None)
     inputs = module.graph.find_nodes(op="placeholder")
     tangents = inputs[len(folded.kept) :]
     if any(not node.name.startswith("tangents") for node in tangents):
@@ -239,6 +244,10 @@ class _Unfolding:
             args, kwargs = _replaced(node, iter(copies))  # type: ignore[arg-type]
             copy = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
             copy.meta.update(node.meta)
+            if (again := node.meta.get(AGAIN)) is not None:
+                copy.meta[AGAIN] = self._resolve(again, like.meta.get(AGAIN) if like is not None else None, shift)
+                if copy.meta[AGAIN] is None:
+                    return False
             key = self._key(position, shift)
             if key is None:
                 self.fixed[node] = copy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -77,9 +77,9 @@ def same(example: Example, lowering: str = "eager") -> int:
     """Whether both plans are equal; returns how many layers were folded."""
     folded, calls = [], partition.unfold_step
 
-    def unfold(found: Folded, *args: Any) -> Any:
+    def unfold(found: Sequence[Folded], *args: Any) -> Any:
         parts = calls(found, *args)
-        folded.append(found.removed if parts is not None else 0)
+        folded.append(sum(stack.removed for stack in found) if parts is not None else 0)
         return parts
 
     with mock.patch.object(partition, "unfold_step", unfold):

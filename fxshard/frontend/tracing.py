@@ -14,7 +14,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, StateError
 from fxshard._torch.log import LOG
 from fxshard.frontend.absent_layers import AbsentLayers, LayersDifferError
-from fxshard.passes.fold_layers import Folded, fold_layers
+from fxshard.passes.fold_layers import KEPT, Folded, fold_stacks, kept_of
 from fxshard.passes.partition import partition
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Captured, Partitioned, Scheduled
@@ -35,7 +35,7 @@ class Step:
 
     partitioned: Partitioned
     traced: private.Traced
-    folded: Folded | None
+    folds: tuple[Folded, ...]
 
     def callable(self, scheduled: Scheduled, programs: dict[Phase, Program]) -> Callable[..., Any]:
         """What Dynamo calls with the inputs of the graph that it captured."""
@@ -45,10 +45,7 @@ class Step:
         run = self.traced.callable(graphs, forward.boxed(), backward.boxed() if backward is not None else None)
         if backward is not None:
             run = prepare_backward(run, backward)
-        if self.folded is None:
-            return run
-        kept = self.folded.kept
-        return lambda *args: run(*[args[i] for i in kept])
+        return run if not self.folds else lambda *args: run(*kept_of(self.folds, args))
 
 
 @contextmanager
@@ -66,33 +63,39 @@ def partitioned_step(
     Layers that repeat are traced once where that is certain to give the same; otherwise all of them are. ``absent``:
     layers that the graph has not.
     """
-    folded = _fold(graph, refs, plan)
-    if folded is not None:
-        given = [inputs[i] for i in folded.kept]
+    for folds in _attempts(graph, refs, plan):
+        given, whole = kept_of(folds, inputs), refs
         if absent is not None:
-            folded, refs = absent.put_back(folded, refs, plan)
-        with _captured(folded.graph, refs, given, plan, folded, report) as (captured, traced):
+            if not folds:
+                raise LayersDifferError(absent.path)
+            first, whole = absent.put_back(folds[0], refs, plan)
+            folds = (first, *folds[1:])
+        traced_graph = folds[-1].graph if folds else graph
+        with _captured(traced_graph, whole, given, plan, folds, report) as (captured, traced):
             report("partitioning")
             partitioned = partition(captured, plan, observer)
             if partitioned is not None:
-                yield Step(partitioned, traced, folded)
+                yield Step(partitioned, traced, folds)
                 return
-        LOG.debug("the joint graph does not repeat as the captured one does: every layer is traced")
-    if absent is not None:
-        raise LayersDifferError(absent.path)
-    with _captured(graph, refs, inputs, plan, None, report) as (captured, traced):
-        report("partitioning")
-        partitioned = partition(captured, plan, observer)
-        assert partitioned is not None
-        yield Step(partitioned, traced, None)
+        LOG.debug("the joint graph does not repeat as the captured one does: more layers are traced")
 
 
-def _fold(graph: fx.GraphModule, refs: Sequence[ParamRef | None], plan: ShardingPlan) -> Folded | None:
+def _attempts(
+    graph: fx.GraphModule, refs: Sequence[ParamRef | None], plan: ShardingPlan
+) -> Iterator[tuple[Folded, ...]]:
+    """Which layers to leave out: as many as possible, then fewer, in case that they cannot be put back; none at last.
+
+    Where all layers read one value that is trained, its gradient is a sum that begins in the last two: one layer more
+    is needed then to see how it goes on.
+    """
     options = plan.options
     joint = options.passes.joint if options.passes is not None else ()
-    if not options.debug.fold_layers or any(place.own for place in joint):
-        return None
-    return fold_layers(graph, [plan.kind(ref) if ref is not None else None for ref in refs])
+    if options.debug.fold_layers and not any(place.own for place in joint):
+        kinds = [plan.kind(ref) if ref is not None else None for ref in refs]
+        if most := fold_stacks(graph, kinds):
+            yield most
+            yield from filter(None, (fold_stacks(graph, kinds, KEPT + 1), most[:1] if len(most) > 1 else ()))
+    yield ()
 
 
 @contextmanager
@@ -101,7 +104,7 @@ def _captured(
     refs: Sequence[ParamRef | None],
     inputs: Sequence[Any],
     plan: ShardingPlan,
-    folded: Folded | None,
+    folds: tuple[Folded, ...],
     report: Report,
 ) -> Iterator[tuple[Captured, private.Traced]]:
     report("differentiating")
@@ -115,7 +118,7 @@ def _captured(
         static, written = traced.static_inputs, traced.written_inputs
         _refuse_written(every, written, plan)
         _refuse_sparse(traced)
-        yield Captured(traced.graph, every, traced.outputs, static, folded, written), traced
+        yield Captured(traced.graph, every, traced.outputs, static, folds, written), traced
 
 
 def _refuse_written(refs: Sequence[ParamRef | None], written: Sequence[int], plan: ShardingPlan) -> None:

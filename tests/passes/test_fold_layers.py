@@ -231,6 +231,56 @@ def test_layers_with_dropout_draw_the_same_numbers_where_inductor_draws_them() -
     assert folded(ALIKE["dropout"](), (torch.randn(4, WIDTH),), lowering="inductor") > 0
 
 
+class TwoStacks(nn.Module):
+    """An encoder, and a decoder whose layers all read what the encoder gives."""
+
+    def __init__(self, encoder: Stack, decoder: Stack) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.norm = encoder, decoder, nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        read = x
+        for i, layer in enumerate(self.encoder.layers):
+            seen.append(read := self.encoder.rule(self.encoder, i, layer, read, seen) * 2)
+        x, seen, read = torch.sin(x), [], self.norm(read)
+        for i, layer in enumerate(self.decoder.layers):
+            seen.append(x := self.decoder.rule(self.decoder, i, layer, x, seen) * torch.cos(read))
+        return self.decoder.head(x).square().mean()
+
+
+def test_every_stack_of_a_model_is_folded() -> None:
+    assert folded(TwoStacks(Stack(plain), Stack(plain)), (torch.randn(4, WIDTH),)) == 2 * (LAYERS - 5)
+
+
+class Scaled(nn.Module):
+    """All layers read one trained value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.exp()
+        for layer in self.layers:
+            x = x + torch.tanh(F.linear(x, layer.weight * scale, layer.bias))  # type: ignore[operator, arg-type]
+        return x.square().mean()
+
+
+def test_one_layer_more_is_left_where_all_read_a_trained_value() -> None:
+    """Its gradient is a sum that begins in the last two layers."""
+    assert folded(Scaled(), (torch.randn(4, WIDTH),), evaluated=False) == LAYERS - 6
+
+
+@pytest.mark.parametrize("name", some(UNLIKE, "the second read by the last"))
+@pytest.mark.parametrize("first", [thorough(True), False])
+def test_near_misses_in_one_of_two_stacks_give_the_same(name: str, first: bool) -> None:
+    stacks = (UNLIKE[name](), Stack(plain)) if first else (Stack(plain), UNLIKE[name]())
+    folded(TwoStacks(*stacks), (torch.randn(4, WIDTH),))
+
+
 def read_elsewhere(read: Callable[[list[fx.Node], list[fx.Node]], fx.Node] | None) -> fx.GraphModule:
     """Layers in a row; the end also reads one of their weights, or of their results."""
     graph = fx.Graph()
