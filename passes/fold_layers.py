@@ -20,7 +20,8 @@ from fxshard._torch import private
 from fxshard.passes.repeats import Member, Repeat, find_repeat
 
 KEPT = 5
-"""Two at the beginning and the others at the end."""
+"""Two at the beginning and three at the end; there four where layers share a trained value: its gradient is a sum that
+begins in the last two, and one layer more shows how it goes on."""
 LESS = 2
 """To leave out fewer layers is not worth it."""
 LEFT = "fxshard_left"
@@ -43,14 +44,13 @@ class Folded:
     """How many layers were left out."""
 
 
-def fold_stacks(module: fx.GraphModule, kinds: Sequence[Hashable | None], leave: int = KEPT) -> tuple[Folded, ...]:
+def fold_stacks(module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> tuple[Folded, ...]:
     """Every stack of layers folded, the largest first, each in the graph that the one before it left.
 
-    ``kinds``: of each input that is a sharded parameter, how it is treated; None for other inputs. ``leave``: how many
-    layers of each stack to leave, two of them at its beginning.
+    ``kinds``: of each input that is a sharded parameter, how it is treated; None for other inputs.
     """
     folds: list[Folded] = []
-    while (found := fold_layers(module, kinds, leave)) is not None:
+    while (found := fold_layers(module, kinds)) is not None:
         folds.append(found)
         module, kinds = found.graph, [kinds[i] for i in found.kept]
     return tuple(folds)
@@ -64,16 +64,18 @@ def kept_of(folds: Sequence[Folded], inputs: Sequence[_T]) -> list[_T]:
     return kept
 
 
-def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None], leave: int = KEPT) -> Folded | None:
+def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> Folded | None:
     """The graph with some of the repeated layers of its largest stack; None if no stack has enough of them."""
     inputs = module.graph.find_nodes(op="placeholder")
     if private.constants(module) or any(_is_symbolic(node) for node in module.graph.nodes):
         return None  # sizes may depend on values inside, too, where no input has an open one
     left = {node for node in module.graph.nodes if LEFT in node.meta}
-    repeat = find_repeat(module, kinds, leave + LESS, left)
+    repeat = find_repeat(module, kinds, KEPT + LESS, left)
     if repeat is None or not _apart(module, repeat):
         return None
-    removed = repeat.layers - leave
+    removed = repeat.layers - KEPT - _share_a_trained_value(module, repeat)
+    if removed < LESS:
+        return None
     dropped = {node for node, member in repeat.members.items() if 2 <= member[0] < 2 + removed}
     short = _without_layers(module, repeat, removed, dropped)
     if short is None:
@@ -96,6 +98,17 @@ def _apart(module: fx.GraphModule, repeat: Repeat) -> bool:
     inputs = all(layer_of(user) == layer for node, (layer, _) in repeat.members.items() for user in node.users)
     computed = (node for node in at if 0 <= layer_of(node) < repeat.layers - 1)
     return inputs and all(layer_of(user) <= layer_of(node) + 1 for node in computed for user in node.users)
+
+
+def _share_a_trained_value(module: fx.GraphModule, repeat: Repeat) -> bool:
+    """Whether layers read something besides what each hands to the next that gets a gradient from all of them."""
+    at = {node: i for i, node in enumerate(module.graph.nodes)}
+    outside = (node for node in module.graph.nodes if at[node] < repeat.start and node not in repeat.members)
+    return any(
+        getattr(node.meta.get("example_value"), "requires_grad", False)
+        and len({(at[user] - repeat.start) // repeat.period for user in node.users}) >= repeat.layers - 1
+        for node in outside
+    )
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from fxshard._torch import private
 from fxshard._torch.errors import CaptureError, StateError
 from fxshard._torch.log import LOG
 from fxshard.frontend.absent_layers import AbsentLayers, LayersDifferError
-from fxshard.passes.fold_layers import KEPT, Folded, fold_stacks, kept_of
+from fxshard.passes.fold_layers import Folded, fold_stacks, kept_of
 from fxshard.passes.partition import partition
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Captured, Partitioned, Scheduled
@@ -83,18 +83,16 @@ def partitioned_step(
 def _attempts(
     graph: fx.GraphModule, refs: Sequence[ParamRef | None], plan: ShardingPlan
 ) -> Iterator[tuple[Folded, ...]]:
-    """Which layers to leave out: as many as possible, then fewer, in case that they cannot be put back; none at last.
-
-    Where all layers read one value that is trained, its gradient is a sum that begins in the last two: one layer more
-    is needed then to see how it goes on.
-    """
+    """Which layers to leave out: those of all stacks, or, if these cannot be put back, of the largest; none at last."""
     options = plan.options
     joint = options.passes.joint if options.passes is not None else ()
     if options.debug.fold_layers and not any(place.own for place in joint):
         kinds = [plan.kind(ref) if ref is not None else None for ref in refs]
-        if most := fold_stacks(graph, kinds):
-            yield most
-            yield from filter(None, (fold_stacks(graph, kinds, KEPT + 1), most[:1] if len(most) > 1 else ()))
+        stacks = fold_stacks(graph, kinds)
+        if stacks:
+            yield stacks
+        if len(stacks) > 1:
+            yield stacks[:1]
     yield ()
 
 
