@@ -166,9 +166,7 @@ def _match(key: str, target: torch.Tensor, value: Any, pairs: list[Pair], errors
     if not isinstance(value, torch.Tensor):
         errors.append(f"{key} is a {type(value).__name__}, the model has a tensor")
         return
-    if not target.ndim and tuple(value.shape) == (
-        1,
-    ):  # as torch wrote numbers before it had tensors without dimensions
+    if not target.ndim and value.shape == torch.Size([1]):  # as torch once wrote tensors without dimensions
         value = value[0]
     if value.shape != target.shape:
         errors.append(f"{key} has shape {tuple(value.shape)}, the model has {tuple(target.shape)}")
