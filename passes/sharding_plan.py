@@ -1,4 +1,4 @@
-"""What scheduling a graph depends on besides the graph. Frozen, and the same on every rank."""
+"""What scheduling a graph depends on besides the graph. Frozen, picklable, and the same on every rank."""
 
 from __future__ import annotations
 

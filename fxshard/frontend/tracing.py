@@ -45,7 +45,10 @@ class Step:
         run = self.traced.callable(graphs, forward.boxed(), backward.boxed() if backward is not None else None)
         if backward is not None:
             run = prepare_backward(run, backward)
-        return run if not self.folds else lambda *args: run(*kept_of(self.folds, args))
+        if not self.folds:
+            return run
+        kept = kept_of(self.folds, range(len(self.folds[0].members)))
+        return lambda *args: run(*(args[i] for i in kept))
 
 
 @contextmanager
