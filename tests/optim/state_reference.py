@@ -105,8 +105,9 @@ def kept(values: np.ndarray, format: str, line: int, signed: bool, chance: np.nd
 class Reference:
     """One parameter under AdamW."""
 
-    def __init__(self, name: str, value: torch.Tensor, format: str, line: int) -> None:
+    def __init__(self, name: str, value: torch.Tensor, format: str, line: int, nearest_root: bool = False) -> None:
         self.name, self.format, self.line, self.step = name, format, line, 0
+        self.nearest_root = nearest_root
         self.p = value.detach().numpy().reshape(-1).copy()
         self.m, self.v = np.zeros_like(self.p), np.zeros_like(self.p)
 
@@ -114,7 +115,8 @@ class Reference:
         g, self.step = grad.numpy().reshape(-1), self.step + 1
         m = self.m + (g - self.m) * F32(1 - 0.9)
         v = self.v * F32(0.999) + g * g * F32(1 - 0.999)
-        root = torch.from_numpy(v).sqrt().numpy()  # torch's own: on x86 CPUs it is not always the nearest number
+        # On x86 CPUs torch's root is not always the nearest number; a GPU's is.
+        root = np.sqrt(v) if self.nearest_root else torch.from_numpy(v).sqrt().numpy()
         spread = root / F32((1 - 0.999**self.step) ** 0.5) + F32(eps)
         self.p = self.p * F32(1 - lr * decay) - m / spread * F32(lr / (1 - 0.9**self.step))
         draws = [drawn(self.name, self.step, len(g), second) for second in (False, True)]
@@ -122,9 +124,9 @@ class Reference:
         self.v = kept(v, self.format, self.line, False, draws[1])
 
 
-def expected(format: str, seeds: range, lr: float = 1e-2) -> dict[str, Reference]:
+def expected(format: str, seeds: range, lr: float = 1e-2, nearest_root: bool = False) -> dict[str, Reference]:
     """All parameters of ``Kinds`` after steps with the gradients of these seeds."""
-    made = {name: Reference(name, p, format, LINES[name]) for name, p in Kinds().named_parameters()}
+    made = {name: Reference(name, p, format, LINES[name], nearest_root) for name, p in Kinds().named_parameters()}
     for seed in seeds:
         for name, grad in random_gradients(Kinds(), seed).items():
             made[name].update(grad, lr)
