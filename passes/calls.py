@@ -80,6 +80,15 @@ def shape(node: Any) -> tuple[Any, ...]:
     return tuple(found.shape) if found is not None else ()
 
 
+def named_shape(node: Any) -> tuple[int | str, ...]:
+    """Sizes that can be compared: open ones are given by name, for comparing them themselves would fix them."""
+    return named_sizes(shape(node))
+
+
+def named_sizes(sizes: Iterable[int | torch.SymInt]) -> tuple[int | str, ...]:
+    return tuple(map(private.size_name, sizes))
+
+
 def same_dtype(a: fx.Node, b: fx.Node) -> bool:
     first, second = value(a), value(b)
     return first is not None and second is not None and first.dtype == second.dtype

@@ -2,10 +2,12 @@
 
 Every operator that runs is checked while it runs: only those below count, which compute the same on every device, draw
 no random numbers and leave nothing uninitialised. Whatever else takes part, the node is not taken for a constant.
+Where sizes are open it is computed at some size, if that says what it is at all of them: see ``open_sizes``.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import types
 from collections.abc import Callable, Iterable
@@ -17,6 +19,7 @@ from torch.fx.node import map_aggregate
 
 from fxshard._torch import private
 from fxshard.passes.calls import TRANSFORMED, value, written
+from fxshard.passes.open_sizes import computed_sizes, is_open_size, shape_at, why_not_everywhere
 
 LARGEST = 2**28
 """Elements of the largest tensor that is computed."""
@@ -46,7 +49,20 @@ def constant_value(node: fx.Node, graphs: Iterable[fx.Graph]) -> torch.Tensor:
     """What ``node`` computes, on the CPU. ``graphs`` is where something might write to it, its own graph among them."""
     sources = constant_sources(node)
     check_unwritten(sources, graphs)
-    return _run(sources)
+    sizes, reason = computed_sizes(sources)
+    if reason is not None:
+        raise NotConstant(reason)
+    for tensor in (tensor for source in sources if (tensor := value(source)) is not None):
+        if math.prod(_shape_at(tensor, sizes)) > LARGEST:
+            raise NotConstant(f"has more than {LARGEST} elements: too many to look at")
+    return _run(sources, sizes)
+
+
+def _shape_at(tensor: torch.Tensor, sizes: dict[fx.Node, int]) -> tuple[int, ...]:
+    found = shape_at(tensor, sizes)
+    if found is None:
+        raise NotConstant("has a size that is computed from others")
+    return found
 
 
 def constant_sources(node: fx.Node) -> list[fx.Node]:
@@ -63,6 +79,8 @@ def constant_sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _check_call(node: fx.Node) -> None:
+    if is_open_size(node):
+        return
     if node.op == "placeholder":
         raise NotConstant(f"depends on {private.input_name(node)}, an input of the graph")
     if node.op == "get_attr":
@@ -73,10 +91,6 @@ def _check_call(node: fx.Node) -> None:
     tensors = made if isinstance(made, tuple | list) else (made,)
     if node.meta.get(TRANSFORMED) or not all(isinstance(each, torch.Tensor) for each in tensors):
         raise NotConstant(f"depends on {node.name}, which is not a plain tensor")
-    if any(private.free_symbols(each) for each in tensors):
-        raise NotConstant("has a symbolic size")
-    if any(each.numel() > LARGEST for each in tensors):
-        raise NotConstant(f"has more than {LARGEST} elements: too many to look at")
 
 
 def _is_torchs(target: Any) -> bool:
@@ -122,6 +136,10 @@ def _hides_writes(node: fx.Node) -> bool:
 
 
 class _OnlyExact(private.OperatorObserver):
+    def __init__(self, opened: bool) -> None:
+        super().__init__()
+        self._open = opened
+
     def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
         name = private.operator_name(operator) if isinstance(operator, torch._ops.OpOverload) else str(operator)
         if getattr(operator, "namespace", None) != "aten" or name not in _EXACT or private.is_mutable(operator):
@@ -130,15 +148,21 @@ class _OnlyExact(private.OperatorObserver):
         def after(result: Any) -> None:
             if name in _EXACT_IF_WHOLE and result.is_floating_point():
                 raise NotConstant(f"is computed by {name} of floating-point numbers")
+            if self._open:
+                reason = why_not_everywhere(name, args, result)
+                if reason is not None:
+                    raise NotConstant(reason)
 
         return after
 
 
-def _run(sources: list[fx.Node]) -> torch.Tensor:
+def _run(sources: list[fx.Node], sizes: dict[fx.Node, int]) -> torch.Tensor:
     last_user = {argument: node for node in sources for argument in node.all_input_nodes}
-    values: dict[fx.Node, Any] = {}
-    with private.as_a_compiler(), _OnlyExact():
+    values: dict[fx.Node, Any] = dict(sizes)
+    with private.as_a_compiler(), _OnlyExact(bool(sizes)):
         for node in sources:
+            if node in sizes:
+                continue
             try:
                 values[node] = _call(node, values)
             except NotConstant:
@@ -150,7 +174,7 @@ def _run(sources: list[fx.Node]) -> torch.Tensor:
                     del values[argument]  # large, some of them
     result = values[sources[-1]]
     expected = value(sources[-1])
-    if expected is None or result.shape != expected.shape or result.dtype != expected.dtype:
+    if expected is None or result.shape != _shape_at(expected, sizes) or result.dtype != expected.dtype:
         raise NotConstant("has another shape or dtype when it is computed")
     return result  # type: ignore[no-any-return]
 

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import fx
 
 from fxshard._torch import private
@@ -67,8 +66,8 @@ def kept_of(folds: Sequence[Folded], inputs: Sequence[_T]) -> list[_T]:
 def fold_layers(module: fx.GraphModule, kinds: Sequence[Hashable | None]) -> Folded | None:
     """The graph with some of the repeated layers of its largest stack; None if no stack has enough of them."""
     inputs = module.graph.find_nodes(op="placeholder")
-    if private.constants(module) or any(_is_symbolic(node) for node in module.graph.nodes):
-        return None  # sizes may depend on values inside, too, where no input has an open one
+    if private.constants(module):
+        return None
     left = {node for node in module.graph.nodes if LEFT in node.meta}
     repeat = find_repeat(module, kinds, KEPT + LESS, left)
     if repeat is None or not _apart(module, repeat):
@@ -109,16 +108,6 @@ def _share_a_trained_value(module: fx.GraphModule, repeat: Repeat) -> bool:
         and len({(at[user] - repeat.start) // repeat.period for user in node.users}) >= repeat.layers - 1
         for node in outside
     )
-
-
-def _is_symbolic(node: fx.Node) -> bool:
-    """Whether a value has open sizes, or sizes that were open until a guard closed them."""
-    value = node.meta.get("example_value")
-    if isinstance(value, torch.Tensor):
-        sizes = (*value.shape, *(value.stride() if value.layout is torch.strided else ()))
-    else:
-        sizes = (value,)
-    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _without_layers(

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
-from fxshard.passes.calls import argument, call, changed_between, shape, value
+from fxshard.passes.calls import argument, call, changed_between, named_shape, named_sizes, shape, value
 
 WIDEST_HEAD = 256
 """Of those that torch's flash attention takes."""
@@ -42,15 +42,17 @@ def _repeated(node: Any, attention: fx.Node) -> fx.Node | None:
     chain = _repetition(node)
     source = chain[-1] if chain else None
     before, after = value(source), value(node)
-    if before is None or after is None or private.free_symbols(before) or before.dim() != 4:
+    if before is None or after is None or before.dim() != 4:
         return None
     if not private.is_plain(before) or before.requires_grad != after.requires_grad:
         return None
     if len(chain) == 4:  # reshaped, expanded, with a dimension of one: none of them moves an element, so shapes decide
-        batch, heads, *rest = before.shape
-        n = after.shape[1] // heads
+        batch, heads, *rest = named_sizes(before.shape)
+        if not isinstance(heads, int) or not isinstance(repeated := named_shape(node)[1], int):
+            return None
+        n = repeated // heads
         sizes = [(batch, heads * n, *rest), (batch, heads, n, *rest), (batch, heads, 1, *rest)]
-        if [shape(each) for each in chain[:3]] != sizes:
+        if [named_shape(each) for each in chain[:3]] != sizes:
             return None
     return source if changed_between(chain, chain[-2], attention) is None else None
 

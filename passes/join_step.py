@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from fxshard._torch import private
+from fxshard.passes.saved_pairs import saved_pairs
 from fxshard.schedule.params import PARAM
 
 BACKWARD = "fxshard_backward"
@@ -29,7 +30,7 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> fx.
     env: dict[fx.Node, fx.Node] = {}
     taken = backward.graph.find_nodes(op="placeholder")
     results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
-    saved = dict(zip(taken, results[outputs:], strict=False))
+    saved = {inside: outside for outside, inside in saved_pairs(forward.graph, backward.graph, outputs)}
     if not all(isinstance(outside, fx.Node) for outside in saved.values()):
         return None
     for node in [*forward.graph.find_nodes(op="placeholder"), *taken[len(saved) :]]:
@@ -86,7 +87,9 @@ def cut(whole: fx.GraphModule, outputs: int) -> Parts:
     read = {ref for node in backward for ref in node.all_input_nodes}
     read.update(node for node in results[outputs:] if isinstance(node, fx.Node))
     saved = [node for node in nodes if node in read and node not in backward and node not in tangents]
-    saved.sort(key=lambda node: bool(node.meta.get("saved_tensor_with_no_vc_check")))  # these are the last
+    saved.sort(key=lambda node: (private.is_size(node), bool(node.meta.get("saved_tensor_with_no_vc_check"))))
+    sizes = [node for node in saved if private.is_size(node)]
+    taken = [*sizes, *saved[: len(saved) - len(sizes)], *tangents]
     primals = [node for node in nodes if node.op == "placeholder" and node not in tangents]
     computed = [node for node in nodes if node.op not in ("placeholder", "output")]
     described_as = whole.graph.output_node().meta.get("desc")
@@ -96,7 +99,7 @@ def cut(whole: fx.GraphModule, outputs: int) -> Parts:
     after = [node for node in computed if node in backward]
     return (
         _part(whole, primals, before, [*results[:outputs], *saved], kept),
-        _part(whole, [*saved, *tangents], _late(after), results[outputs:], gradients),
+        _part(whole, taken, _late(after), results[outputs:], gradients),
     )
 
 

@@ -22,6 +22,7 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.passes.recompute_saved import maker_of, module_kind
+from fxshard.passes.saved_pairs import saved_pairs
 from fxshard.planner.cost import node_flops, tensor_bytes
 from fxshard.planner.hardware import Hardware
 from fxshard.planner.layout import aligned
@@ -64,7 +65,7 @@ def saved_kinds(graphs: Graphs, outputs: int, machine: Hardware) -> list[SavedKi
     position = {given: i for i, given in enumerate(backward.find_nodes(op="placeholder"))}
     kept = {root_of(node) for node in results[:outputs] if isinstance(node, fx.Node)}
     saved: dict[fx.Node, Views] = {}
-    for node, given in zip(results[outputs:], position, strict=False):
+    for node, given in saved_pairs(forward, backward, outputs):
         if isinstance(node, fx.Node):
             saved.setdefault(root_of(node), []).append((node, given))
     leave, come = _Places(forward), _Places(backward)

@@ -13,6 +13,7 @@ from fxshard._torch import private
 from fxshard.passes.pipeline import before_partition
 from fxshard.passes.recompute_saved import Key, candidates, mark
 from fxshard.passes.remove_detach import remove_detach
+from fxshard.passes.saved_pairs import saved_pairs
 from fxshard.passes.settle_saved import settle_saved
 from fxshard.passes.sharding_plan import ShardingPlan
 from fxshard.passes.stages import Captured, Partitioned
@@ -149,6 +150,5 @@ def _tie(graph: fx.GraphModule, refs: Sequence[ParamRef | None]) -> None:
 
 def _tie_saved(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
     """What backward takes from forward is the parameter that it is there."""
-    results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
-    for node, source in zip(backward.graph.find_nodes(op="placeholder"), results[outputs:], strict=False):
+    for source, node in saved_pairs(forward.graph, backward.graph, outputs):
         node.meta[PARAM] = source.meta.get(PARAM)

@@ -24,7 +24,17 @@ from torch import fx
 
 from fxshard._torch import private
 from fxshard.kernels.window_op import document_bounds, runs_well, window_attention
-from fxshard.passes.calls import TRANSFORMED, argument, place, rewrite_nested, shape, stand_in, value
+from fxshard.passes.calls import (
+    TRANSFORMED,
+    argument,
+    named_shape,
+    named_sizes,
+    place,
+    rewrite_nested,
+    shape,
+    stand_in,
+    value,
+)
 from fxshard.passes.constant_values import NotConstant
 from fxshard.passes.context import PassContext
 from fxshard.passes.grouped_heads import erase_repetition, heads_before_repetition
@@ -143,7 +153,7 @@ class _Masks:
         for node in sorted(
             {source for each in found for source in each.made_from if source.graph is graph}, reverse=True
         ):
-            if not node.users:
+            if not node.users and node.op != "placeholder":
                 graph.erase_node(node)
 
 
@@ -257,10 +267,10 @@ def _replace(
     assert expected is not None
     with private.as_fake_as(expected), torch.set_grad_enabled(expected.requires_grad):
         found = compute(expected)
-        if found.shape != expected.shape or found.dtype != expected.dtype:
+        if named_sizes(found.shape) != named_sizes(expected.shape) or found.dtype != expected.dtype:
             raise Masked("is recognised, but without it the result has another shape or dtype")
         copies: tuple[tuple[Any, ...], ...] = ()
-        if found.stride() != expected.stride():
+        if named_sizes(found.stride()) != named_sizes(expected.stride()):
             copies = (("contiguous",),)
             if expected.dim() == 4 and expected.transpose(1, 2).is_contiguous():
                 copies = (("transpose", 1, 2), *copies, ("transpose", 1, 2))
@@ -309,13 +319,13 @@ def _check_operands(node: fx.Node, operands: Iterable[Any], mask: fx.Node, *, sq
         raise Masked("belongs to tensors of a class of their own")
     if any(isinstance(argument(node, i, name), fx.Node) for i, name in _NUMBERS):
         raise Masked("comes with a rate of dropout or a scale that changes from call to call")
-    query, key, _ = (shape(operand) for operand in operands)
-    for size, own in zip(shape(mask)[-2:], (query[-2], key[-2]), strict=True):
-        if not isinstance(own, int) or (size != own and (square or size != 1)):
+    query, key, _ = (named_shape(operand) for operand in operands)
+    seen = named_shape(mask)
+    for size, own in zip(seen[-2:], (query[-2], key[-2]), strict=True):
+        if size != own and (square or size != 1):
             raise Masked("is not as long as queries and keys")
-    batch = shape(node)[:-2]
-    if len(query) - 2 != len(batch) or len(shape(mask)) > len(shape(node)):
+    if len(query) != len(shape(node)) or len(seen) > len(query):
         raise Masked("gives the result more dimensions than queries have")
-    for size, own in zip(reversed(shape(mask)[:-2]), reversed(query[:-2]), strict=False):
-        if size != 1 and not (isinstance(own, int) and own == size):
+    for size, own in zip(reversed(seen[:-2]), reversed(query[:-2]), strict=False):
+        if size not in (1, own):
             raise Masked("gives the result another size than queries have")

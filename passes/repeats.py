@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard._torch import private
+
 Member = tuple[int, tuple[int, int]]
 """(layer, role) of an input that belongs to a repeated layer. The role says which node of a layer reads it first."""
 
@@ -183,12 +185,15 @@ def described(node: fx.Node) -> Hashable:
 
 def _describe(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        strides = tuple(value.stride()) if value.layout is torch.strided else None
-        return type(value), tuple(value.shape), strides, value.dtype, value.device, value.requires_grad
+        sizes = tuple(map(private.size_name, value.shape))
+        strides = tuple(map(private.size_name, value.stride())) if value.layout is torch.strided else None
+        return type(value), sizes, strides, value.dtype, value.device, value.requires_grad
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_describe, value))
     if isinstance(value, (int, float, bool, str)):
         return type(value), repr(value)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return type(value), str(value)
     return type(value).__name__
 
 

@@ -83,6 +83,51 @@ def test_batches_of_random_lengths_that_differ_between_ranks(ranks: Pool, kind: 
         assert all(lines == communication[0] for lines in communication), "ranks that compile alone find no one waiting"
 
 
+def trained_with_masks(lengths: list[int], padded: list[bool]) -> tuple[float, Report, list[list[str]]]:
+    """As ``trained``, in batches of two rows with masks, some of which hide the end of a row."""
+    model, plain = fxshard.compile(hugging_face(), lowering="eager"), hugging_face()
+    worst = 0.0
+    for length, short in zip(lengths, padded, strict=True):
+        tokens = batch(length, 2)
+        mask = torch.ones_like(tokens)
+        mask[1, length // 2 :] = 1 - short
+        labels = tokens.masked_fill(mask == 0, -100)
+        loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+        expected = plain(input_ids=tokens, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        model.zero_grad()
+        worst = max(worst, abs(loss.item() / expected.item() - 1))
+    return worst, model.report, [schedule.communication() for schedule in model.emitted]
+
+
+MASKED = {
+    "full": ([[False] * 4, [False] * 4], [0, 0], 2),
+    "full at first": ([[False, True, False, True], [False] * 4], [0, 0], 4),
+    "padded at first": ([[True, False, True, False], [True] * 4], [1, 1], 2),
+    "padded on one rank": ([[False] * 4, [True, True, False, False]], [0, 1], 2),
+}
+"""By step, on each of two ranks: whether a row is padded; graphs with a mask first; how many graphs at most."""
+
+
+@pytest.mark.parametrize("kind", ["full at first", thorough("full"), thorough("padded at first"), "padded on one rank"])
+def test_masks_that_hide_nothing_are_left_out(ranks: Pool, kind: str) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+    padded, with_mask, graphs = MASKED[kind]
+    given = [([20, 31, 44, 17], each) for each in padded]
+    found = ranks(2, on_its_rank, given, timeout=400)
+    for (worst, report, communication), masks in zip(found, with_mask, strict=True):
+        assert worst < 1e-5
+        assert ("attention_mask" in report.shapes[0]) == bool(masks)
+        assert report.compilations.captures <= graphs
+        assert all(lines == found[0][2][0] for lines in communication)
+    if kind == "full":
+        assert "causal, without a mask" in str(found[0][1])
+
+
+def on_its_rank(given: list[Any]) -> tuple[float, Report, list[list[str]]]:
+    return trained_with_masks(*given[dist.get_rank()])
+
+
 class Normed(nn.Module):
     """With a number that is part of the model, and one that is given."""
 

@@ -16,12 +16,12 @@ from fxshard.frontend import likeness, state, state_dicts
 from fxshard.frontend.backend import Backend
 from fxshard.frontend.capture import FAILURES, cast_floats, explained
 from fxshard.frontend.emptied import refuse_uses
-from fxshard.frontend.key_value_cache import without_cache
 from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
 from fxshard.frontend.profiling import profiled
 from fxshard.frontend.report import Report, report_of
 from fxshard.frontend.sharding import Sharding
 from fxshard.frontend.state import ParameterIdentity
+from fxshard.frontend.transformers_calls import Calls
 from fxshard.frontend.unsharded import Unsharded
 from fxshard.runtime.agreement import COMMUNICATION
 from fxshard.runtime.eager_reads import EagerReads, unseen_read
@@ -53,6 +53,7 @@ class ShardedModule(nn.Module):
         self._reads: EagerReads | None = None
         self._unsharded: Unsharded | None = None
         self._identity = ParameterIdentity(sharding.buckets)
+        self._calls = Calls(inner)
         by_name = {name: parameter for _, name, parameter in state.places(sharding.buckets)}
         by_identity = {id(hollow): by_name[name] for name, hollow in sharding.hollow.items()}
         mirror(inner, self, by_identity)
@@ -128,7 +129,7 @@ class ShardedModule(nn.Module):
                 "this model is sharded but not compiled, and its parameters are not in memory: "
                 'call torch.compile(model, backend="fxshard") and use the result, or make it with fxshard.compile'
             )
-        kwargs = without_cache(self._inner, args, kwargs)
+        kwargs = self._calls.keywords(args, kwargs)
         try:
             with self._reads or contextlib.nullcontext(), hooks_for_activations():
                 result = self._compiled(*args, **kwargs)

@@ -19,12 +19,12 @@ from fxshard._torch.errors import ConfigError, StateError
 from fxshard.frontend.absent_layers import AbsentLayers
 from fxshard.frontend.capture import FAILURES, capture, cast_floats, explained
 from fxshard.frontend.groups import is_count, planned_domains
-from fxshard.frontend.key_value_cache import without_cache
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.plain_graph import plain_graph
 from fxshard.frontend.planned_mesh import MeshShape, Parallelize, parallelized, planned_mesh
 from fxshard.frontend.sharding import plan_model, sharding_of
 from fxshard.frontend.tracing import graph_inputs, outputs_without_values, partitioned_step, tie_parameters
+from fxshard.frontend.transformers_calls import Calls
 from fxshard.kernels.report import ExpertsReport
 from fxshard.optim.config import AdamW, Muon, state_choice
 from fxshard.optim.muon_rule import matrices
@@ -313,6 +313,6 @@ def explain(
 def _call_captured(model: nn.Module, backend: Callable[..., Any], inputs: Any) -> None:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     try:
-        capture(model, backend, dynamic=False)(*args, **without_cache(model, args, kwargs))
+        capture(model, backend, dynamic=False)(*args, **Calls(model).keywords(args, kwargs))
     except FAILURES as error:
         raise explained(error, model) from error

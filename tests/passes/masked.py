@@ -23,15 +23,20 @@ INF = float("inf")
 class Rewritten:
     """A captured function before and after the pass."""
 
-    def __init__(self, run: Callable[..., Any], *args: Any, dynamic: bool = False, windows: bool | None = None) -> None:
+    def __init__(
+        self, run: Callable[..., Any], *args: Any, dynamic: bool | None = False, windows: bool | None = None
+    ) -> None:
         context = PassContext((), Options(debug=Debug(window_attention=windows)), Phase.FORWARD)
         self.report: AttentionReport = context.attention
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             self.before = copy.deepcopy(module)
             self.after = recognize_masks(module, context)
+            return run_before
+
+        def run_before(*inputs: Any) -> Any:
             self.inputs = list(inputs)
-            return self.before.forward
+            return self.before(*inputs)
 
         torch._dynamo.reset()
         torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)(*args)

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
@@ -391,20 +389,67 @@ def test_layers_in_mxfp8() -> None:
     assert folded(model, (tokens, tokens), precision=fxshard.MXFP8(), evaluated=False) > 0
 
 
-def test_sizes_that_depend_on_values_are_not_folded() -> None:
-    """As the rows that a mask picks, inside a graph whose inputs have fixed sizes."""
-    environment = ShapeEnv()
-    with FakeTensorMode(shape_env=environment):
-        fixed, picked = torch.empty(4, WIDTH), torch.empty(environment.create_unbacked_symint(), WIDTH)
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["example_value"] = fixed
-    for layer in range(LAYERS):
-        x = graph.call_function(torch.relu, (x,))
-        x.meta["example_value"] = picked if layer == 3 else fixed
-    graph.output((x,))
-    module = fx.GraphModule(nn.Module(), graph)
-    assert fold_layers(module, [None]) is None
+OPEN: dict[str, tuple[Rule, bool]] = {
+    "computed with": (lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) / (x.shape[0] * 2 + 1), True),
+    "of parts": (
+        lambda model, i, layer, x, seen: plain(model, i, layer, torch.cat([x, x])[: x.shape[0]], seen),
+        True,
+    ),
+    "of views": (
+        lambda model, i, layer, x, seen: plain(model, i, layer, x.view(x.shape[0], 2, -1).flatten(1), seen),
+        True,
+    ),
+    "counted in layers": (lambda model, i, layer, x, seen: plain(model, i, layer, x, seen) * (x.shape[0] + i), False),
+}
+"""What layers do with a size that is open, and whether they are alike then."""
+
+
+@pytest.mark.parametrize("name", some(OPEN, "computed with", "counted in layers"))
+def test_layers_compute_with_open_sizes(name: str) -> None:
+    rule, alike = OPEN[name]
+    assert (folded(Stack(rule), (torch.randn(4, WIDTH),), dynamic=True) > 0) == alike
+
+
+@pytest.mark.parametrize("name", some(ALIKE, "plain"))
+def test_layers_of_open_sizes_are_folded(name: str) -> None:
+    count = folded(ALIKE[name](), (torch.randn(4, WIDTH),), dynamic=True)
+    assert (count > 0) == (name != "the same number on each")  # numbers are open then, too: an input for each layer
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", UNLIKE)
+def test_near_misses_of_open_sizes_give_the_same(name: str) -> None:
+    folded(UNLIKE[name](), (torch.randn(4, WIDTH),), dynamic=True)
+
+
+def picking(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+    rows = (x.sum(-1) > 0).nonzero()[:, 0]
+    return plain(model, i, layer, x, seen).index_add(0, rows, x[rows])
+
+
+@pytest.mark.thorough
+def test_sizes_that_depend_on_values_in_each_layer_are_not_folded() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert folded(Stack(picking), (torch.randn(4, WIDTH),)) == 0
+
+
+class Counting(nn.Module):
+    """A number is read from data ahead of the layers, as a vision-language model counts its image tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(plain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > -9).nonzero()[:, 0]
+        torch._check(rows.shape[0] == x.shape[0], lambda: "rows are missing")
+        return self.stack(x[rows])
+
+
+@pytest.mark.thorough
+def test_layers_after_a_number_that_was_read_from_data() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        folded(Counting(), (torch.randn(4, WIDTH),))
 
 
 @pytest.mark.parametrize(("odd", "folds"), [(None, True), (3, False)])

@@ -133,6 +133,21 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(hint) if hint is not None else 1
 
 
+def is_size(value: Any) -> bool:
+    """Whether a node is a size (or another number) that is not known when graphs are compiled."""
+    return isinstance(value, fx.Node) and isinstance(
+        value.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool
+    )
+
+
+def size_name(size: int | torch.SymInt) -> int | str:
+    """A size, or what it is computed as, without fixing it: comparing sizes would. torch 2.11, 2.13."""
+    if isinstance(size, int):
+        return size
+    name = str(size)
+    return int(name) if name.isdigit() else name  # one that a guard closed prints as its value
+
+
 def free_symbols(value: Any) -> set[Any]:
     """The symbols in the sizes of a value. torch 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import free_symbols as found
