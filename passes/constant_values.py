@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,14 @@ class NotConstant(Exception):
     """Why a node is not known to have the same value in every step."""
 
 
-def constant_value(node: fx.Node, graphs: Iterable[fx.Graph]) -> torch.Tensor:
-    """What ``node`` computes, on the CPU. ``graphs`` is where something might write to it, its own graph among them."""
+def constant_value(node: fx.Node, graphs: Iterable[fx.Graph], beside: Sequence[fx.Node] | None = None) -> torch.Tensor:
+    """What ``node`` computes, on the CPU. ``graphs`` is where something might write to it, its own graph among them.
+
+    ``beside``: what it and others are made from that are computed for one purpose, at the same sizes.
+    """
     sources = constant_sources(node)
     check_unwritten(sources, graphs)
-    sizes, reason = computed_sizes(sources)
+    sizes, reason = computed_sizes(sources if beside is None else beside)
     if reason is not None:
         raise NotConstant(reason)
     for tensor in (tensor for source in sources if (tensor := value(source)) is not None):

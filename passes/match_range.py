@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
-from fxshard.passes.calls import argument, call, shape, value
+from fxshard.passes.calls import argument, call, named_shape, named_sizes, shape, value
 from fxshard.passes.constant_values import NotConstant, check_unwritten, constant_sources, constant_value
 
 
@@ -97,18 +97,21 @@ def _of_documents(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant
     if len(equal) != 1 or not fixed:
         raise reason
     documents = _documents(equal[0], graphs, between)
-    length = shape(mask)[-1]
-    if documents is None or shape(mask)[-2] != length or shape(documents) != (shape(mask)[0], length):
+    sizes = named_shape(mask)
+    queries, keys = sizes[-2:]
+    if documents is None or queries != keys or named_shape(documents) != (sizes[0], keys):
         raise reason
     check_unwritten([*between, documents], graphs)
+    for dim, size in ((-2, queries), (-1, keys)):
+        if {named_shape(term)[dim] for term in fixed if len(named_shape(term)) > 1} - {1} != {size}:
+            raise reason
+    sources = sorted({source for term in fixed for source in constant_sources(term)})
     seen = torch.ones((), dtype=torch.bool)
     with private.as_a_compiler():
         for term in fixed:
-            seen = seen & constant_value(term, graphs)
-        if seen.dim() < 2 or tuple(seen.shape[-2:]) != (length, length):
-            raise reason
-    made_from = {*between, *(source for term in fixed for source in constant_sources(term))}
-    return Range(window_of(seen), length, documents, tuple(made_from))
+            seen = seen & constant_value(term, graphs, sources)
+    made_from = {*between, *sources}
+    return Range(window_of(seen), seen.shape[-1], documents, tuple(made_from))
 
 
 _AND = (operator.and_, torch.logical_and, torch.bitwise_and, "__and__", "logical_and", "bitwise_and")
@@ -140,32 +143,35 @@ def _documents(node: fx.Node, graphs: Sequence[fx.Graph], between: list[fx.Node]
     found = value(numbers)
     if sides[1].args[0] is not numbers or found is None or not _never_falls(numbers):
         return None
-    batch, length = found.shape
+    batch, length = named_sizes(found.shape)
     indices = [side.args[1] for side in sides]
     if not all(isinstance(index, tuple) and len(index) == 2 for index in indices):
         return None
-    expected = [torch.arange(batch).view(-1, 1, 1, 1), torch.arange(length)]
-    ways = ((1, 1, -1, 1), (1, 1, 1, -1))
+    rows = (batch, 1, 1, 1)
+    ways = ((1, 1, length, 1), (1, 1, 1, length))
     for first, second in (ways, ways[::-1]):
         pairs = [(indices[0], first), (indices[1], second)]
-        if all(_indexes(index, (expected[0], expected[1].view(way)), graphs, between) for index, way in pairs):
+        if all(_indexes(index, (rows, way), graphs, between) for index, way in pairs):
             between.extend(sides)
             return numbers  # type: ignore[no-any-return]
     return None
 
 
 def _indexes(
-    index: tuple[Any, ...], expected: tuple[torch.Tensor, ...], graphs: Sequence[fx.Graph], between: list[fx.Node]
+    index: tuple[Any, ...],
+    shapes: tuple[tuple[int | str, ...], ...],
+    graphs: Sequence[fx.Graph],
+    between: list[fx.Node],
 ) -> bool:
-    """Whether tensors of indices are those expected."""
-    for given, wanted in zip(index, expected, strict=True):
-        if not isinstance(given, fx.Node):
+    """Whether tensors of indices are 0, 1, 2, …, in these shapes."""
+    for given, wanted in zip(index, shapes, strict=True):
+        if not isinstance(given, fx.Node) or named_shape(given) != wanted:
             return False
         try:
             found = constant_value(given, graphs)
         except NotConstant:
             return False
-        if not torch.equal(found, wanted):
+        if not torch.equal(found.flatten(), torch.arange(found.numel())):
             return False
     between.extend(source for given in index for source in constant_sources(given))
     return True

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxshard._torch import private
-from fxshard.kernels.window_op import document_bounds, runs_well, window_attention
+from fxshard.kernels.window_op import UNLIMITED, document_bounds, runs_well, window_attention
 from fxshard.passes.calls import (
     TRANSFORMED,
     argument,
@@ -219,8 +219,12 @@ def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
     expected = value(node)
     q, k, v = tensors
     assert expected is not None and q is not None and k is not None and v is not None
-    alike = q.dim() == 4 and k.shape == v.shape and q.shape[1] % k.shape[1] == 0 and q.shape[3] == k.shape[3]
-    if not alike or k.shape[0] != q.shape[0] or not all(each.dtype == expected.dtype for each in (q, k, v)):
+    of_query, of_key, of_value = (named_sizes(each.shape) for each in (q, k, v))
+    alike = q.dim() == k.dim() == 4 and of_key == of_value and (of_query[0], of_query[3]) == (of_key[0], of_key[3])
+    many, few = of_query[1], of_key[1]
+    if not alike or not (isinstance(many, int) and isinstance(few, int) and many % few == 0):
+        raise Masked("is a range of keys, but queries, keys and values differ in more than their heads")
+    if not all(each.dtype == expected.dtype for each in (q, k, v)):
         raise Masked("is a range of keys, but queries, keys and values differ in more than their heads")
     if any(private.chooses_attention(other) for other in node.graph.nodes):
         raise Masked("is a range of keys, but the model chooses its kernels for attention itself")
@@ -230,11 +234,12 @@ def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
     if not isinstance(scale, float):
         raise Masked(f"is a range of keys, but scores are multiplied by {scale}")
     bounds = masks.bounds(mask, seen)
+    window = UNLIMITED if seen.window == seen.length and private.free_symbols(q.shape[2]) else seen.window
 
     def compute(expected: torch.Tensor) -> torch.Tensor:
-        return window_attention(q, k, v, value(bounds), seen.window, scale)
+        return window_attention(q, k, v, value(bounds), window, scale)
 
-    made = _replace(node, window_attention, (query, *heads, bounds, seen.window, scale), {}, compute)
+    made = _replace(node, window_attention, (query, *heads, bounds, window, scale), {}, compute)
     if heads != (key, values):
         erase_repetition((key, values), heads)
     return made

@@ -43,6 +43,11 @@ def listed(known: Iterable[str], others: Callable[[str], bool] = lambda name: Fa
     return parse
 
 
+def numbers(text: str) -> list[int]:
+    """A type for ``add_argument``: numbers with commas in between."""
+    return [int(number) for number in text.split(",")]
+
+
 def in_fresh_process(*command: str, **options: Any) -> dict[str, Any]:
     """What a Python that runs ``command`` prints last, as JSON."""
     done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=True, **options)

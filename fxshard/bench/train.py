@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import re
 import statistics
@@ -26,10 +27,10 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import fxshard
 from fxshard._torch.progress import progress
 from fxshard.bench.contenders import BF16, CONTENDERS, TENSOR_PARALLEL, Make
-from fxshard.bench.harness import Column, Row, Table, add_device, listed, parser_of, write
+from fxshard.bench.harness import Column, Row, Table, add_device, listed, numbers, parser_of, write
 from fxshard.bench.tensor_parallel import PARTS
 from fxshard.bench.trace import STEP, Traced, analyse, read, table, waits
-from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of
+from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of, of_length
 
 HOST_STEPS, TRACED_STEPS = 3, 2
 FIRST_STEPS = 4
@@ -37,6 +38,7 @@ FIRST_STEPS = 4
 COLUMNS = (
     Column("step_ms", "step ms", ratio=True, bars="time of a step", unit="ms"),
     Column("first_step_s", "first s", bars="time to the first step, compiling included", unit="s"),
+    Column("next_steps_s", "next 3 s"),
     Column("peak_gib", "peak GiB", ".2f", bars="peak memory", unit="GiB"),
     Column("host_ms", "launch ms", bars="the host, launching a step on an idle device", unit="ms"),
     Column("host_share", "of a step", ".0%"),
@@ -57,17 +59,22 @@ class Contender:
         bf16: bool,
         make: Make | None = None,
         micro_batches: int = 1,
+        lengths: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.micro_batches = micro_batches
         self.workload = replace(workload, sharing=PARTS) if name in TENSOR_PARALLEL else workload
         self.device = device
         before = allocated()
-        plain, self.inputs = self.workload.build(device)
+        plain, inputs = self.workload.build(device)
+        self.lengths = max(1, len(lengths))
+        self.batches = itertools.cycle([of_length(inputs, length) for length in lengths] or [inputs])
         self.model, self.optimizer = (make or CONTENDERS[name])(plain, BF16 if bf16 else None)
         del plain
         self.first_step_s = self._timed(1)
+        start = time.perf_counter()
         self.losses = [float(self.loss), *(float(self.step()) for _ in range(FIRST_STEPS - 1))]
+        self.next_steps_s = time.perf_counter() - start
         self.rounds: list[float] = []
         self.host: list[tuple[float, float]] = []
         self.traced: Traced | None = None
@@ -77,7 +84,7 @@ class Contender:
 
     def step(self) -> torch.Tensor:
         for _ in range(self.micro_batches):
-            loss = loss_of(self.model, self.inputs)
+            loss = loss_of(self.model, next(self.batches))
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -86,6 +93,7 @@ class Contender:
     def measure(self, steps: int, others_resident: int) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        steps *= self.lengths
         self.rounds.append(self._timed(steps) / steps)
         if self.device.type == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others_resident + self._captured())
@@ -130,6 +138,7 @@ class Contender:
             "name": self.name,
             "step_ms": step * 1e3,
             "first_step_s": self.first_step_s,
+            "next_steps_s": self.next_steps_s,
             "peak_gib": self.peak / 2**30,
             "host_ms": host * 1e3,
             "host_share": host / step,
@@ -207,6 +216,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="profile two steps of each, write traces there")
+    cut = "cut the batch to each of these lengths in turn"
+    parser.add_argument("--lengths", type=numbers, default=[], metavar="N,...", help=cut)
     arguments = parser.parse_args(argv)
     if arguments.peer:
         arguments.contenders = [*arguments.peer, "fxshard"]
@@ -229,7 +240,8 @@ def measured(workload: Workload, arguments: argparse.Namespace, device: torch.de
         for name in arguments.contenders:
             begin(f"{workload.name}: compiling {name}")
             bf16 = device.type == "cuda"
-            contenders.append(Contender(name, workload, device, bf16, micro_batches=arguments.accumulate))
+            given = {"micro_batches": arguments.accumulate, "lengths": arguments.lengths}
+            contenders.append(Contender(name, workload, device, bf16, **given))
         for number in range(arguments.rounds):
             begin(f"{workload.name}: round {number + 1} of {arguments.rounds}")
             for contender in contenders:

@@ -48,6 +48,21 @@ def packed() -> tuple[nn.Module, Inputs]:
     return model, {**inputs, "position_ids": positions.expand(batch, length).contiguous()}
 
 
+def full_mask() -> tuple[nn.Module, Inputs]:
+    """A Llama that is given a mask with its batch, as every tokenizer makes one. No row is padded."""
+    model, inputs = _built("llama")
+    return model, {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+
+
+def padded() -> tuple[nn.Module, Inputs]:
+    """A Llama whose rows are padded to the longest: the shortest of four has half of its tokens."""
+    model, inputs = _built("llama")
+    batch, length = inputs["input_ids"].shape
+    ends = length * torch.linspace(0.5, 1, batch)
+    mask = (torch.arange(length)[None, :] < ends[:, None]).to(torch.int64)
+    return model, {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+
+
 def llama_8b() -> tuple[nn.Module, Inputs]:
     """The shapes of Llama 3 8B, two sequences of 4096."""
     return _built("llama", batch=2, **LLAMA_8B)

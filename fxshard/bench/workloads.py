@@ -85,6 +85,19 @@ class Workload:
         return target.load(self.name, self.layers)
 
 
+def of_length(inputs: Inputs, length: int) -> Inputs:
+    """The first tokens of each sequence of a batch."""
+    given = list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)
+    longest = max(each.shape[-1] for each in given if isinstance(each, torch.Tensor) and each.dim() == 2)
+
+    def cut(each: Any) -> Any:
+        whole = isinstance(each, torch.Tensor) and each.shape[-1:] == (longest,)
+        return each[..., :length].contiguous() if whole else each
+
+    cut_ones = [cut(each) for each in given]
+    return dict(zip(inputs, cut_ones, strict=True)) if isinstance(inputs, Mapping) else tuple(cut_ones)
+
+
 def loss_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     """What the model returns, or its ``.loss``."""
     returned = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)

@@ -30,6 +30,7 @@ def causal(n: int) -> Tensor:
 
 def captured(mask: Mask, *, kv: int = 4, windows: bool | None = None) -> Rewritten:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        v = v.view(k.shape)  # each has a length of its own until then
         return F.scaled_dot_product_attention(q, repeat_kv(k, 4 // kv), repeat_kv(v, 4 // kv), mask(q.shape[2]))
 
     inputs = qkv(kv=kv, s=TRACED)
@@ -38,12 +39,17 @@ def captured(mask: Mask, *, kv: int = 4, windows: bool | None = None) -> Rewritt
     return Rewritten(attend, *inputs, dynamic=None, windows=windows)
 
 
-def documents(n: int) -> Tensor:
-    """As transformers looks for packed rows in positions that it made itself."""
-    positions = torch.arange(n)[None].expand(2, -1)
+def same_document(positions: Tensor) -> Tensor:
+    """As transformers looks for packed rows: positions that do not follow each other begin another."""
+    batch, n = positions.shape
     numbers = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-    rows, queries, keys = (torch.arange(2)[:, None, None, None], *(torch.arange(n).view(s) for s in ((-1, 1), (1, -1))))
-    return causal(n) & (numbers[rows, queries] == numbers[rows, keys])
+    rows, at = torch.arange(batch)[:, None, None, None], torch.arange(n)
+    return numbers[rows, at[None, None, :, None]] == numbers[rows, at[None, None, None, :]]
+
+
+def documents(n: int) -> Tensor:
+    """In positions that it made itself."""
+    return causal(n) & same_document(torch.arange(n)[None].expand(2, -1))
 
 
 CAUSAL: dict[str, Mask] = {
@@ -78,11 +84,45 @@ def test_a_mask_that_hides_nothing_at_any_size_is_left_out() -> None:
     assert len(captured(lambda n: torch.arange(n)[:, None] >= -torch.arange(n)).report.unmasked) == 1
 
 
+def windowed(n: int, window: int) -> Tensor:
+    return causal(n) & (torch.arange(n)[None, :] > torch.arange(n)[:, None] - window)
+
+
+def check_near(found: Rewritten) -> None:
+    for mine, theirs in zip(*found.compare(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_a_window_is_one_at_other_sizes() -> None:
     """At the size that was traced it hides nothing that causal attention shows."""
-    found = captured(lambda n: causal(n) & (torch.arange(n)[None, :] > torch.arange(n)[:, None] - 1000))
-    (kept,) = found.report.masked
-    assert "is a window of 1000" in kept.reason and not found.report.causal
+    (kept,) = captured(lambda n: windowed(n, 1000)).report.masked
+    assert "is a window of 1000" in kept.reason
+    found = captured(lambda n: windowed(n, 1000), windows=True)
+    assert [each.window for each in found.report.windows] == [1000]
+    check_near(found)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_documents_of_rows_of_any_length(window: int | None) -> None:
+    """Where they begin is data; what is not limited by a window sees its whole document, however long."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        n = q.shape[2]
+        seen = causal(n) if window is None else windowed(n, window)
+        return F.scaled_dot_product_attention(q, k, v.view(k.shape), same_document(positions) & seen)
+
+    inputs = qkv(s=TRACED)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 4]])
+    for each, dim in zip((*inputs, positions), (2, 2, 2, 1), strict=True):
+        torch._dynamo.mark_dynamic(each, dim)
+    found = Rewritten(attend, *inputs, positions, dynamic=None, windows=True)
+    assert [(each.window, each.documents) for each in found.report.windows] == [(window, True)]
+    check_near(found)
+    longer, positions = iter(qkv(s=700)), torch.arange(700).expand(2, -1) % 600
+    found.inputs = [
+        700 if isinstance(each, int) else positions if each.dim() == 2 else next(longer) for each in found.inputs
+    ]
+    check_near(found)
 
 
 OTHERS: dict[str, tuple[Mask, str]] = {
