@@ -20,6 +20,7 @@ from torch import fx
 from fxshard._torch import private
 from fxshard.passes.calls import argument, call, named_shape, named_sizes, shape, value
 from fxshard.passes.constant_values import NotConstant, check_unwritten, constant_sources, constant_value
+from fxshard.passes.open_sizes import is_open_size
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ _EQUAL = (operator.eq, torch.eq, "eq", "__eq__")
 def _terms(node: fx.Node, between: list[fx.Node]) -> Iterable[fx.Node]:
     """What must be true for ``node`` to be; ``between`` gets the nodes on the way, the last included."""
     between.append(node)
-    inputs = [arg for arg in node.args if isinstance(arg, fx.Node)]
+    inputs = [arg for arg in node.args if isinstance(arg, fx.Node) and not is_open_size(arg)]
     bools = all((found := value(arg)) is not None and found.dtype == torch.bool for arg in (node, *inputs))
     if bools and node.target in _AND and len(node.args) == len(inputs) == 2 and not node.kwargs:
         for part in inputs:

@@ -109,7 +109,9 @@ def test_documents_of_rows_of_any_length(window: int | None) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         n = q.shape[2]
         seen = causal(n) if window is None else windowed(n, window)
-        return F.scaled_dot_product_attention(q, k, v.view(k.shape), same_document(positions) & seen)
+        return F.scaled_dot_product_attention(
+            q, k, v.view(k.shape), (same_document(positions) & seen).expand(2, -1, n, n)
+        )
 
     inputs = qkv(s=TRACED)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 4]])
