@@ -7,11 +7,12 @@ computed at one that is larger than all numbers in what makes it, under these co
   compared or multiplied, and nothing counts from the end;
 - every tensor of whole numbers is ``c ± i ± j`` for indices ``i`` and ``j``, which is looked at when it is computed. A
   table of another form, such as numbers of chunks, is refused;
-- what is true or false compares such numbers with each other, and is combined element by element.
+- what is true or false compares such numbers with each other, and is combined element by element;
+- nothing differs along more than two dimensions.
 
-Then an element of the mask depends on where ``i``, ``j``, ``i + j`` and ``i - j`` lie between constants, and every
-case that there is at any size occurs below twice the sum of these constants. A window of 1024 shows at 2,100 tokens,
-whatever size was traced.
+Then an element of the mask depends on which sides of some lines the point (i, j) lies on, ``a·i + b·j = c`` where
+``a`` and ``b`` are at most 2 and ``c`` is a sum of constants. Such lines meet below twice the sum of all constants, so
+that every case that there is at any size occurs there. A window of 1024 shows at 2,100 tokens, whatever was traced.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import fx
 from fxshard._torch import private
 
 _SIZED = ("expand", "view", "reshape", "new_ones", "new_zeros", "new_full", "ones", "zeros", "full")
-"""Calls that take sizes: those that end in ``full`` as their first argument, the others anywhere."""
+"""Calls that take sizes. What comes after those of ``full`` and ``new_full`` is a value."""
 _ELEMENTWISE = frozenset(
     (
         *("full", "zeros", "ones", "full_like", "zeros_like", "ones_like", "new_full", "new_ones", "new_zeros"),
@@ -53,7 +54,7 @@ def computed_sizes(sources: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], str 
     for node in sources:
         if node not in opened and (reason := _other_use(node, opened)) is not None:
             return {}, reason
-    base = 2 * (2 + sum(_constants(source.args) + _constants(source.kwargs) for source in sources))
+    base = 2 * (8 + sum(_constants(source.args) + _constants(source.kwargs) for source in sources))
     return {node: base + 5 * i for i, node in enumerate(opened)}, None  # different ones: a mask may not be square
 
 
@@ -79,7 +80,8 @@ def _other_use(node: fx.Node, opened: Iterable[fx.Node]) -> str | None:
         started = len(node.args) < 2 or (isinstance(node.args[0], int) and node.args[0] >= 0)
         given = [] if started and len(node.args) < 3 and lengths else given
     elif name in _SIZED:
-        given = [*node.args[2:], *node.kwargs.values()] if name.endswith("full") else []
+        values = node.args[2 if node.op == "call_method" else 1 :]
+        given = [*values, *node.kwargs.values()] if name.endswith("full") else []
     return f"depends on {node.name}, which computes with an open size" if _mentions(given, opened) else None
 
 
@@ -97,8 +99,9 @@ def _constants(given: Any) -> int:
         return _constants(tuple(given.values()))
     if isinstance(given, (tuple, list)):
         return sum(map(_constants, given))
-    small = isinstance(given, int | float) and abs(given) < 2**31  # not -inf, nor the lowest number there is
-    return int(abs(given)) + 1 if small else 0
+    if isinstance(given, float) and not abs(given) < 1e30:
+        return 0  # -inf, or the lowest number there is: no position is compared with these
+    return int(abs(given)) + 1 if isinstance(given, int | float) else 0
 
 
 def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | None:
@@ -107,6 +110,8 @@ def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | Non
         return f"is computed by {name} with an open size"
     if name in ("slice", "select") and any(isinstance(each, int) and each < 0 for each in args[2:3]):
         return f"is computed by {name} from the end of an open size"
+    if name == "slice" and len(args) > 4 and args[4] != 1:
+        return "is computed by slice with steps, with an open size"
     if name == "arange" and len(args) > 2 and args[2] != 1:
         return "is computed by arange with steps, with an open size"
     if name == "index" and not all(_is_table(each) and bool((each >= 0).all()) for each in args[1] if each is not None):
@@ -118,7 +123,13 @@ def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | Non
         formed = name in _ELEMENTWISE and bool(known.all())
     else:
         formed = name in _ELEMENTWISE if result.dtype == torch.bool else _is_table(result)
+    formed = formed and sum(_varies(result, dim) for dim in range(result.dim())) <= 2
     return None if formed else f"is computed by {name} with an open size, and takes another form at each"
+
+
+def _varies(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether elements along a dimension differ."""
+    return tensor.shape[dim] > 1 and tensor.stride(dim) != 0 and bool((tensor != tensor.narrow(dim, 0, 1)).any())
 
 
 def is_uniform(tensor: torch.Tensor) -> bool:

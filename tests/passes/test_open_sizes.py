@@ -133,6 +133,16 @@ OTHERS: dict[str, tuple[Mask, str]] = {
         lambda n: torch.arange(n)[None, :] + n <= torch.arange(n)[:, None] + 6,
         "computes with an open size",
     ),
+    "filled with the size": (
+        lambda n: causal(n) & (torch.full((n, 1), n) < torch.arange(n)[None] + 200),
+        "computes with an open size",
+    ),
+    "far away": (lambda n: torch.arange(n)[None, :] + 2**33 <= torch.arange(n)[:, None] + 2**33 + 1000, "too many"),
+    "every other": (lambda n: causal(n) & (torch.arange(2 * n)[::2] < 30), "is not a plain tensor"),
+    "by three numbers": (
+        lambda n: causal(n) & (torch.arange(2)[:, None, None, None] + torch.arange(n)[:, None] > torch.arange(n) - 1),
+        "takes another form",
+    ),
     "from the end": (lambda n: (torch.arange(n) <= torch.arange(n)[-1:])[None] & causal(n), "from the end"),
     "the other way round": (lambda n: torch.arange(n).flip(0)[:, None] >= 0, "flip"),
     "chunks": (
