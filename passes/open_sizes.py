@@ -118,6 +118,8 @@ def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | Non
         return "is computed by index with an open size"
     if not isinstance(result, torch.Tensor) or not result.numel() or is_uniform(result):
         return None
+    if name in ("view", "_unsafe_view") and _long(args[0]) == _long(result):
+        return None  # dimensions of one come or go
     if result.is_floating_point():
         known = (result == 0) | (result == 1) | (result == -torch.inf) | (result == torch.finfo(result.dtype).min)
         formed = name in _ELEMENTWISE and bool(known.all())
@@ -125,6 +127,10 @@ def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | Non
         formed = name in _ELEMENTWISE if result.dtype == torch.bool else _is_table(result)
     formed = formed and sum(_varies(result, dim) for dim in range(result.dim())) <= 2
     return None if formed else f"is computed by {name} with an open size, and takes another form at each"
+
+
+def _long(tensor: torch.Tensor) -> list[int]:
+    return [size for size in tensor.shape if size != 1]
 
 
 def _varies(tensor: torch.Tensor, dim: int) -> bool:

@@ -156,6 +156,20 @@ def test_a_loss_needs_no_key_value_cache() -> None:
         assert model(**inputs).past_key_values is None
 
 
+def test_a_mask_of_ones_is_no_mask_unless_there_are_positions() -> None:
+    """With positions that start anew and no mask, documents would be kept apart; with a mask they are not."""
+    plain, ones = llama(num_hidden_layers=1), torch.ones_like(TOKENS)
+    positions = (torch.arange(TOKENS.shape[1]) % 3).expand_as(TOKENS)
+    model = fxshard.compile(copy.deepcopy(plain), lowering="eager")
+    for given in ({"attention_mask": ones}, {"attention_mask": ones, "position_ids": positions}):
+        mine, theirs = (m(input_ids=TOKENS, labels=TOKENS, **given).loss.item() for m in (model, plain))
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert model.report.shapes[0] == f"input_ids {list(TOKENS.shape)} (training)"
+    assert "attention_mask" in model.report.shapes[1] and "position_ids" in model.report.shapes[1]
+    apart = plain(input_ids=TOKENS, labels=TOKENS, position_ids=positions, use_cache=False).loss.item()
+    assert apart != pytest.approx(theirs, rel=1e-4)
+
+
 @pytest.mark.parametrize("configured", [False, thorough(True)])
 def test_outputs_of_layers_are_collected_in_one_graph(configured: bool) -> None:
     """By hooks that the model registers before the capture; asked for in a call, or by the configuration."""

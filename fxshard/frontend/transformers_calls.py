@@ -43,8 +43,10 @@ class Calls:
 
     def _without_full_mask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         mask = kwargs.get(MASK)
-        if self._masks_left_out is False or not _is_mask(mask) or len(args) > 1 or not _takes(self._model, MASK):
+        if self._masks_left_out is False or not _is_mask(mask) or not _takes(self._model, MASK):
             return kwargs
+        if len(args) > 1 or kwargs.get("position_ids") is not None:
+            return kwargs  # without a mask, positions that start anew within a row would begin another document
         full = bool((mask == 1).all())
         if self._masks_left_out is None:
             self._masks_left_out = full

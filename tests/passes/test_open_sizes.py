@@ -55,6 +55,7 @@ def documents(n: int) -> Tensor:
 CAUSAL: dict[str, Mask] = {
     "tril": lambda n: torch.ones(n, n, dtype=torch.bool).tril(),
     "positions": lambda n: causal(n).expand(2, 1, n, n),
+    "a view": lambda n: causal(n).view(1, 1, n, n),
     "triu of -inf": lambda n: torch.full((n, n), -INF).triu(1),
     "masked_fill": lambda n: torch.zeros(n, n).masked_fill(causal(n).logical_not(), -INF)[None, None],
     "where": lambda n: torch.where(causal(n), 0.0, -INF),
