@@ -99,8 +99,10 @@ def _of_documents(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant
         raise reason
     documents = _documents(equal[0], graphs, between)
     sizes = named_shape(mask)
+    if documents is None or len(sizes) < 2:
+        raise reason
     queries, keys = sizes[-2:]
-    if documents is None or queries != keys or named_shape(documents) != (sizes[0], keys):
+    if queries != keys or named_shape(documents) != (sizes[0], keys):
         raise reason
     check_unwritten([*between, documents], graphs)
     for dim, size in ((-2, queries), (-1, keys)):

@@ -116,7 +116,7 @@ def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | Non
         return "is computed by arange with steps, with an open size"
     if name == "index" and not all(_is_table(each) and bool((each >= 0).all()) for each in args[1] if each is not None):
         return "is computed by index with an open size"
-    if not isinstance(result, torch.Tensor) or not result.numel() or is_uniform(result):
+    if not isinstance(result, torch.Tensor) or not result.numel() or _is_uniform(result):
         return None
     if name in ("view", "_unsafe_view") and _long(args[0]) == _long(result):
         return None  # dimensions of one come or go
@@ -138,7 +138,7 @@ def _varies(tensor: torch.Tensor, dim: int) -> bool:
     return tensor.shape[dim] > 1 and tensor.stride(dim) != 0 and bool((tensor != tensor.narrow(dim, 0, 1)).any())
 
 
-def is_uniform(tensor: torch.Tensor) -> bool:
+def _is_uniform(tensor: torch.Tensor) -> bool:
     return bool((tensor == tensor.flatten()[0]).all())
 
 
