@@ -1,10 +1,11 @@
-"""Which keys a mask lets a query see, where that is a range up to its own: all of them, a window, or its document's.
-Or every key there is: a mask that hides nothing.
+"""Which keys a mask lets a query see, where that is a range up to its own: all of them, a window, or its document's;
+without those that are padding. Or every key there is: a mask that hides nothing.
 
 What depends on numbers alone is computed and compared, element by element. Documents of packed rows depend on data; of
 these the mask must say that two tokens have the same number, and the numbers must be such as never fall along a row:
 counted up by ``cumsum`` of something that is true or false. Then the tokens before a query that have its number are a
-range, and what is between two documents is never seen.
+range, and what is between two documents is never seen. Padding depends on data, too; a term of the mask that has one
+value for all queries says which keys count, however it is computed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Range:
     length: int
     documents: fx.Node | None = None
     """The number of each token's document, where a query sees its own document only."""
+    key_mask: fx.Node | None = None
+    """[batch, 1, 1, length], where keys are hidden from all queries: padding."""
     made_from: tuple[fx.Node, ...] = field(default=(), repr=False)
     """What made the mask and nothing else, as far as nothing else reads it."""
     hides_nothing: bool = False
@@ -38,7 +41,12 @@ class Range:
 
     @property
     def causal(self) -> bool:
-        return self.documents is None and self.window == self.length and not self.hides_nothing
+        return self.data is None and self.window == self.length and not self.hides_nothing
+
+    @property
+    def data(self) -> fx.Node | None:
+        """What the mask depends on besides numbers."""
+        return self.documents if self.documents is not None else self.key_mask
 
 
 def match_range(mask: fx.Node, graphs: Sequence[fx.Graph]) -> Range:
@@ -46,7 +54,7 @@ def match_range(mask: fx.Node, graphs: Sequence[fx.Graph]) -> Range:
     try:
         sources = constant_sources(mask)
     except NotConstant as reason:
-        return _of_documents(mask, graphs, reason)
+        return _of_data(mask, graphs, reason)
     found = constant_value(mask, graphs)
     if found.dim() > 1 and hides_nothing(found):
         return Range(found.shape[-1], found.shape[-1], made_from=tuple(sources), hides_nothing=True)
@@ -80,31 +88,30 @@ def window_of(mask: torch.Tensor) -> int:
     return window
 
 
-# -- documents -------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------------------------
 
 
-def _of_documents(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant) -> Range:
-    """A mask that is true where a window and the numbers of documents say so; otherwise ``reason`` stands."""
+def _of_data(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant) -> Range:
+    """A mask that is true where a window and one term of data say so, documents or padding; else ``reason`` stands."""
     between: list[fx.Node] = []
-    terms = list(_terms(mask, between))
-    fixed, equal = [], []
-    for term in terms:
+    fixed, of_data = [], []
+    for term in _terms(mask, between):
         try:
             constant_sources(term)
         except NotConstant:
-            equal.append(term)
+            of_data.append(term)
         else:
             fixed.append(term)
-    if len(equal) != 1 or not fixed:
-        raise reason
-    documents = _documents(equal[0], graphs, between)
     sizes = named_shape(mask)
-    if documents is None or len(sizes) < 2:
+    if len(of_data) != 1 or not fixed or len(sizes) < 2:
         raise reason
+    (term,) = of_data
     queries, keys = sizes[-2:]
-    if queries != keys or named_shape(documents) != (sizes[0], keys):
+    key_mask = term if _hides_keys(term) and named_shape(term) == (sizes[0], 1, 1, keys) else None
+    documents = _documents(term, graphs, between) if key_mask is None else None
+    if queries != keys or (key_mask is None and (documents is None or named_shape(documents) != (sizes[0], keys))):
         raise reason
-    check_unwritten([*between, documents], graphs)
+    check_unwritten(between if documents is None else [*between, documents], graphs)
     for dim, size in ((-2, queries), (-1, keys)):
         if {named_shape(term)[dim] for term in fixed if len(named_shape(term)) > 1} - {1} != {size}:
             raise reason
@@ -113,8 +120,13 @@ def _of_documents(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant
     with private.as_a_compiler():
         for term in fixed:
             seen = seen & constant_value(term, graphs, sources)
-    made_from = {*between, *sources}
-    return Range(window_of(seen), seen.shape[-1], documents, tuple(made_from))
+    made_from = {*between, *sources} - {key_mask}
+    return Range(window_of(seen), seen.shape[-1], documents, key_mask, tuple(made_from))
+
+
+def _hides_keys(term: fx.Node) -> bool:
+    found = value(term)
+    return found is not None and found.dtype == torch.bool and private.is_plain(found)
 
 
 _AND = (operator.and_, torch.logical_and, torch.bitwise_and, "__and__", "logical_and", "bitwise_and")

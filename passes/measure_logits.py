@@ -146,8 +146,8 @@ def _operands(node: fx.Node) -> _Call:
     query, key = node.args[:2]
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
     if node.target is window_attention:
-        _, _, _, bounds, window, scale = node.args
-        return _Call(query, key, None, bounds, True, window, scale)  # type: ignore[arg-type]
+        _, _, _, bounds, key_mask, window, scale = node.args
+        return _Call(query, key, key_mask, bounds, True, window, scale)  # type: ignore[arg-type]
     mask, scale = argument(node, 3, "attn_mask"), argument(node, 6, "scale")
     scale = 1 / math.sqrt(shape(query)[-1]) if scale is None else scale
     plain = all(private.is_plain(value(each)) for each in (query, key)) and not node.meta.get(TRANSFORMED)

@@ -68,8 +68,8 @@ class Debug:
     - ``fold_layers``: layers that repeat go through autograd once, not one by one.
     - ``chunk_loss``: losses are computed in chunks of tokens, without logits, wherever that is possible; off, nowhere;
       None with ``return_logits=False``.
-    - ``window_attention``: attention whose mask is a window or separates documents reads no mask; off, nowhere; None
-      where there is a kernel for it, which is on CUDA in half precision.
+    - ``window_attention``: attention whose mask is a window, separates documents or hides padding reads no mask of
+      queries and keys; off, nowhere; None where there is a kernel for it, which is on CUDA in half precision.
     - ``verify``: check every schedule. ``verify_each_pass``: check the graphs after each pass, too, so that an error
       names the pass that made it.
 

@@ -1,11 +1,12 @@
-"""Before autograd: attention whose mask is the causal one, a window, one of documents, or hides nothing reads no mask.
+"""Before autograd: attention whose mask is the causal one, a window, one of documents, one of padding, or hides nothing
+reads no mask of queries and keys.
 
 Requires nothing; goes first. Provides calls of ``scaled_dot_product_attention`` that say ``is_causal`` or have no mask,
 and ``fxshard::window_attention`` for masks that let each query see a range of keys up to its own, where there is a
 kernel for it; a line in the report for each call that had a mask, and no node of a mask that is no longer used. A mask
 counts if it depends on numbers alone and each of its elements, computed for real, is what is expected: True or 0 where
 a key is seen, False or -inf elsewhere. The lowest finite number is another mask: where all scores of a row are that
-low, it shows. Documents packed into a row depend on data (see ``match_range``).
+low, it shows. Documents packed into a row, and padding, depend on data (see ``match_range``).
 
 Where key and value of such a call repeat their heads for groups of query heads, the call takes the heads themselves.
 Results are the same; gradients of key and value are sums over a group, which kernels may add up in another order than
@@ -73,7 +74,8 @@ def _rewrite(graph: fx.Graph, masks: _Masks, context: PassContext) -> None:
             context.attention.unmasked.append(UnmaskedCall(place(made)))
         else:
             window = seen.window if seen.window < seen.length else None
-            context.attention.windows.append(WindowCall(place(made), window, seen.documents is not None))
+            documents, padding = seen.documents is not None, seen.key_mask is not None
+            context.attention.windows.append(WindowCall(place(made), window, documents, padding))
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
@@ -120,32 +122,35 @@ class _Masks:
         return found
 
     def check_reachable(self, mask: fx.Node, seen: Range) -> None:
-        """A call in a checkpointed region is given bounds in the place of its mask, which nothing else there reads."""
-        if seen.documents is not None and mask.graph is not seen.documents.graph:
+        """A call in a checkpointed region is given data in the place of its mask, which nothing else there reads."""
+        if seen.data is not None and mask.graph is not seen.data.graph:
             given = self._given[mask]
-            if given.source.graph is not seen.documents.graph or len(mask.users) > 1:
-                raise Masked("separates documents, but something else reads it in a checkpointed region")
+            if given.source.graph is not seen.data.graph or len(mask.users) > 1:
+                raise Masked(f"{_what(seen)}, but something else reads it in a checkpointed region")
 
-    def bounds(self, mask: fx.Node, seen: Range) -> fx.Node | None:
-        """Where documents begin and end, in the graph that ``mask`` stands in."""
-        if seen.documents is None:
+    def data(self, mask: fx.Node, seen: Range) -> fx.Node | None:
+        """Where documents begin and end, or which keys count, in the graph that ``mask`` stands in."""
+        if seen.data is None:
             return None
-        if seen.documents not in self._bounds:
-            numbers = value(seen.documents)
-            assert numbers is not None
-            with private.as_fake_as(numbers):
-                found = document_bounds(numbers)
-            with seen.documents.graph.inserting_after(seen.documents):
-                made = seen.documents.graph.call_function(document_bounds, (seen.documents,))
-            made.meta["example_value"] = found
-            self._bounds[seen.documents] = made
-        made = self._bounds[seen.documents]
+        made = seen.data if seen.documents is None else self._bounds_of(seen.documents)
         if mask.graph is made.graph:
             return made
         call, position, _ = self._given[mask]
         call.update_arg(position, made)
         mask.meta["example_value"] = made.meta["example_value"]
         return mask
+
+    def _bounds_of(self, documents: fx.Node) -> fx.Node:
+        if documents not in self._bounds:
+            numbers = value(documents)
+            assert numbers is not None
+            with private.as_fake_as(numbers):
+                found = document_bounds(numbers)
+            with documents.graph.inserting_after(documents):
+                made = documents.graph.call_function(document_bounds, (documents,))
+            made.meta["example_value"] = found
+            self._bounds[documents] = made
+        return self._bounds[documents]
 
     def erase_unused(self, graph: fx.Graph) -> None:
         """What made recognised masks in a graph, as far as nothing else takes it."""
@@ -196,10 +201,10 @@ def _leave_mask_out(node: fx.Node, seen: Range) -> fx.Node:
 
 
 def _check_wanted(node: fx.Node, seen: Range, context: PassContext) -> None:
-    """A window or documents: is there a kernel that takes the call?"""
+    """A window, documents or padding: is there a kernel that takes the call?"""
     query = value(argument(node, 0, "query"))
     wanted = context.options.debug.window_attention
-    what = "separates documents" if seen.documents is not None else f"is a window of {seen.window}"
+    what = _what(seen)
     if wanted is False:
         raise Masked(f"{what}: Debug(window_attention=False)")
     machine = context.hardware if context.planned_experts is not None else None
@@ -208,6 +213,12 @@ def _check_wanted(node: fx.Node, seen: Range, context: PassContext) -> None:
         raise Masked(f"{what}: there are kernels for that on CUDA, in half precision")
     if argument(node, 4, "dropout_p", 0.0) != 0.0:
         raise Masked(f"{what}, but the call has dropout")
+
+
+def _what(seen: Range) -> str:
+    if seen.documents is not None:
+        return "separates documents"
+    return "hides padding" if seen.key_mask is not None else f"is a window of {seen.window}"
 
 
 def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
@@ -233,13 +244,14 @@ def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if not isinstance(scale, float):
         raise Masked(f"is a range of keys, but scores are multiplied by {scale}")
-    bounds = masks.bounds(mask, seen)
+    data = masks.data(mask, seen)
+    bounds, key_mask = (data, None) if seen.documents is not None else (None, data)
     window = UNLIMITED if seen.window == seen.length and private.free_symbols(q.shape[2]) else seen.window
 
     def compute(expected: torch.Tensor) -> torch.Tensor:
-        return window_attention(q, k, v, value(bounds), window, scale)
+        return window_attention(q, k, v, value(bounds), value(key_mask), window, scale)
 
-    made = _replace(node, window_attention, (query, *heads, bounds, window, scale), {}, compute)
+    made = _replace(node, window_attention, (query, *heads, bounds, key_mask, window, scale), {}, compute)
     if heads != (key, values):
         erase_repetition((key, values), heads)
     return made

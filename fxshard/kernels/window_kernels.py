@@ -4,7 +4,7 @@
 As in FlashAttention-2: scores are computed block by block and never stored; backward computes them again from the
 logarithms of the sums, once for the gradients of keys and values and once for those of queries. What differs is where a
 loop begins and ends: at the lowest bound of a block's queries, or at the highest of a block's keys. Blocks that are
-seen as a whole, most of them, are not masked.
+seen as a whole, most of them, are not masked, unless keys are hidden by a mask of their own.
 """
 
 from __future__ import annotations
@@ -27,16 +27,22 @@ def _blocks(width: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None, window: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    window: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the logarithms (to base 2) of the sums of each query."""
     batch, heads, length, width = query.shape
     out = query.new_empty(batch, length, heads, width).transpose(1, 2)
     sums = query.new_empty(batch, heads, length, dtype=torch.float32)
     rows, cols = _blocks(width)[0]
-    constants = (heads // key.shape[1], bounds is not None, width, rows, cols)
+    constants = (heads // key.shape[1], bounds is not None, key_mask is not None, width, rows, cols)
     grid = (triton.cdiv(length, rows), batch * heads, 1)
-    tensors = (query, key, value, out, sums, bounds)
+    tensors = (query, key, value, out, sums, bounds, _bytes(key_mask))
     numbers = (*_strides(query, key, value, out), length, heads, window, scale * LOG2E)
     _run_forward(grid, tensors, numbers, constants)
     return out, sums
@@ -50,6 +56,7 @@ def backward(
     out: torch.Tensor,
     sums: torch.Tensor,
     bounds: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,9 +72,9 @@ def backward(
         (*_strides(out, grad), length, heads),
         (width, rows),
     )
-    constants = (heads // key.shape[1], bounds is not None, width)
+    constants = (heads // key.shape[1], bounds is not None, key_mask is not None, width)
     scales = (window, scale * LOG2E, scale)
-    tensors = (query, key, value, grad, sums, delta, bounds)
+    tensors = (query, key, value, grad, sums, delta, bounds, _bytes(key_mask))
     strides = _strides(query, key, value, grad)
     _run_query_gradient(
         (triton.cdiv(length, rows), batch * heads, 1),
@@ -83,6 +90,11 @@ def backward(
         (*constants, rows, cols),
     )
     return of_query, of_key, of_value
+
+
+def _bytes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """[batch, length], 1 for keys that count."""
+    return None if key_mask is None else key_mask[:, 0, 0].contiguous().view(torch.uint8)
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -108,6 +120,12 @@ def _highest(bounds, cols, length, window, DOCUMENTS: tl.constexpr):
     if DOCUMENTS:
         high = tl.minimum(high, tl.load(bounds + cols, mask=cols < length, other=0))
     return high
+
+
+@triton.jit
+def _counted(key_mask, cols, length):
+    """Which keys the mask of keys lets be seen."""
+    return tl.load(key_mask + cols, mask=cols < length, other=0) != 0
 
 
 @triton.jit
@@ -139,9 +157,9 @@ def _store(base, at, stride, length, tile, WIDTH: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, total, most, tile, key, value, skn, svn, rows, low, length, scale,
+    acc, total, most, tile, key, value, key_mask, skn, svn, rows, low, length, scale,
     start, stop,
-    MASKED: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
+    MASKED: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     for first in tl.range(start, stop, COLS):
         cols = first + tl.arange(0, COLS)
@@ -149,6 +167,8 @@ def _attend(
         if MASKED:  # not -inf: a row may see nothing here, and what it adds is multiplied by 0 later
             seen = (cols[None, :] >= low[:, None]) & (cols[None, :] <= rows[:, None])
             scores = tl.where(seen, scores, -1.0e30)
+        if KEY_MASK:
+            scores = tl.where(_counted(key_mask, cols, length)[None, :], scores, -1.0e30)
         larger = tl.maximum(most, tl.max(scores, 1))
         weights = tl.exp2(scores - larger[:, None])
         shrink = tl.exp2(most - larger)
@@ -161,10 +181,11 @@ def _attend(
 
 @triton.jit
 def _forward(
-    query, key, value, out, sums, bounds,
+    query, key, value, out, sums, bounds, key_mask,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
     length, heads, window, scale,
-    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * ROWS
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -174,22 +195,32 @@ def _forward(
     value += b * svb + h // GROUP * svh
     tile = _tile(query + b * sqb + h * sqh, rows, sqn, length, WIDTH)
     low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
+    counted = key_mask + b * length if KEY_MASK else key_mask
     inside = rows < length
     start, whole, diagonal, stop = _ends(low, inside, begin, length, ROWS, COLS)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     most = tl.full([ROWS], -1.0e30, dtype=tl.float32)
     acc, total, most = _attend(
-        acc, total, most, tile, key, value, skn, svn, rows, low, length, scale, start, whole, True, WIDTH, COLS
-    )
+        acc, total, most, tile, key, value, counted, skn, svn, rows, low, length, scale,
+        start, whole, True, KEY_MASK, WIDTH, COLS,
+    )  # fmt: skip
     acc, total, most = _attend(
-        acc, total, most, tile, key, value, skn, svn, rows, low, length, scale, whole, diagonal, False, WIDTH, COLS
-    )
+        acc, total, most, tile, key, value, counted, skn, svn, rows, low, length, scale,
+        whole, diagonal, False, KEY_MASK, WIDTH, COLS,
+    )  # fmt: skip
     acc, total, most = _attend(
-        acc, total, most, tile, key, value, skn, svn, rows, low, length, scale, diagonal, stop, True, WIDTH, COLS
-    )
-    _store(out + b * sob + h * soh, rows, son, length, acc / total[:, None], WIDTH)
-    tl.store(sums + (b * heads + h) * length + rows, most + tl.log2(total), mask=inside)
+        acc, total, most, tile, key, value, counted, skn, svn, rows, low, length, scale,
+        diagonal, stop, True, KEY_MASK, WIDTH, COLS,
+    )  # fmt: skip
+    logs = most + tl.log2(total)
+    result = acc / total[:, None]
+    if KEY_MASK:  # a query that sees no key: its result is 0, and so are its weights in backward
+        sees = most > -0.5e30
+        logs = tl.where(sees, logs, float("inf"))
+        result = tl.where(sees[:, None], result, 0.0)
+    _store(out + b * sob + h * soh, rows, son, length, result, WIDTH)
+    tl.store(sums + (b * heads + h) * length + rows, logs, mask=inside)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
@@ -212,9 +243,9 @@ def _delta(
 
 @triton.jit
 def _of_queries(
-    acc, tile, grads, logs, deltas, key, value, skn, svn, rows, low, length, scale,
+    acc, tile, grads, logs, deltas, key, value, key_mask, skn, svn, rows, low, length, scale,
     start, stop,
-    MASKED: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
+    MASKED: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     for first in tl.range(start, stop, COLS):
         cols = first + tl.arange(0, COLS)
@@ -223,6 +254,8 @@ def _of_queries(
         if MASKED:
             seen = (cols[None, :] >= low[:, None]) & (cols[None, :] <= rows[:, None])
             weights = tl.where(seen, weights, 0.0)
+        if KEY_MASK:
+            weights = tl.where(_counted(key_mask, cols, length)[None, :], weights, 0.0)
         change = tl.dot(grads, tl.trans(_tile(value, cols, svn, length, WIDTH)))
         acc = tl.dot((weights * (change - deltas[:, None])).to(keys.dtype), keys, acc)
     return acc
@@ -230,10 +263,11 @@ def _of_queries(
 
 @triton.jit
 def _query_gradient(
-    query, key, value, grad, sums, delta, bounds, of_query,
+    query, key, value, grad, sums, delta, bounds, key_mask, of_query,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn,
     length, heads, window, scale, plain_scale,
-    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * ROWS
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -247,35 +281,21 @@ def _query_gradient(
     logs = tl.load(sums + (b * heads + h) * length + rows, mask=inside, other=float("inf"))
     deltas = tl.load(delta + (b * heads + h) * length + rows, mask=inside, other=0.0)
     low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
+    counted = key_mask + b * length if KEY_MASK else key_mask
     start, whole, diagonal, stop = _ends(low, inside, begin, length, ROWS, COLS)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     acc = _of_queries(
-        acc, tile, grads, logs, deltas, key, value, skn, svn, rows, low, length, scale, start, whole, True, WIDTH, COLS
-    )
-    acc = _of_queries(
-        acc, tile, grads, logs, deltas, key, value, skn, svn, rows, low, length, scale, whole, diagonal, False, WIDTH,
-        COLS,
+        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, rows, low, length, scale,
+        start, whole, True, KEY_MASK, WIDTH, COLS,
     )  # fmt: skip
     acc = _of_queries(
-        acc,
-        tile,
-        grads,
-        logs,
-        deltas,
-        key,
-        value,
-        skn,
-        svn,
-        rows,
-        low,
-        length,
-        scale,
-        diagonal,
-        stop,
-        True,
-        WIDTH,
-        COLS,
-    )
+        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, rows, low, length, scale,
+        whole, diagonal, False, KEY_MASK, WIDTH, COLS,
+    )  # fmt: skip
+    acc = _of_queries(
+        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, rows, low, length, scale,
+        diagonal, stop, True, KEY_MASK, WIDTH, COLS,
+    )  # fmt: skip
     _store(of_query + b * sdb + h * sdh, rows, sdn, length, acc * plain_scale, WIDTH)
 
 
@@ -303,10 +323,11 @@ def _of_keys(
 
 @triton.jit
 def _key_gradients(
-    query, key, value, grad, sums, delta, bounds, of_key, of_value,
+    query, key, value, grad, sums, delta, bounds, key_mask, of_key, of_value,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdkb, sdkh, sdkn, sdvb, sdvh, sdvn,
     length, heads, window, scale, plain_scale,
-    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * COLS
     batches = tl.num_programs(1) // heads
@@ -342,6 +363,10 @@ def _key_gradients(
             acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, cols, high, length, scale,
             whole, stop, True, WIDTH, ROWS,
         )  # fmt: skip
+    if KEY_MASK:  # what a key gets is summed for each key by itself
+        counted = _counted(key_mask + b * length, cols, length)[:, None]
+        acc_key = tl.where(counted, acc_key, 0.0)
+        acc_value = tl.where(counted, acc_value, 0.0)
     _store(of_key + b * sdkb + h * sdkh, cols, sdkn, length, acc_key * plain_scale, WIDTH)
     _store(of_value + b * sdvb + h * sdvh, cols, sdvn, length, acc_value, WIDTH)
 

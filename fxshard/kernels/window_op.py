@@ -1,8 +1,10 @@
 """Attention in which each query sees a range of keys that ends with its own: a sliding window, its document, or both.
 
 ``window`` is how many keys a query sees at most. ``bounds`` says where documents begin and end, for rows that hold
-several: an int32 tensor [2, batch, length], of each token the first of its document and the first of the next one. No
-mask exists, and keys outside of the range are not read. Heads of queries may share heads of keys and values.
+several: an int32 tensor [2, batch, length], of each token the first of its document and the first of the next one.
+``key_mask`` [batch, 1, 1, length] is False for keys that no query sees, those of padding. No mask of queries and keys
+exists, and keys outside of the range are not read. A query that sees no key has a result of 0, as in
+``scaled_dot_product_attention``. Heads of queries may share heads of keys and values.
 """
 
 from __future__ import annotations
@@ -35,25 +37,32 @@ document_bounds = define(
 )
 
 
-def visible(length: int, window: int, bounds: Maybe, device: torch.device) -> torch.Tensor:
+def visible(length: int, window: int, bounds: Maybe, device: torch.device, key_mask: Maybe = None) -> torch.Tensor:
     """The mask that is never made, [batch or 1, 1, length, length]."""
     at = torch.arange(length, device=device)
-    seen = (at[None, :] <= at[:, None]) & (at[:, None] - at[None, :] < window)
-    if bounds is None:
-        return seen[None, None]
-    return (seen & (at >= bounds[0][:, :, None]))[:, None]
+    seen = ((at[None, :] <= at[:, None]) & (at[:, None] - at[None, :] < window))[None, None]
+    if bounds is not None:
+        seen = seen & (at >= bounds[0][:, :, None])[:, None]
+    return seen if key_mask is None else seen & key_mask
 
 
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Maybe, window: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: Maybe,
+    key_mask: Maybe,
+    window: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value = _rows(query), _rows(key), _rows(value)
     if _by_triton(query):
         from fxshard.kernels.window_kernels import forward  # Triton is not everywhere
 
-        return forward(query, key, value, bounds, window, scale)
-    scores = _scores(query, key, bounds, window, scale)
+        return forward(query, key, value, bounds, key_mask, window, scale)
+    scores = _scores(query, key, bounds, key_mask, window, scale)
     sums = scores.logsumexp(-1)
+    sums = sums.masked_fill(sums == -torch.inf, torch.inf)  # no key is seen: all weights are 0
     weights = (scores - sums.unsqueeze(-1)).exp().to(value.dtype)
     return _laid_out(weights @ _repeated(value, query)), sums
 
@@ -66,6 +75,7 @@ def _backward(
     out: torch.Tensor,
     sums: torch.Tensor,
     bounds: Maybe,
+    key_mask: Maybe,
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,8 +83,8 @@ def _backward(
     if _by_triton(query):
         from fxshard.kernels.window_kernels import backward
 
-        return backward(grad, query, key, value, _rows(out), sums, bounds, window, scale)
-    scores = _scores(query, key, bounds, window, scale)
+        return backward(grad, query, key, value, _rows(out), sums, bounds, key_mask, window, scale)
+    scores = _scores(query, key, bounds, key_mask, window, scale)
     weights = (scores - sums.unsqueeze(-1)).exp()
     delta = (out.to(scores.dtype) * grad.to(scores.dtype)).sum(-1, keepdim=True)
     change = (grad @ _repeated(value, query).mT).to(scores.dtype)
@@ -85,10 +95,12 @@ def _backward(
     return _laid_out((of_scores @ _repeated(key, query)) * scale), _laid_out(of_key), _laid_out(of_value)
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, bounds: Maybe, window: int, scale: float) -> torch.Tensor:
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, bounds: Maybe, key_mask: Maybe, window: int, scale: float
+) -> torch.Tensor:
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = (query @ _repeated(key, query).mT).to(wide) * scale
-    return scores.masked_fill(~visible(query.shape[2], window, bounds, query.device), -torch.inf)
+    return scores.masked_fill(~visible(query.shape[2], window, bounds, query.device, key_mask), -torch.inf)
 
 
 def _repeated(heads: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -137,45 +149,51 @@ def _fake_backward(grad: Any, query: torch.Tensor, key: torch.Tensor, value: tor
 
 window_attention_backward = define(
     "window_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
-    "Tensor? bounds, int window, float scale) -> (Tensor, Tensor, Tensor)",
+    "Tensor? bounds, Tensor? key_mask, int window, float scale) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
-    flops=lambda grad, query, *others, **_: 2 * 5 * _seen(query, others[5]),
+    flops=lambda grad, query, *others, **_: 2 * 5 * _seen(query, others[6]),
     compiled_ahead=True,
 )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, bounds, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds)
+    query, key, value, bounds, key_mask, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, key_mask)
     ctx.mark_non_differentiable(output[1])
 
 
 def _autograd(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    return (*window_attention_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None)
+    return (*window_attention_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None, None)
 
 
 window_attention_forward = define(
-    "window_attention(Tensor query, Tensor key, Tensor value, Tensor? bounds, int window, float scale) "
-    "-> (Tensor, Tensor)",
+    "window_attention(Tensor query, Tensor key, Tensor value, Tensor? bounds, Tensor? key_mask, int window, "
+    "float scale) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
-    flops=lambda query, key, value, bounds, window, *_, **__: 2 * 2 * _seen(query, window),
+    flops=lambda query, key, value, bounds, key_mask, window, *_, **__: 2 * 2 * _seen(query, window),
     compiled_ahead=True,
 )
 
 
 def window_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Maybe, window: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: Maybe,
+    key_mask: Maybe,
+    window: int,
+    scale: float,
 ) -> torch.Tensor:
     """Attention of queries [batch, heads, length, width] to at most ``window`` keys each, up to their own."""
-    out, _ = window_attention_forward(query, key, value, bounds, window, scale)
+    out, _ = window_attention_forward(query, key, value, bounds, key_mask, window, scale)
     return out  # type: ignore[no-any-return]
 
 
 def _seen(query: Any, window: int) -> int:
-    """Pairs of a query and a key that it sees, documents aside: where they begin is data."""
+    """Pairs of a query and a key that it sees, documents and padding aside: they are data."""
     length, window = query[2], min(query[2], window)
     return int(query[0] * query[1] * query[3] * (window * length - window * (window - 1) // 2))

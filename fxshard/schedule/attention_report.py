@@ -38,11 +38,13 @@ class WindowCall:
     """How many keys a query sees at most; None: all before it."""
     documents: bool
     """Whether it sees only its own document, of several in a row."""
+    padding: bool = False
+    """Whether keys are hidden from all queries, by a mask of keys."""
 
     def __str__(self) -> str:
         window = f"a window of {self.window}" if self.window is not None else ""
-        seen = " and ".join(part for part in ("documents" if self.documents else "", window) if part)
-        return f"{seen}, without a mask"
+        data = "documents" if self.documents else "padding" if self.padding else ""
+        return f"{' and '.join(part for part in (data, window) if part)}, without a mask of queries and keys"
 
 
 @dataclass(frozen=True)

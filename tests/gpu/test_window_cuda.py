@@ -17,32 +17,54 @@ def packed_bounds(batch: int, length: int, mean: int) -> Tensor:
     return document_bounds((torch.rand(batch, length, device="cuda") < 1 / mean).cumsum(-1))
 
 
+def padded(where: str, length: int) -> Tensor:
+    """Two rows: a mask of keys with more padding in the first than in the second."""
+    torch.manual_seed(2)
+    at, ends = torch.arange(length, device="cuda"), torch.tensor([[length // 2], [length - 1]], device="cuda")
+    anywhere = torch.rand(2, length, device="cuda") < 0.7
+    anywhere[:, 0] = True
+    found = {"right": at < ends, "left": at >= length - ends, "anywhere": anywhere}[where]
+    return found[:, None, None, :]
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.shows("H3")
 @pytest.mark.parametrize(
-    ("dtype", "width", "heads", "kv", "length", "window", "documents"),
+    ("dtype", "width", "heads", "kv", "length", "window", "documents", "padding"),
     [
-        (torch.bfloat16, 128, 4, 4, 512, 512, None),
-        (torch.bfloat16, 128, 6, 2, 700, 100, None),
-        (torch.bfloat16, 128, 6, 2, 1000, 2000, 60),
-        (torch.float16, 64, 4, 4, 515, 33, 200),
-        (torch.float16, 64, 4, 1, 96, 1000, 5),
-        (torch.bfloat16, 256, 4, 2, 515, 100, 60),
-        (torch.bfloat16, 16, 4, 2, 64, 1, None),
+        (torch.bfloat16, 128, 4, 4, 512, 512, None, None),
+        (torch.bfloat16, 128, 6, 2, 700, 100, None, None),
+        (torch.bfloat16, 128, 6, 2, 1000, 2000, 60, None),
+        (torch.float16, 64, 4, 4, 515, 33, 200, None),
+        (torch.float16, 64, 4, 1, 96, 1000, 5, None),
+        (torch.bfloat16, 256, 4, 2, 515, 100, 60, None),
+        (torch.bfloat16, 16, 4, 2, 64, 1, None, None),
+        (torch.bfloat16, 128, 6, 2, 1000, 2000, None, "right"),
+        (torch.bfloat16, 128, 4, 4, 700, 100, None, "left"),
+        (torch.float16, 64, 4, 1, 515, 1000, 60, "anywhere"),
+        (torch.bfloat16, 256, 4, 2, 515, 100, None, "left"),
     ],
 )
 def test_as_accurate_as_with_a_mask(
-    dtype: torch.dtype, width: int, heads: int, kv: int, length: int, window: int, documents: int | None
+    dtype: torch.dtype,
+    width: int,
+    heads: int,
+    kv: int,
+    length: int,
+    window: int,
+    documents: int | None,
+    padding: str | None,
 ) -> None:
     torch.manual_seed(0)
     sizes = [(2, length, n, width) for n in (heads, kv, kv)]
     leaves = [torch.randn(size, device="cuda").to(dtype).transpose(1, 2).requires_grad_() for size in sizes]
     grad = torch.randn(2, heads, length, width, device="cuda").to(dtype)
     bounds = packed_bounds(2, length, documents) if documents else None
-    mask = visible(length, window, bounds, torch.device("cuda"))
+    key_mask = padded(padding, length) if padding else None
+    mask = visible(length, window, bounds, torch.device("cuda"), key_mask)
 
     def masked(leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
         query, key, value = leaves
@@ -50,10 +72,12 @@ def test_as_accurate_as_with_a_mask(
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    out = window_attention(*leaves, bounds, window, 0.2)
+    out = window_attention(*leaves, bounds, key_mask, window, 0.2)
     mine = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     theirs = masked(leaves, grad)
     exact = masked([leaf.detach().double().requires_grad_() for leaf in leaves], grad.double())
     for found, plain, exactly in zip(mine, theirs, exact, strict=True):
         assert found.dtype == plain.dtype
         assert error(found, exactly) <= 1.2 * error(plain, exactly) + 1e-4
+    hidden = ~mask.any(-1).expand(2, heads, length)
+    assert not out[hidden].any() and (padding != "left" or hidden.any())

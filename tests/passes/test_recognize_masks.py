@@ -102,7 +102,7 @@ def test_what_the_user_gives_is_kept(name: str) -> None:
     found = rewritten_model(make("llama"), **{name: given[name]})
     assert not found.report.causal and len(found.report.masked) == 2
     reason = {
-        "attention_mask": "depends on attention_mask, an input of",
+        "attention_mask": "hides padding:",
         "position_ids": "separates documents:",
     }
     assert all(reason[name] in each.reason for each in found.report.masked)

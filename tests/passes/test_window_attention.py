@@ -35,39 +35,47 @@ def check_results(found: Rewritten) -> None:
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def rewritten_model(kind: str, *, checkpointed: bool = False, packed: bool = False, **more: object) -> Rewritten:
+def rewritten_model(kind: str, *, checkpointed: bool = False, data: str | None = None, **more: object) -> Rewritten:
     model = make(kind, **more).train()
     if checkpointed:
         model.gradient_checkpointing_enable()
     tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
-    positions = {"position_ids": torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])} if packed else {}
+    given: dict[str, Tensor] = {}
+    if data == "packed":
+        given["position_ids"] = torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])
+    elif data == "padded":  # one row at its end, the other at its beginning, whose queries see nothing
+        given["attention_mask"] = torch.tensor([[1] * 8 + [0] * 4, [0] * 3 + [1] * 9])
 
-    def loss(tokens: Tensor, positions: dict[str, Tensor]) -> Tensor:
-        return model(input_ids=tokens, labels=tokens, use_cache=False, **positions).loss
+    def loss(tokens: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return model(input_ids=tokens, labels=tokens, use_cache=False, **given).loss
 
-    return Rewritten(loss, tokens, positions, windows=True)
+    return Rewritten(loss, tokens, given, windows=True)
 
 
 @pytest.mark.shows("H3")
 @pytest.mark.parametrize(
-    ("window", "packed", "checkpointed"),
+    ("window", "data", "checkpointed"),
     [
-        thorough(None, False, False),
-        thorough(4, False, False),
-        thorough(None, True, False),
-        (4, True, True),
-        thorough(None, False, True),
-        thorough(None, True, True),
-        thorough(4, False, True),
-        thorough(4, True, False),
+        thorough(None, None, False),
+        thorough(4, None, False),
+        thorough(None, "packed", False),
+        (4, "packed", True),
+        thorough(None, None, True),
+        thorough(None, "packed", True),
+        thorough(4, None, True),
+        thorough(4, "packed", False),
+        (None, "padded", True),
+        (4, "padded", False),
     ],
 )
-def test_a_model_from_transformers(window: int | None, packed: bool, checkpointed: bool) -> None:
-    found = rewritten_model("mistral", checkpointed=checkpointed, packed=packed, sliding_window=window)
-    if window is None and not packed:
+def test_a_model_from_transformers(window: int | None, data: str | None, checkpointed: bool) -> None:
+    found = rewritten_model("mistral", checkpointed=checkpointed, data=data, sliding_window=window)
+    if window is None and data is None:
         assert len(found.report.causal) == 2 and not found.report.windows
     else:
-        assert found.report.windows == [WindowCall(where, window, packed) for where in WHERE]
+        assert found.report.windows == [
+            WindowCall(where, window, data == "packed", data == "padded") for where in WHERE
+        ]
         assert not found.attention()
     assert not found.report.masked
     if not checkpointed:  # whose regions take the mask that they do not read, until autograd
@@ -147,6 +155,30 @@ def _other_row(numbers: Tensor) -> Tensor:
     return numbers[batch, at[None, None, :, None]] == numbers[1 - batch, at[None, None, None, :]]
 
 
+PADDINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of tokens": lambda kept: lower() & kept[:, None, None, :],
+    "as transformers writes it": lambda kept: (
+        lower() & kept[torch.arange(2)[:, None, None, None], torch.arange(S)[None, None, None, :]]
+    ).expand(2, -1, S, S),
+    "the other way round": lambda kept: windowed(3) & ~(~kept)[:, None, None, :].to(torch.bool),
+}
+
+
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("form", PADDINGS)
+def test_padding_is_recognised(form: str) -> None:
+    found = Rewritten(attend(PADDINGS[form]), *qkv(), BEGINS, windows=True)
+    assert found.report.windows == [WindowCall("the model itself", 3 if "other" in form else None, False, True)]
+    check_results(found)  # in a window of 3, the fourth query of the second row sees no key
+
+
+def _hidden_later(kept: Tensor) -> Tensor:
+    kept = kept.clone()
+    mask = lower() & kept[:, None, None, :]
+    kept.fill_(True)
+    return mask
+
+
 NEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "numbers that may fall": lambda begins: lower() & pairs(begins.long()),
     "sums of numbers that may be negative": lambda begins: lower() & pairs((begins.long() - 1).cumsum(-1)),
@@ -159,6 +191,12 @@ NEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "other tokens": lambda begins: lower() & _shifted(begins.cumsum(-1)),
     "another sequence": lambda begins: lower() & _other_row(begins.cumsum(-1)),
     "written to": _written,
+    "queries that are hidden": lambda begins: lower() & begins[:, None, :, None],
+    "keys hidden from some heads": lambda begins: lower() & begins.repeat(1, 4)[:, :20].view(2, 4, 1, S),
+    "keys hidden in all rows by the first": lambda begins: lower().expand(2, 1, S, S) & begins[:1, None, None, :],
+    "keys that are padding or seen": lambda begins: lower() | begins[:, None, None, :],
+    "padding without an order": lambda begins: begins[:, None, None, :].expand(2, 1, S, S),
+    "keys hidden until later": _hidden_later,
     "a window that has a hole": lambda begins: windowed(4) & ~windowed(3).triu(-1).tril(-1) & pairs(begins.cumsum(-1)),
 }
 
@@ -232,16 +270,18 @@ def test_a_mask_is_a_window_if_and_only_if_every_element_says_so(data: st.DataOb
 def test_the_operator_computes_what_torch_does_with_a_mask(data: st.DataObject) -> None:
     length, kv, group = (data.draw(st.integers(1, n)) for n in (20, 2, 3))
     window = data.draw(st.integers(1, length + 1))
+    hidden = data.draw(st.sampled_from((0.0, 0.3, 0.9)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     sizes = [(2, n, length, 4) for n in (kv * group, kv, kv)]
     leaves = [torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_() for size in sizes]
     begins = torch.rand(2, length, generator=generator) < 0.3
     bounds = document_bounds(begins.cumsum(-1)) if data.draw(st.booleans()) else None
+    key_mask = torch.rand(2, 1, 1, length, generator=generator) >= hidden if hidden else None
     query, key, value = leaves
-    mask = visible(length, window, bounds, torch.device("cpu"))
+    mask = visible(length, window, bounds, torch.device("cpu"), key_mask)
     key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
-    found = window_attention(*leaves, bounds, window, 0.3)
+    found = window_attention(*leaves, bounds, key_mask, window, 0.3)
     grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     mine, theirs = (torch.autograd.grad(each, leaves, grad) for each in (found, expected))
     for one, other in zip((found, *mine), (expected, *theirs), strict=True):
