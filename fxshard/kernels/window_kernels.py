@@ -4,7 +4,8 @@
 As in FlashAttention-2: scores are computed block by block and never stored; backward computes them again from the
 logarithms of the sums, once for the gradients of keys and values and once for those of queries. What differs is where a
 loop begins and ends: at the lowest bound of a block's queries, or at the highest of a block's keys. Blocks that are
-seen as a whole, most of them, are not masked, unless keys are hidden by a mask of their own.
+seen as a whole, most of them, are not masked, unless keys are hidden by a mask of their own. Tiles are as wide as the
+next power of two: a head of 80 or 96 takes the products of one of 128.
 """
 
 from __future__ import annotations
@@ -139,17 +140,27 @@ def _ends(low, inside, begin, length, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def _there(at, length, WIDTH: tl.constexpr):
+    """Which elements of a tile the matrix has."""
+    across = tl.arange(0, triton.next_power_of_2(WIDTH))
+    there = at[:, None] < length
+    if triton.next_power_of_2(WIDTH) != WIDTH:
+        there = there & (across[None, :] < WIDTH)
+    return across, there
+
+
+@triton.jit
 def _tile(base, at, stride, length, WIDTH: tl.constexpr):
-    """Rows ``at`` of a matrix; zeros after its end."""
-    across = tl.arange(0, WIDTH)
-    return tl.load(base + at[:, None].to(tl.int64) * stride + across[None, :], mask=at[:, None] < length, other=0.0)
+    """Rows ``at`` of a matrix; zeros after its ends."""
+    across, there = _there(at, length, WIDTH)
+    return tl.load(base + at[:, None].to(tl.int64) * stride + across[None, :], mask=there, other=0.0)
 
 
 @triton.jit
 def _store(base, at, stride, length, tile, WIDTH: tl.constexpr):
-    across = tl.arange(0, WIDTH)
+    across, there = _there(at, length, WIDTH)
     place = base + at[:, None].to(tl.int64) * stride + across[None, :]
-    tl.store(place, tile.to(base.dtype.element_ty), mask=at[:, None] < length)
+    tl.store(place, tile.to(base.dtype.element_ty), mask=there)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -198,7 +209,7 @@ def _forward(
     counted = key_mask + b * length if KEY_MASK else key_mask
     inside = rows < length
     start, whole, diagonal, stop = _ends(low, inside, begin, length, ROWS, COLS)
-    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    acc = tl.zeros([ROWS, triton.next_power_of_2(WIDTH)], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     most = tl.full([ROWS], -1.0e30, dtype=tl.float32)
     acc, total, most = _attend(
@@ -283,7 +294,7 @@ def _query_gradient(
     low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
     counted = key_mask + b * length if KEY_MASK else key_mask
     start, whole, diagonal, stop = _ends(low, inside, begin, length, ROWS, COLS)
-    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    acc = tl.zeros([ROWS, triton.next_power_of_2(WIDTH)], dtype=tl.float32)
     acc = _of_queries(
         acc, tile, grads, logs, deltas, key, value, counted, skn, svn, rows, low, length, scale,
         start, whole, True, KEY_MASK, WIDTH, COLS,
@@ -343,8 +354,8 @@ def _key_gradients(
     stop = tl.max(tl.where(inside, high, 0))
     after = tl.minimum(tl.cdiv(begin + COLS - 1, ROWS) * ROWS, tl.cdiv(stop, ROWS) * ROWS)
     whole = tl.maximum(tl.min(tl.where(inside, high, length)) // ROWS * ROWS, after)
-    acc_key = tl.zeros([COLS, WIDTH], dtype=tl.float32)
-    acc_value = tl.zeros([COLS, WIDTH], dtype=tl.float32)
+    acc_key = tl.zeros([COLS, triton.next_power_of_2(WIDTH)], dtype=tl.float32)
+    acc_value = tl.zeros([COLS, triton.next_power_of_2(WIDTH)], dtype=tl.float32)
     for member in range(GROUP):
         head = h * GROUP + member
         queries = query + b * sqb + head * sqh

@@ -18,7 +18,7 @@ from fxshard.kernels.ops import define, has_triton
 Maybe = torch.Tensor | None
 UNLIMITED = 2**30
 """A window that is longer than any sequence, and to which kernels can add a position."""
-WIDTHS = (16, 32, 64, 128, 256)
+WIDTHS = range(16, 257, 8)
 """Sizes of a head that the Triton kernels take."""
 
 

@@ -46,6 +46,9 @@ def error(found: Tensor, exact: Tensor) -> float:
         (torch.bfloat16, 128, 4, 4, 700, 100, None, "left"),
         (torch.float16, 64, 4, 1, 515, 1000, 60, "anywhere"),
         (torch.bfloat16, 256, 4, 2, 515, 100, None, "left"),
+        (torch.bfloat16, 96, 4, 2, 700, 100, None, None),
+        (torch.float16, 80, 4, 4, 515, 1000, 60, None),
+        (torch.bfloat16, 160, 2, 1, 300, 1000, None, "right"),
     ],
 )
 def test_as_accurate_as_with_a_mask(
