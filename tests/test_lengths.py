@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,10 +148,22 @@ def test_sizes_are_open_from_the_start_if_asked_for() -> None:
         loss = model(x)
         loss.backward()
         assert loss.item() == pytest.approx(plain(x).item(), rel=1e-6)
-    # The eps of the norm is a number that Dynamo leaves open at first, and then captures again: that costs no schedule.
     assert model.report.compilations.captures == len(model.emitted) == 1
     assert model.report.shapes == ("0 [any, any, 8] (training)",)
     assert "graph 1 takes 0 [any, any, 8] (training)" in str(model.report)
+
+
+def test_layers_are_folded_and_masks_recognised_where_sizes_are_open_from_the_start() -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+    make = partial(llama, vocab_size=VOCAB, num_hidden_layers=8)
+    model, plain = fxshard.compile(make(), dynamic=True, lowering="eager"), make()
+    for size, length in ((2, 7), (3, 12)):
+        tokens = batch(length, size)
+        assert model(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(
+            plain(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6
+        )
+    assert model.report.compilations.captures == 1 and model.report.compilations.layers_folded == 3
+    assert len(model.report.attention.causal) == 8 and not model.report.attention.masked
 
 
 def test_numbers_that_change_are_left_open_too() -> None:

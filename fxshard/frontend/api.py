@@ -99,7 +99,9 @@ def compile(
     How it is compiled:
 
     - ``lowering``: ``"inductor"``, or ``"eager"`` to run operator by operator.
-    - ``fullgraph`` and ``dynamic`` are ``torch.compile``'s.
+    - ``fullgraph`` is ``torch.compile``'s.
+    - ``dynamic``: whether a graph takes inputs of all sizes, as ``torch.compile`` has it: None leaves a size open when
+      it has changed, True leaves the sizes of all inputs open at once, False compiles for each.
     - ``passes``: a list derived from ``fxshard.PASSES``.
     - ``debug``: switches of :class:`fxshard.Debug`, which change no result by more than rounding.
     """

@@ -28,6 +28,10 @@ def capture(
     Dynamo counts recompilations per code object, and two models of one class share their forward's. Each capture
     therefore calls the model through code of its own: the ninth model of a class compiles like the first. Calls of
     loggers in ``forward`` are left out of the graph; ``transformers`` has them in many models.
+
+    With ``dynamic=True`` torch leaves open all numbers that forward reads, the ``eps`` of each norm among them: each
+    layer then takes numbers of its own, and none is folded. Where there is one graph, the sizes of what it is given are
+    left open in place of that, and numbers when they change, as without ``dynamic``.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -40,13 +44,18 @@ def capture(
     call = call_with_layerdrop if has_layerdrop(model) else call
     code = call.__code__.replace(co_name=f"{type(model).__name__}_{id(backend):x}")
     own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
-    compiled = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=dynamic)
+    open_sizes = bool(dynamic) and fullgraph
+    compiled = torch.compile(
+        own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=None if open_sizes else dynamic
+    )
 
     make_traceable(model)
     collecting = private.collecting_in_checkpoints if collects_outputs(model) else contextlib.nullcontext
 
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_context_parallel()
+        if open_sizes:
+            private.leave_sizes_open((args, kwargs))
         # Not around torch.compile: a graph is captured when its first input comes.
         with private.without_logging(), collecting():
             return compiled(*args, **kwargs)

@@ -30,6 +30,7 @@ from fxshard._torch.private.dynamo import (
     graph_break,
     graph_input_example,
     input_name,
+    leave_sizes_open,
     leaves_alone,
     module_path,
     open_floats,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 
 def graph_break(graph: fx.GraphModule) -> str | None:
@@ -26,6 +27,14 @@ def graph_input_example(placeholder: fx.Node) -> Any:
     """The real value of an input of a Dynamo graph: for a parameter, the parameter itself. torch 2.11, 2.13."""
     argument = placeholder.meta.get("grapharg")
     return argument.example if argument is not None else None
+
+
+def leave_sizes_open(values: Any) -> None:
+    """Have the next graph take these tensors in other sizes, too, where its code allows it. torch 2.11, 2.13."""
+    for tensor in tree_leaves(values):
+        if isinstance(tensor, torch.Tensor):
+            for dim in range(tensor.dim()):
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def open_floats(graph: fx.GraphModule) -> tuple[int, ...]:
