@@ -110,6 +110,7 @@ CONTENDERS: dict[str, Make] = {
     "fxshard-graphs": lambda model, precision: ours(model, precision, 3, cuda_graphs=True),
     "fxshard-unfused": lambda model, precision: ours(model, precision, 3, experts="off"),
     "fxshard-masked": lambda model, precision: ours(model, precision, 3, debug=fxshard.Debug(window_attention=False)),
+    "fxshard-dynamic": lambda model, precision: ours(model, precision, 3, dynamic=True),
     "fxshard-muon": lambda model, precision: ours(model, precision, 3, MUON),
     "fxshard-normuon": lambda model, precision: ours(model, precision, 3, fxshard.NorMuon(lr=1e-3, adamw=ADAMW)),
     "fxshard-muon-zero1": lambda model, precision: ours(model, precision, 1, MUON),
