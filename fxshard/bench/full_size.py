@@ -54,23 +54,6 @@ def t5() -> Made:
     return model, _text(model, 16, 512)
 
 
-def bart() -> Made:
-    """BART large, 16 × 512 tokens to as many. On torch 2.11 its LayerDrop breaks the graph."""
-    model = _model("BartForConditionalGeneration")
-    return model, _text(model, 16, 512)
-
-
-def whisper() -> Made:
-    """Whisper medium, 8 × 30 seconds. On torch 2.11 its LayerDrop breaks the graph."""
-    sizes = {f"{part}_{name}": of for part in ("encoder", "decoder") for name, of in _WHISPER.items()}
-    model = _model("WhisperForConditionalGeneration", d_model=1024, **sizes)
-    bands = torch.randn(8, 80, 3000)
-    return model, {"input_features": bands, "labels": torch.randint(1000, 50000, (8, 256))}
-
-
-_WHISPER = {"layers": 24, "attention_heads": 16, "ffn_dim": 4096}
-
-
 def vit() -> Made:
     """ViT large, 128 images of 224 × 224."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
@@ -81,18 +64,6 @@ def dinov2() -> Made:
     """DINOv2 large, 128 images of 224 × 224."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "patch_size": 14}
     return _model("Dinov2ForImageClassification", num_labels=1000, image_size=224, **sizes), _images(128)
-
-
-def gemma2() -> Made:
-    """Twelve layers of Gemma 2 2B with a quarter of its vocabulary, 4 × 2048 tokens."""
-    model = _model("Gemma2ForCausalLM", num_hidden_layers=12, vocab_size=64000)
-    return model, _text(model, 4, 2048)
-
-
-def gpt_oss() -> Made:
-    """Six layers of gpt-oss 20B with eight experts in each, 4 × 2048 tokens."""
-    model = _model("GptOssForCausalLM", num_hidden_layers=6, num_local_experts=8, vocab_size=32000)
-    return model, _text(model, 4, 2048)
 
 
 def _model(name: str, **sizes: Any) -> nn.Module:
