@@ -113,6 +113,7 @@ CONTENDERS: dict[str, Make] = {
     "fxshard-zero2": lambda model, precision: ours(model, precision, 2),
     "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
     "fxshard-float8": lambda model, _: ours(model, fxshard.Float8(), 3),
+    "fxshard-float8-zero2": lambda model, _: ours(model, fxshard.Float8(), 2),
     "fxshard-float8-graphs": lambda model, _: ours(model, fxshard.Float8(), 3, cuda_graphs=True),
     "fxshard-float8-row": lambda model, _: ours(model, fxshard.Float8(scaling="row", weight_gradient="bf16"), 3),
     "fxshard-float8-experts": lambda model, _: ours(model, fxshard.Float8(experts=("*",)), 3),
@@ -126,4 +127,4 @@ CONTENDERS: dict[str, Make] = {
 }
 
 TENSOR_PARALLEL = ("fxshard-tp", "fsdp2-tp-compile")
-"""Those for which two neighbouring ranks share a batch."""
+"""Contenders in which two neighbouring ranks share a batch."""

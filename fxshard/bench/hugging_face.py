@@ -33,7 +33,7 @@ def build(kind: str, size: LlamaConfig, length: int, dtype: torch.dtype = torch.
 
 
 def _shapes(kind: str, size: LlamaConfig, length: int) -> dict[str, Any]:
-    """What a configuration of that kind is given for a model of that size."""
+    """The arguments of that kind's configuration for a model of that size."""
     shapes = {
         "vocab_size": size.vocab,
         "hidden_size": size.dim,

@@ -1,4 +1,4 @@
-"""What planning costs, and what it gains: the tables of docs/planning-figures.md.
+"""The cost of planning, and its gain in the simulator: the tables of docs/planning-figures.md.
 
 fxshard bench planning                              # all parts, which takes an hour
 fxshard bench planning --parts layers --layers 2,4 --svg cost.svg
@@ -37,8 +37,8 @@ RULES: dict[str, dict[str, Any]] = {
     "one ahead": {"optimizer": fxshard.AdamW(), "debug": fxshard.Debug(prefetch=1, defer_wgrad=False)},
     "FSDP2": {"fsdp2": True},
 }
-"""What is compared. *roomy* may use the share ``ROOM`` of the device's memory for shards and arena. FSDP2 starts a step
-with nothing gathered."""
+"""The rules that are compared. *roomy* may use the share ``ROOM`` of the device's memory for shards and arena. FSDP2
+starts a step with nothing gathered."""
 
 OURS = ("default", "roomy")
 ROOM = 0.7
@@ -135,7 +135,7 @@ def layers_table(depths: Sequence[int]) -> Iterator[Table]:
 
 
 def _cost_row(layers: int) -> Row:
-    """Of one plan, in a process of its own."""
+    """The row of one plan, made in a process of its own."""
     found = in_fresh_process("-m", "fxshard.bench.planning", "--one", str(layers))
     return {"name": f"{layers} layers", **found}
 

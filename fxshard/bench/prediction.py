@@ -20,7 +20,7 @@ from fxshard.bench.workloads import SIZES, Workload
 from fxshard.planner.hardware import hardware
 
 ROUNDS = 5
-"""Of five steps each."""
+"""Rounds of five steps each."""
 RESCHEDULED = "measured, rescheduled by its own profile"
 COLUMNS = (
     Column("step_ms", "step ms", ratio=True),

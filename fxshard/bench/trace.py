@@ -1,4 +1,4 @@
-"""What a profiler's trace says about a training step: where the device's time goes, and where the host waits for it.
+"""Read a profiler's trace of a training step: where the device's time goes, and where the host waits for it.
 
 Works on the events of a Chrome trace as ``torch.profiler`` writes it; no torch is needed to read one.
 """
@@ -86,7 +86,7 @@ def read(path: Path) -> list[Event]:
 
 
 def analyse(events: Iterable[Event]) -> Traced | None:
-    """What the annotated steps did; None if nothing ran on a device. A trace is expected to end with its last step."""
+    """Analyse the annotated steps; None if nothing ran on a device. A trace is expected to end with its last step."""
     complete = [event for event in events if event.get("ph") == "X"]
     steps = sorted(span(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == STEP)
     if not steps:
@@ -183,7 +183,7 @@ def _moved(ran: Iterable[Event], steps: int) -> dict[str, Moved]:
 
 
 def _waits(complete: Sequence[Event], steps: Sequence[Span]) -> tuple[Wait, ...]:
-    """Whatever thread they are on: backward has one of its own."""
+    """Of all threads: backward has one of its own."""
     pageable = {
         e["args"].get("correlation") for e in complete if e.get("cat") == "gpu_memcpy" and "Pageable" in e["name"]
     }

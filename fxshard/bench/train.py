@@ -131,7 +131,7 @@ class Contender:
         self.traced = analyse(read(path))
 
     def result(self) -> Row:
-        """What was measured. *launch*: wall time until one step is launched on an idle device (on a CPU: until it is
+        """The figures. *launch*: wall time until one step is launched on an idle device (on a CPU: until it is
         done); *CPU*: that of the process meanwhile, of all its threads."""
         step, (host, cpu) = statistics.median(self.rounds), map(statistics.median, zip(*self.host, strict=True))
         return {

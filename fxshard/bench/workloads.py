@@ -1,4 +1,4 @@
-"""What the benchmarks train: a model by its name, and a batch for it."""
+"""The models that benchmarks train, by name, and batches for them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Workload:
     cache: bool = True
     """Whether a model of ``transformers`` fills its key/value cache, as it does unless told otherwise."""
     size: Size | None = None
-    """Of our Llama, where it is none of ``SIZES``."""
+    """The size of our Llama, where it is none of ``SIZES``."""
     sharing: int = 1
     """Neighbouring ranks that train on one batch, because they are tensor-parallel."""
 
@@ -65,7 +65,7 @@ class Workload:
         torch.manual_seed(0)
         size = self.size or SIZES.get(self.name)
         with device:
-            model, inputs = self._of(size) if size is not None else self._from_factory()
+            model, inputs = self._of(size) if size is not None else target.load(self.name, self.layers)
         config: Any = getattr(model, "config", None)
         if config is not None and not self.cache:
             config.use_cache = False
@@ -80,9 +80,6 @@ class Workload:
         shape = (self.batch or size.batch, size.length)
         tokens, targets = (torch.randint(0, config.vocab, shape) for _ in range(2))
         return model, {"input_ids": tokens, "labels": tokens} if named else (tokens, targets)
-
-    def _from_factory(self) -> tuple[nn.Module, Inputs]:
-        return target.load(self.name, self.layers)
 
 
 def of_length(inputs: Inputs, length: int) -> Inputs:
@@ -99,7 +96,7 @@ def of_length(inputs: Inputs, length: int) -> Inputs:
 
 
 def loss_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
-    """What the model returns, or its ``.loss``."""
+    """The loss: the value that the model returns, or its ``.loss``."""
     returned = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     loss: torch.Tensor = returned if isinstance(returned, torch.Tensor) else returned.loss
     return loss

@@ -1,4 +1,4 @@
-"""What ``fxshard inspect`` says of memory budgets: step time over budget, and what one budget decided."""
+"""Memory budgets in ``fxshard inspect``: step time over budget, and the decisions of one budget."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def curve(trades: Sequence[Trade], arguments: argparse.Namespace, about: str) ->
 
 
 def heading(arguments: argparse.Namespace) -> str:
-    """What the curve is of."""
+    """The title of the curve."""
     return f"simulated step on {arguments.world_size} × {arguments.hardware}, by memory_budget"
 
 
 def apart(trades: Sequence[Trade]) -> Iterator[Trade]:
-    """Those that are faster than the one before by what can be seen, the last, and those that change the format."""
+    """The budgets to show: those visibly faster than the one before, the last, and those that change the format."""
     shown: Trade | None = None
     for trade in trades:
         formats = {each.state.partition(" ")[0] for each in (trade, shown) if each is not None}
@@ -53,7 +53,7 @@ def apart(trades: Sequence[Trade]) -> Iterator[Trade]:
 
 
 def decided(schedule: Schedule, hardware: Hardware) -> str:
-    """What a budget made of saved values and of optimizer state, and why."""
+    """What a budget decided about saved values and optimizer state, and why."""
     from fxshard.frontend.state_decision import state_line
     from fxshard.schedule.html import duration
     from fxshard.schedule.schedule import size

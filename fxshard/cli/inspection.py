@@ -258,7 +258,7 @@ def _show(
 
 
 def _write(outputs: Sequence[tuple[str | Path | None, Callable[[], str]]]) -> None:
-    """Those for which there is a path."""
+    """Write each output that has a path."""
     for path, text in outputs:
         if path is None:
             continue

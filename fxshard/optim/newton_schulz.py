@@ -70,7 +70,7 @@ def choose(shape: Sequence[int], device: torch.device, form: str = "auto") -> Ho
 
 
 def explain(shape: Sequence[int], device: torch.device, form: str = "auto") -> str:
-    """Which form and which kernels a matrix of this shape gets, in words."""
+    """The form and the kernels for a matrix of this shape, in words."""
     chosen, kernels = choose(shape, device, form)
     return f"{chosen}, by {'Triton kernels' if kernels else 'torch.mm, one matrix at a time'}"
 

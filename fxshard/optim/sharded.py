@@ -1,4 +1,4 @@
-"""What the optimizers over buckets have in common: they run the program of a step and keep the state."""
+"""The base of the optimizers over buckets: it runs the program of a step and keeps the state."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Verdicts:
         self.left_out = 0
         """How many steps were not made, as far as the host knows."""
         self.refused: torch.Tensor | None = None
-        """What kernels are to read: 1.0 if the step must not be made, else 0.0. None where the host knows."""
+        """A number for kernels to read: 1.0 if the step must not be made, else 0.0. None where the host knows."""
         self.allowed: torch.Tensor | None = None
         """The opposite."""
 

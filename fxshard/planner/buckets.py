@@ -28,7 +28,7 @@ from fxshard.planner.whole import check_padding
 
 @dataclass(frozen=True)
 class Kind:
-    """What parameters of one bucket have in common."""
+    """The properties that all parameters of one bucket share."""
 
     dtype: torch.dtype
     trainable: bool
@@ -100,7 +100,7 @@ def plan_buckets(
 
 @dataclass(frozen=True)
 class _Rules:
-    """What all buckets of a model have in common."""
+    """The settings that all buckets of a model share."""
 
     stage: Placement
     mode: Gather
@@ -219,7 +219,7 @@ def _specs(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> list[TensorSpe
 
 
 def _gather(rules: _Rules, kind: Kind, ranks: int) -> Gather:
-    """What one rank owns alone does not travel: in MXFP8 both copies rest there, as in a staged bucket."""
+    """How a bucket is gathered. One that a single rank owns is not: in MXFP8 both copies rest there, as if staged."""
     if kind.stack:
         return Gather.OFF
     if not kind.quantized:

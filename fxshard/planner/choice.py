@@ -1,4 +1,4 @@
-"""Which layout a bucket gets, and how many units share one.
+"""Choose the layout of a bucket, and how many units share one.
 
 Muon needs whole matrices. A whole layout hands them to their owners for nothing, but pads where there are too few equal
 matrices for the ranks; a row layout pads little, but matrices that cross a shard boundary travel to an owner and back

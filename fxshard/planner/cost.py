@@ -1,4 +1,4 @@
-"""What a node costs: floating-point operations and bytes of device memory traffic."""
+"""The cost of a node: floating-point operations and bytes of device memory traffic."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _IN_FLOAT8 = (float8_mm, float8_mm_into, float8_grouped_mm, te_mlp_forward, te_m
 
 
 def node_float8_flops(node: fx.Node) -> int:
-    """Those of products in float8, and of Transformer Engine's in MXFP8, which only devices that have them run."""
+    """Operations of products in float8, and of Transformer Engine's in MXFP8, which only devices with them run."""
     return node_flops(node) if node.target in _IN_FLOAT8 else 0
 
 
@@ -98,7 +98,7 @@ def _count_traffic(node: fx.Node) -> int:
 
 
 def _value(node: Any) -> Any:
-    """What a node computes, sizes that may vary at the value they were traced with.
+    """The value of a node; sizes that may vary have the value they were traced with.
 
     Asking a symbolic size for its value would fix it: the graph would then serve this one size only.
     """

@@ -1,4 +1,4 @@
-"""Which matrices share a bucket under ZeRO-1 and 2, so that Muon's owners hold them whole without padding.
+"""Choose the matrices that share a bucket under ZeRO-1 and 2, so that Muon's owners hold them whole without padding.
 
 The seven matrices of a layer do not fill eight ranks, but eight equal matrices of neighbouring layers do. Nothing is
 gathered just in time in these stages, so a bucket need not be a unit: matrices are collected in the order of the model
@@ -126,7 +126,7 @@ def _deal(units: Sequence[Unit], members: Mapping[str, Member], dealt_units: int
 
 
 def _parts(unit: Unit, members: Mapping[str, Member], size: int) -> tuple[list[str], list[str], list[str]]:
-    """(matrices, what is small beside them, what is large): what is large would not fit between them."""
+    """(matrices, small parameters, large ones that would not fit between the matrices)"""
     matrices = [name for name in unit.params if members[name].matrix]
     others = [name for name in unit.params if not members[name].matrix]
     large = [name for name in others if members[name].spec.numel * members[name].ranks > MOST_PADDING * size]

@@ -20,7 +20,7 @@ from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.gather_modes import Copies
 
 VIEWS = 4
-"""What a graph is given of each parameter: rowwise payload and scales, columnwise payload and scales."""
+"""Inputs of a graph for each parameter: rowwise payload and scales, columnwise payload and scales."""
 
 Views = tuple[torch.Tensor | None, ...]
 
@@ -94,7 +94,7 @@ def carve(memory: torch.Tensor, numel: int, copies: Copies) -> FlatCopies:
 
 
 class RestingCopies:
-    """What a rank holds of a bucket between steps: both copies, of everything (staged) or of its shard (direct)."""
+    """Copies of a bucket that a rank holds between steps: both, of everything (staged) or of its shard (direct)."""
 
     def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
         layout = plan.layout
@@ -130,7 +130,7 @@ class Transfer:
     stage: Callable[[], None] | None = None
     settle: Callable[[], None] | None = None
     apart: Callable[[], Views] | None = None
-    """The same, copied to memory of their own, where what was gathered has to leave its place."""
+    """The views, copied to memory of their own, where the gathered bucket has to leave its place in the arena."""
 
 
 def alone(resting: RestingCopies, master: torch.Tensor) -> Transfer:

@@ -14,7 +14,7 @@ ALIGNMENT = 64
 """Every parameter starts at a multiple of this many elements: 128 bytes in bf16, what vector loads and TMA want."""
 
 MOST_ELEMENTS = 2**56
-"""Of one bucket: sizes in bytes stay below what 64 bits hold."""
+"""Elements of one bucket at most: sizes in bytes then fit into 64 bits."""
 
 
 @dataclass(frozen=True)

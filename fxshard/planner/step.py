@@ -42,7 +42,7 @@ class Orthogonalize:
 
 @dataclass(frozen=True)
 class Land:
-    """What came back is applied."""
+    """Apply the directions that came back."""
 
     batch: Batch
 

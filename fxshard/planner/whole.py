@@ -59,7 +59,7 @@ def check_padding(layouts: Mapping[str, Layout]) -> None:
 
 
 def _packed(specs: Sequence[TensorSpec], ranks: int, *, deal: bool) -> list[list[TensorSpec]]:
-    """What each rank owns, packed largest first; with ``deal``, as many of each size as fill all ranks go first."""
+    """Each rank's parameters, packed largest first; with ``deal``, those of each size that fill all ranks go first."""
     by_size: dict[int, list[TensorSpec]] = defaultdict(list)
     for spec in specs:
         by_size[aligned(spec.numel)].append(spec)

@@ -1,4 +1,4 @@
-"""What changed from one schedule to another."""
+"""The differences between two schedules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ScheduleDiff:
-    """What ``b`` does otherwise than ``a``; false where the runtime events are the same. ``print`` it."""
+    """The changes from ``a`` to ``b``; false where the runtime events are the same. ``print`` it."""
 
     a: Schedule
     b: Schedule

@@ -1,4 +1,4 @@
-"""What a graph itself says of its compute, next to the events that are recorded from it: the verifier compares both."""
+"""A summary of a graph's compute, which the verifier compares with the events that are recorded from the graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxshard.schedule.offloads import described as host_copies
 from fxshard.schedule.params import param_inputs
 
 WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, float8_mm_into, scaled_into)
-"""What writes gradients into their bucket."""
+"""Operators that write gradients into their bucket."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ParamInput:
 
 @dataclass(frozen=True)
 class BucketUse:
-    """Which of a graph's computing nodes, counted from 0, read a bucket's parameters or write its gradients."""
+    """The computing nodes of a graph, counted from 0, that read a bucket's parameters or write its gradients."""
 
     bucket: int
     nodes: tuple[int, ...]
@@ -43,7 +43,7 @@ class BucketUse:
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """What one graph computes with which buckets, found from its buckets' views, not from stretches between events."""
+    """The compute of one graph by bucket, found from its buckets' views, not from stretches between events."""
 
     phase: Phase
     nodes: int
@@ -93,7 +93,7 @@ def _uses(found: dict[int, set[int]]) -> tuple[BucketUse, ...]:
 
 
 def _readers(source: fx.Node) -> set[fx.Node]:
-    """What reads the memory that a runtime node gives, through any chain of views."""
+    """The nodes that read the memory a runtime node gives, through any chain of views."""
     found: set[fx.Node] = set()
     stack = list(source.users)
     while stack:

@@ -80,12 +80,12 @@ class Observer:
 
     def write(self, name: str, module: fx.GraphModule) -> None:
         if self.folder is not None:
-            (self.folder / name).write_text(graph_text(module), encoding="utf-8")
+            (self.folder / name).write_text("\n".join([*graph_lines(module), ""]), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a graph the log tells: its nodes in order, how each reads, and how many runtime nodes of each kind."""
+    """The parts of a graph that the log compares: its nodes in order, their text, and runtime nodes by kind."""
 
     nodes: tuple[str, ...]
     lines: tuple[str, ...]
@@ -128,16 +128,11 @@ class Watch:
         self.observer.write(f"{self.stem}.after.txt", module)
 
 
-def graph_text(module: fx.GraphModule) -> str:
-    """Name, call, arguments; then what it gives and whether backward computes it again.
+def graph_lines(module: fx.GraphModule) -> list[str]:
+    """One for each node: name, call, arguments; then what it gives and whether backward computes it again.
 
     For a runtime node: why it is there, and where its buffer lies.
     """
-    return "\n".join(graph_lines(module)) + "\n"
-
-
-def graph_lines(module: fx.GraphModule) -> list[str]:
-    """The same, line by line: one per node."""
     return [_line(node) for node in module.graph.nodes]
 
 

@@ -175,7 +175,7 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
 
 
 def _dtype(event: Event, schedule: Schedule, usual: torch.dtype) -> torch.dtype:
-    """What a stretch of compute multiplies in: the dtype of the parameters it touches, else the model's usual one."""
+    """The dtype that a stretch of compute multiplies in: that of its parameters, else the model's usual one."""
     touched = event.reads or event.writes
     return schedule.buckets[touched[0]].param_dtype if touched else usual
 
@@ -188,7 +188,7 @@ def _usual_dtype(schedule: Schedule) -> torch.dtype:
 
 
 def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) -> str:
-    """What an event keeps busy besides its stream: of collectives the links they share, or nothing but themselves."""
+    """The resource that an event keeps busy: for collectives the links that they share, for others their stream."""
     stream = event.stream
     if stream == COMPUTE or event.kind in OF_HOST or not shared:
         return stream
@@ -203,7 +203,7 @@ def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) ->
 
 @dataclass(frozen=True)
 class _Start:
-    """What a step finds: when each bucket gathered in the step before is there. After the last, the network is free."""
+    """The start of a step: when each bucket gathered in the step before is there, after which the network is free."""
 
     there: dict[int, float]
 
@@ -229,7 +229,7 @@ class _Run:
     stop: float
 
     def left_over(self, carried: Mapping[int, int]) -> _Start:
-        """What the step after this one finds, on its own clock."""
+        """The start of the step after this one, on its own clock."""
         return _Start({index: max(0.0, self.spans[i].stop - self.stop) for index, i in carried.items()})
 
 
@@ -315,7 +315,7 @@ def _stuck(schedule: Schedule, i: int) -> ScheduleError:
 
 
 def _memory(schedule: Schedule, run: _Run, carried: Mapping[int, int]) -> tuple[tuple[float, int], ...]:
-    """What a rank holds over time.
+    """The bytes that a rank holds over time.
 
     A gathered bucket counts from the start of its gather to its reshard, a gradient bucket from where it is taken to
     the end of its reduction, activations as they are after the last stretch of compute.

@@ -1,4 +1,4 @@
-"""What must hold for a schedule to compute the right thing, rule by rule.
+"""The rules that a schedule must keep to compute the right thing.
 
 A rule is a function that takes the step and raises at the first event that breaks it. Rules read the data of a schedule
 only, so a schedule from a file is checked like one that was just planned. Each is linear in the events. Those about
@@ -176,7 +176,7 @@ def at_most_two_gradient_buckets(step: Step) -> None:
 
 
 def every_reduced_bucket_is_updated_once(step: Step) -> None:
-    """What is reduced is updated, once, after its last reduction; nothing else is."""
+    """A bucket that is reduced is updated, once, after its last reduction; no other bucket is."""
     rule = every_reduced_bucket_is_updated_once
     for trail in step.trails.values():
         reduced = updated = None
