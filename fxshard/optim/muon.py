@@ -20,8 +20,8 @@ from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
 from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.exchange import ROW_HALVES, Batch, Travel, cut_alone, parts_alone
+from fxshard.planner.optimizer_step import Exchange, Land, Local, Orthogonalize, StepInstruction
 from fxshard.planner.parts import Parts
-from fxshard.planner.step import Exchange, Instruction, Land, Local, Orthogonalize
 from fxshard.runtime.engine import Engine, Sent
 
 ROUNDED = "rounded"
@@ -86,7 +86,7 @@ class ShardedMuon(ShardedOptimizer):
                     group[ROUNDED] = group.get(ROUNDED, 0) + 1
         return may
 
-    def _run(self, instruction: Instruction) -> None:
+    def _run(self, instruction: StepInstruction) -> None:
         match instruction:
             case Local(buckets):
                 self._update_alone(buckets, lambda: ShardedOptimizer._run(self, instruction))

@@ -10,9 +10,9 @@ import torch
 from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.exchange import Batch, CutAlone, cut_alone, local_work, parts_alone
 from fxshard.planner.matrices import newton_schulz_flops
+from fxshard.planner.optimizer_step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
 from fxshard.planner.parts import Parts
 from fxshard.planner.state import update_traffic
-from fxshard.planner.step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
 from fxshard.schedule.events import TENSOR, Event, Kind, Phase, of_many
 
 
