@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,9 +37,10 @@ def _count_flops(node: fx.Node) -> int:
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     attention = _ATTENTION.get(private.operator_name(target))
     if attention is not None:
-        query, key = (_value(node.args[i]) for i in attention.operands)
+        operands, products = attention
+        query, key = (_value(node.args[i]) for i in operands)
         batch, heads, length, width = query.shape
-        return attention.products * 2 * batch * heads * length * key.shape[-2] * width
+        return products * 2 * batch * heads * length * key.shape[-2] * width
     formula = flop_registry.get(target.overloadpacket)
     if formula is None:
         return 0
@@ -56,28 +56,12 @@ def node_float8_flops(node: fx.Node) -> int:
     return node_flops(node) if node.target in _IN_FLOAT8 else 0
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """Where query and key stand among the arguments, and how many matrix products of their size there are."""
-
-    operands: tuple[int, int]
-    products: int
-
-
-# torch's formulas know no CPU kernels, and in torch 2.11 they refuse keys with fewer heads than queries.
-_FORWARD, _BACKWARD = _Attention((0, 1), 2), _Attention((1, 2), 5)
+# Where query and key stand among the arguments, and how many matrix products of their size there are: torch's formulas
+# know no CPU kernels, and in torch 2.11 they refuse keys with fewer heads than queries.
 _ATTENTION = {
-    f"_scaled_dot_product_{kind}": cost
-    for kind, cost in {
-        "flash_attention_for_cpu": _FORWARD,
-        "flash_attention_for_cpu_backward": _BACKWARD,
-        "flash_attention": _FORWARD,
-        "flash_attention_backward": _BACKWARD,
-        "efficient_attention": _FORWARD,
-        "efficient_attention_backward": _BACKWARD,
-        "cudnn_attention": _FORWARD,
-        "cudnn_attention_backward": _BACKWARD,
-    }.items()
+    f"_scaled_dot_product_{kind}{direction}": cost
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for direction, cost in (("", ((0, 1), 2)), ("_backward", ((1, 2), 5)))
 }
 
 
