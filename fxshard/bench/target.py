@@ -26,7 +26,7 @@ class UsageError(Exception):
 
 
 @contextmanager
-def answered() -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """Turn a ``ConfigError`` about an argument into a ``UsageError``: a message for the terminal, not a crash."""
     try:
         yield

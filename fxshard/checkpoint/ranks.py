@@ -39,9 +39,9 @@ class Ranks:
         members = sharding.agreement.members
         if len(members) > 1:
             self.rank, self.size = members.index(dist.get_rank()), len(members)
-            self._roll_call = RollCall(members, private.group_timeout())
+            self._missing = MissingRanks(members, private.group_timeout())
             with self.together():
-                timeout = self._roll_call.collectives
+                timeout = self._missing.collectives
                 self.group = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
         self.parts = self._parts(sharding)
         """By the pattern of ``groups=``: which part of what the pattern names this rank has, and of how many."""
@@ -60,13 +60,13 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Around what all ranks do together: where it fails because some do not come, the error names them."""
         if self.size > 1:
-            self._roll_call.number += 1
+            self._missing.number += 1
         try:
             yield
         except RuntimeError as error:
             if self.size == 1:
                 raise
-            raise PeerError(f"rank {dist.get_rank()}, {self.doing}: {self._roll_call.explain(error)}") from error
+            raise PeerError(f"rank {dist.get_rank()}, {self.doing}: {self._missing.explain(error)}") from error
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value."""
@@ -113,7 +113,7 @@ SECONDS = 5.0
 _MADE: Counter[tuple[int, ...]] = Counter()
 
 
-class RollCall:
+class MissingRanks:
     """Finds the ranks that are missing when a collective failed: they do not answer in the store all processes share.
 
     The collective itself cannot say: gloo reports that time is up, not for whom it waited, and its connections are

@@ -9,13 +9,13 @@ import torch
 
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon, Scale, Split
+from fxshard.optim.device_table import device_table
 from fxshard.optim.directions import alike, apply_by_group, in_turns, orthogonal_pieces, update_
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
 from fxshard.optim.parts import PartsExchange, flat
 from fxshard.optim.row_moments import row_factors_
-from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
 from fxshard.planner.bucket_plan import BucketPlan
@@ -288,7 +288,9 @@ class ShardedMuon(ShardedOptimizer):
             # Asked of the whole matrix: where its pieces differ, they are scaled and rounded before the update.
             different = len(by_row.unique()) > 1
             one_for_all = float(by_row.view(-1)[0])
-            self._row_factors[key] = sent(ours.tolist(), torch.float32, direction.device) if different else one_for_all
+            self._row_factors[key] = (
+                device_table(ours.tolist(), torch.float32, direction.device) if different else one_for_all
+            )
         factor = self._row_factors[key]
         if isinstance(factor, torch.Tensor):
             return direction.float() * factor, 1.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from fxshard._torch.errors import StateError
-from fxshard.optim.sending import sent
+from fxshard.optim.device_table import device_table
 from fxshard.planner.head_rows import AttentionHeads
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
@@ -79,7 +79,7 @@ class QKClip:
                 for name in filter(None, (projection.weight, projection.bias)):
                     if name in fragments:
                         own = places[fragments[name].row_start : fragments[name].row_stop]
-                        place = sent(own, torch.int64, self._engine.device), not shared
+                        place = device_table(own, torch.int64, self._engine.device), not shared
                         found.setdefault(name, []).append(place)
             first += attention.heads
         return found

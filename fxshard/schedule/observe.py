@@ -66,7 +66,7 @@ class Observer:
         """A pass is about to work on a graph."""
         stem = f"{next(self._written):02}-{where}-{re.sub(r'[^a-z0-9_]+', '-', name.lower()).strip('-')}"
         self.write(f"{stem}.before.txt", module)
-        return Watch(self, where, name, stem, Shape.of(module), time.perf_counter())
+        return Watch(self, where, name, stem, Snapshot.of(module), time.perf_counter())
 
     def schedule(self, schedule: Schedule, name: str) -> None:
         """A schedule is emitted, and not verified yet: a wrong one is worth looking at."""
@@ -84,7 +84,7 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class Shape:
+class Snapshot:
     """The parts of a graph that the log compares: its nodes in order, their text, and runtime nodes by kind."""
 
     nodes: tuple[str, ...]
@@ -92,11 +92,11 @@ class Shape:
     kinds: Counter[str]
 
     @classmethod
-    def of(cls, module: fx.GraphModule) -> Shape:
+    def of(cls, module: fx.GraphModule) -> Snapshot:
         kinds = Counter(str(event.kind) for _, event in events(module.graph))
         return cls(tuple(node.name for node in module.graph.nodes), tuple(graph_lines(module)), kinds)
 
-    def became(self, after: Shape) -> str:
+    def became(self, after: Snapshot) -> str:
         """``30 → 38 nodes, +4 unshard, +4 wait``"""
         if self.nodes == after.nodes:
             noted = sum(one != other for one, other in zip(self.lines, after.lines, strict=True))
@@ -117,13 +117,13 @@ class Watch:
     where: str
     name: str
     stem: str
-    shape: Shape
+    before: Snapshot
     started: float
 
     def done(self, module: fx.GraphModule, seconds: float | None = None) -> None:
         """``seconds``: what it took, where that is not the time since it began."""
         taken = time.perf_counter() - self.started if seconds is None else seconds
-        became = self.shape.became(Shape.of(module))
+        became = self.before.became(Snapshot.of(module))
         self.observer.say("%s: %s: %.1f ms, %s", self.where, self.name, taken * 1e3, became)
         self.observer.write(f"{self.stem}.after.txt", module)
 
