@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard.bench.target import UsageError
+from fxshard.bench.target import transformers
 from fxshard.bench.workloads import Inputs
 
 Made = tuple[nn.Module, Inputs]
@@ -67,11 +67,7 @@ def dinov2() -> Made:
 
 
 def _model(name: str, **sizes: Any) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError("models of transformers need it: pip install -c constraints.txt -e '.[hf]'") from None
-    kind = getattr(transformers, name)
+    kind = getattr(transformers(), name)
     model: nn.Module = kind(kind.config_class(**sizes))
     return model.train()
 

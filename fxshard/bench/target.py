@@ -34,6 +34,15 @@ def usage_errors() -> Iterator[None]:
         raise UsageError(str(error)) from None
 
 
+def transformers() -> Any:
+    """The library, or how to install it."""
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("models of transformers need it: pip install -c constraints.txt -e '.[hf]'") from None
+    return transformers
+
+
 def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]:
     """The model and example inputs that a preset's name or ``MODULE:FACTORY`` stands for."""
     from fxshard.bench.presets import PRESETS

@@ -46,6 +46,21 @@ def add_models(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--no-cache", action="store_true", help="models of transformers with use_cache=False")
 
 
+def add_workloads(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """The options that say which models are trained, and for how many steps."""
+    add_models(parser, default="1b on CUDA, toy on a CPU")
+    parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
+    parser.add_argument("--layers", type=int, help="another number of layers than the model has")
+    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds, in turns (default: {rounds})")
+
+
+def workloads(arguments: argparse.Namespace) -> list[Workload]:
+    """Those that the options of ``add_workloads`` ask for."""
+    names = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
+    return [Workload(name, arguments.layers, arguments.batch, not arguments.no_cache) for name in names]
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model of ``MODELS``, with another number of layers or sequences if asked to."""
