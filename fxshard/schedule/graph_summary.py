@@ -12,7 +12,7 @@ from fxshard._torch import private
 from fxshard.kernels.float8_ops import float8_mm_into
 from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
 from fxshard.kernels.ops import mm_into, scaled_into
-from fxshard.schedule.aliases import is_view, root_of
+from fxshard.schedule.aliases import readers, root_of
 from fxshard.schedule.collectives import ModelCollective, described
 from fxshard.schedule.events import Event, Kind, Phase, event_of, events
 from fxshard.schedule.offloads import HostCopy
@@ -64,7 +64,7 @@ def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
     for source, event in events(graph):
         if event.bucket_index < 0:
             continue
-        for reader in _readers(source):
+        for reader in readers(source.users):
             if reader in number:
                 written = event.kind is Kind.GRAD and reader.target in WRITES
                 (writes if written else reads).setdefault(event.bucket_index, set()).add(number[reader])
@@ -90,20 +90,6 @@ def bucket_viewed_by(node: fx.Node) -> Event | None:
 
 def _uses(found: dict[int, set[int]]) -> tuple[BucketUse, ...]:
     return tuple(BucketUse(bucket, tuple(sorted(found[bucket]))) for bucket in sorted(found))
-
-
-def _readers(source: fx.Node) -> set[fx.Node]:
-    """The nodes that read the memory a runtime node gives, through any chain of views."""
-    found: set[fx.Node] = set()
-    stack = list(source.users)
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user not in found:
-                found.add(user)
-                if is_view(user) and user.all_input_nodes[0] is node:
-                    stack.append(user)
-    return found
 
 
 def computes(node: fx.Node) -> bool:
