@@ -15,7 +15,7 @@ from torch import nn
 
 from fxshard.bench import sample_batches as batches
 from fxshard.bench.sample_batches import IMAGE, IMAGE_TOKEN, LABELS, LENGTH, VOCABULARY, Batch, MakeBatch
-from fxshard.bench.target import UsageError
+from fxshard.bench.target import transformers
 
 Sizes = Mapping[str, Any]
 
@@ -64,15 +64,7 @@ class Architecture:
         return self.batch(self.config(1), torch.Generator().manual_seed(seed))
 
     def _class(self) -> Any:
-        return getattr(_transformers(), self.model)
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError("bench models needs transformers: pip install -c constraints.txt -e '.[hf]'") from None
-    return transformers
+        return getattr(transformers(), self.model)
 
 
 def _nested(sizes: Sizes) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fxshard._torch.progress import progress
 from fxshard.bench.contenders import ADAMW, BF16, Make, fsdp2, ours
 from fxshard.bench.harness import Column, Row, Table, add_device, parser_of, write
 from fxshard.bench.train import Contender, join_ranks
-from fxshard.bench.workloads import Workload, add_models
+from fxshard.bench.workloads import Workload, add_workloads, workloads
 from fxshard.planner.hardware import hardware as known
 from fxshard.planner.kept_state import kept_state
 from fxshard.planner.state import AUTO, FORMATS, OFFLOADS
@@ -48,15 +48,14 @@ def main() -> None:
     arguments = parse()
     device = join_ranks(arguments.device)
     tables: list[Table] = []
-    for name in arguments.model:
-        workload = Workload(name, arguments.layers, arguments.batch, not arguments.no_cache)
+    for workload in workloads(arguments):
         rows = []
         with progress(arguments.budgets + len(arguments.shares), shown=dist.get_rank() == 0, lines=True) as begin:
             for row in measured(workload, arguments, device):
                 rows.append(row)
-                begin(f"{name}: {row['name']} takes {row['step_ms']:.1f} ms and {row['measured']:.3f} GiB")
+                begin(f"{workload.name}: {row['name']} takes {row['step_ms']:.1f} ms and {row['measured']:.3f} GiB")
         if dist.get_rank() == 0:
-            tables.append(Table(name, COLUMNS, rows))
+            tables.append(Table(workload.name, COLUMNS, rows))
             print(f"\n{tables[-1]}", flush=True)
             write(arguments.json, tables)
     dist.destroy_process_group()
@@ -65,19 +64,14 @@ def main() -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, "bench budget")
     add_device(parser)
-    add_models(parser, default="1b on CUDA, toy on a CPU")
-    parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
-    parser.add_argument("--layers", type=int, help="another number of layers than the model has")
+    add_workloads(parser, rounds=3)
     parser.add_argument("--budgets", type=int, default=10, help="from the smallest to the largest (default: 10)")
     parser.add_argument(
         "--shares", default="1.0,0.75,0.5,0.25,0.1", help="torch's activation_memory_budget; empty for none"
     )
-    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--state", choices=(*FORMATS, AUTO), default="fp32", help="of AdamW's moments (default: fp32)")
     parser.add_argument("--offload", choices=(*OFFLOADS, AUTO), default="none", help="of them (default: none)")
     arguments = parser.parse_args(argv)
-    arguments.model = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
     arguments.shares = [float(share) for share in arguments.shares.split(",") if share]
     if arguments.budgets < 2:
         parser.error(f"--budgets {arguments.budgets}: expected two or more, the smallest and the largest among them")

@@ -49,7 +49,7 @@ class Captured:
 
     model: nn.Module
     partitions: list[Partitioned]
-    """As the step was partitioned, and with less and less saved for backward, as far as budgets asked for it."""
+    """The step as it was partitioned, then with less and less saved for backward, as far as budgets asked for it."""
     context: PassContext
     precision: fxshard.Precision | None
     zero: int
@@ -59,7 +59,7 @@ class Captured:
     def buckets(
         self, *, ranks: int, zero: int, replicas: int = 1, stride: int = 1, optimizer: Any = None, **_: Any
     ) -> tuple[BucketPlan, ...]:
-        """Those of a schedule with these options."""
+        """The buckets of a schedule with these options."""
         domain = data_parallel(ranks // replicas, replicas, "mean", "cuda", stride)
         return self._buckets(zero, domain, matrices(optimizer, self.model) if isinstance(optimizer, Muon) else ())
 
@@ -86,7 +86,7 @@ class Captured:
         fsdp2: bool = False,
         **options: Any,
     ) -> Schedule:
-        """As ``fxshard.plan`` gives it. With ``fsdp2``, ordered by its rule: one ahead, and the last bucket kept.
+        """The schedule that ``fxshard.plan`` gives. ``fsdp2``: ordered by FSDP2's rule, one ahead, the last one kept.
 
         ``replicas``: of each shard, among the ``ranks``; ``stride``: how many ranks apart neighbouring shards are.
         """
@@ -183,7 +183,7 @@ def _partitioned(model: nn.Module, inputs: Sequence[Any], plan: ShardingPlan) ->
 
 
 def _prepared(partitioned: Partitioned, context: PassContext) -> Partitioned:
-    """What does not depend on buckets is done before graphs are copied for each choice of them, in place."""
+    """The passes that do not depend on buckets, run in place before graphs are copied for each choice of buckets."""
     for phase, module in partitioned.graphs.items():
         order_collectives(module, replace(context, phase=phase))
         for node in module.graph.nodes:

@@ -70,7 +70,7 @@ class Ours:
         fxshard.load(self.model, path)
 
 
-class OursBeside(Ours):
+class OursAsynchronous(Ours):
     """The time until training goes on; the writing itself is waited for outside."""
 
     name = "fxshard, asynchronous"
@@ -91,7 +91,7 @@ COLUMNS = (
     Column("save_peak", "save +MiB", ".0f"),
     Column("load_peak", "load +MiB", ".0f"),
 )
-CONTENDERS: dict[str, type[Fsdp2] | type[Ours]] = {"fsdp2": Fsdp2, "fxshard": Ours, "asynchronous": OursBeside}
+CONTENDERS: dict[str, type[Fsdp2] | type[Ours]] = {"fsdp2": Fsdp2, "fxshard": Ours, "asynchronous": OursAsynchronous}
 
 
 def timed(action: Callable[[], None]) -> tuple[float, int]:
@@ -119,7 +119,7 @@ def round_trip(contender: Fsdp2 | Ours, folder: Path) -> dict[str, float]:
     path = folder / contender.name.replace(" ", "-")
     save_s, save_peak = timed(lambda: contender.save(path))
     finish_s = 0.0
-    if isinstance(contender, OursBeside):
+    if isinstance(contender, OursAsynchronous):
         finish_s, _ = timed(contender.finish)
     load_s, load_peak = timed(lambda: contender.load(path))
     size = sum(file.stat().st_size for file in path.iterdir())
@@ -183,7 +183,7 @@ def main() -> None:
 
 
 def medians(found: dict[str, list[dict[str, float]]]) -> Table:
-    """Of times without the first round, which warms up, and the largest of the peaks of all rounds."""
+    """Medians of times without the first round, which warms up, and the largest of the peaks of all rounds."""
     rows: list[Row] = [
         {
             "name": name,

@@ -1,4 +1,4 @@
-"""What calls take on a device, and what the host takes to launch them: two figures that must not be mixed."""
+"""The time of calls on a device, and the time the host takes to launch them: two figures that must not be mixed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DeviceClock:
         self._result = torch.empty_like(self._ahead)
 
     def milliseconds(self, run: Run, repeat: int) -> float:
-        """Of one call, on the device alone.
+        """The time of one call on the device alone.
 
         Long products go first, as many as it takes until all calls are queued before the first of them starts. Calls
         that wait for the device cannot be queued, and their launching is part of what is returned.

@@ -93,7 +93,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Inpu
 
 
 def _cpu_seconds() -> float:
-    """What this process and those it has waited for (compilers) have computed."""
+    """CPU seconds of this process and of those it has waited for (compilers)."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 

@@ -1,4 +1,4 @@
-"""Those that take turns in a benchmark: each shards and compiles a plain model, and has an optimizer for it."""
+"""Contenders of a benchmark: each shards and compiles a plain model, and gives it an optimizer."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def fsdp2_tensor_parallel(model: nn.Module, precision: Precision, compiled: bool
     return fsdp2(parallel, precision, compiled, mesh["dp"])
 
 
-def torchao(model: nn.Module, precision: Precision, recipe: str) -> Made:
-    """torchao's float8 over FSDP2 + compile; with a scale per tensor weights are gathered in float8.
+def torchao(model: nn.Module, precision: Precision) -> Made:
+    """torchao's float8 with a scale per tensor over FSDP2 + compile; weights are gathered in float8.
 
     Needs torchao on the path; its Python files are enough.
     """
@@ -59,16 +59,10 @@ def torchao(model: nn.Module, precision: Precision, recipe: str) -> Made:
         precompute_float8_dynamic_scale_for_fsdp,
     )
 
-    by_tensor = recipe == "tensorwise"
-    config = (
-        Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-        if by_tensor
-        else Float8LinearConfig.from_recipe_name(recipe)
-    )
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: not name.endswith("head"))
     sharded, optimizer = fsdp2(model, precision, compiled=True)
-    if by_tensor:
-        optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(sharded))
+    optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(sharded))
     return sharded, optimizer
 
 
@@ -112,8 +106,6 @@ CONTENDERS: dict[str, Make] = {
     "fxshard-masked": lambda model, precision: ours(model, precision, 3, debug=fxshard.Debug(window_attention=False)),
     "fxshard-dynamic": lambda model, precision: ours(model, precision, 3, dynamic=True),
     "fxshard-muon": lambda model, precision: ours(model, precision, 3, MUON),
-    "fxshard-normuon": lambda model, precision: ours(model, precision, 3, fxshard.NorMuon(lr=1e-3, adamw=ADAMW)),
-    "fxshard-muon-zero1": lambda model, precision: ours(model, precision, 1, MUON),
     "fxshard-bf16-state": lambda model, precision: ours(model, precision, 3, replace(ADAMW, state="bf16")),
     "fxshard-8bit": lambda model, precision: ours(model, precision, 3, replace(ADAMW, state="8bit")),
     "fxshard-host": lambda model, precision: ours(model, precision, 3, replace(ADAMW, offload="host")),
@@ -122,7 +114,6 @@ CONTENDERS: dict[str, Make] = {
     ),
     "fxshard-zero2": lambda model, precision: ours(model, precision, 2),
     "fxshard-zero1": lambda model, precision: ours(model, precision, 1),
-    "fxshard-zero0": lambda model, precision: ours(model, precision, 0),
     "fxshard-float8": lambda model, _: ours(model, fxshard.Float8(), 3),
     "fxshard-float8-zero2": lambda model, _: ours(model, fxshard.Float8(), 2),
     "fxshard-float8-graphs": lambda model, _: ours(model, fxshard.Float8(), 3, cuda_graphs=True),
@@ -132,11 +123,10 @@ CONTENDERS: dict[str, Make] = {
     "fsdp2": lambda model, precision: fsdp2(model, precision, compiled=False),
     "fsdp2-compile": lambda model, precision: fsdp2(model, precision, compiled=True),
     "fsdp2-tp-compile": fsdp2_tensor_parallel,
-    "torchao": lambda model, precision: torchao(model, precision, "tensorwise"),
-    "torchao-row": lambda model, precision: torchao(model, precision, "rowwise"),
+    "torchao": torchao,
     "ddp": ddp,
     "compile": unsharded,
 }
 
 TENSOR_PARALLEL = ("fxshard-tp", "fsdp2-tp-compile")
-"""Those for which two neighbouring ranks share a batch."""
+"""Contenders in which two neighbouring ranks share a batch."""

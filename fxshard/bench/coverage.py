@@ -63,7 +63,7 @@ def line(row: Row) -> str:
 
 
 def page(rows: Sequence[Row], versions: Mapping[str, str], listed: int) -> str:
-    """Of ``listed`` architectures that there are, those that were run."""
+    """The page of the architectures that were run, out of ``listed`` that there are."""
     left = f" These are {len(rows)} of the {listed} architectures that it has (`--only`)." if len(rows) < listed else ""
     lines = [
         "# Models of transformers",

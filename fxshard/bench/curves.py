@@ -26,7 +26,7 @@ Runs = Mapping[str, Mapping[str, Any]]
 
 
 def end(losses: Sequence[float]) -> float:
-    """What a run came to: the mean of its last steps."""
+    """The result of a run: the mean of its last losses."""
     last = losses[-LAST:]
     return sum(last) / len(last)
 
@@ -58,7 +58,7 @@ def _apart(difference: float, spread: float | None, name: str) -> str:
 
 
 def running_mean(losses: Sequence[float], over: int) -> list[float]:
-    """Of the last ``over`` values at each step, of as many as there are at the beginning."""
+    """At each step the mean of the last ``over`` values, or of as many as there are."""
     total, means = 0.0, []
     for i, loss in enumerate(losses):
         total += loss - (losses[i - over] if i >= over else 0.0)
@@ -99,7 +99,7 @@ def to_svg(runs: Runs, heading: str) -> str:
 
 
 def read(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the runs have in common, and the runs of all files; the later file counts where both have one."""
+    """The settings that all runs share, and the runs of all files; where two files have one, the later counts."""
     about: dict[str, Any] = {}
     runs: dict[str, Any] = {}
     for file in files:

@@ -1,7 +1,7 @@
-"""What ranks find out about an architecture: its losses with FSDP2 and with fxshard, and what was compiled.
+"""Examine an architecture on ranks: its losses with FSDP2 and with fxshard, and the number of compilations.
 
 The ranks of one architecture are forked from a process that has imported what they need. They are gone afterwards, and
-so is whatever they broke.
+so is everything they broke.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Depths:
     """Numbers of layers."""
 
     trained: int = 2
-    """Of the models that are compared with FSDP2."""
+    """Layers of the models that are compared with FSDP2."""
     shallow: int = 6
     deep: int = 12
-    """Of those that are compiled only, to see whether a deeper one takes more compilations."""
+    """Layers of the models that are compiled only, to see whether a deeper one takes more compilations."""
 
     def counted(self, architecture: Architecture) -> tuple[int, int]:
         """The shallow and the deep one; twice as deep where several kinds of attention take turns: in few layers not
@@ -116,7 +116,7 @@ class Depths:
 
 @dataclass
 class Recognised:
-    """What the passes before autograd made of the graphs of a model, in numbers of places."""
+    """How often the passes before autograd recognised something in the graphs of a model."""
 
     attention: int = 0
     """Calls of attention, of which ..."""
@@ -150,7 +150,7 @@ class Recognised:
 
 
 def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Those of regions that are checkpointed included, which have graphs of their own."""
+    """All nodes, those of checkpointed regions included, which have graphs of their own."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             yield from part.graph.nodes
@@ -162,12 +162,12 @@ def _count(before: dict[str, int], more: list[str]) -> dict[str, int]:
 
 @dataclass
 class Finding:
-    """What one rank knows of an architecture."""
+    """The results of one rank for an architecture."""
 
     peer_losses: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     graphs: int = 0
-    """That one forward takes."""
+    """Graphs of one forward."""
     captures: int = 0
     """How often one of them was captured; more than their number where something other than inputs changed."""
     breaks: list[str] = field(default_factory=list)

@@ -32,7 +32,7 @@ from fxshard.kernels.glu import SWIGLU
 from fxshard.kernels.op import grouped_swiglu
 
 IMPLEMENTATIONS = ("torch", "triton", "te")
-"""Those that ``"auto"`` may choose; te-mxfp8, which rounds more, has to be asked for."""
+"""The implementations that ``"auto"`` may choose; te-mxfp8, which rounds more, has to be asked for."""
 TAKE_DENSE = ("triton",)
 FARTHEST = 5e-2
 """How far, relative to its norm, a result or gradient may be from torch's own products, in bf16."""
@@ -40,7 +40,7 @@ FARTHEST = 5e-2
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: shapes (experts × hidden × inner) of experts and of dense MLPs, each with all ``tokens``."""
+    """The cases to measure: shapes (experts × hidden × inner) of experts and dense MLPs, each with all ``tokens``."""
 
     experts: tuple[str, ...]
     dense: tuple[str, ...]

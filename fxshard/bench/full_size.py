@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard.bench.target import UsageError
+from fxshard.bench.target import transformers
 from fxshard.bench.workloads import Inputs
 
 Made = tuple[nn.Module, Inputs]
@@ -54,23 +54,6 @@ def t5() -> Made:
     return model, _text(model, 16, 512)
 
 
-def bart() -> Made:
-    """BART large, 16 × 512 tokens to as many. On torch 2.11 its LayerDrop breaks the graph."""
-    model = _model("BartForConditionalGeneration")
-    return model, _text(model, 16, 512)
-
-
-def whisper() -> Made:
-    """Whisper medium, 8 × 30 seconds. On torch 2.11 its LayerDrop breaks the graph."""
-    sizes = {f"{part}_{name}": of for part in ("encoder", "decoder") for name, of in _WHISPER.items()}
-    model = _model("WhisperForConditionalGeneration", d_model=1024, **sizes)
-    bands = torch.randn(8, 80, 3000)
-    return model, {"input_features": bands, "labels": torch.randint(1000, 50000, (8, 256))}
-
-
-_WHISPER = {"layers": 24, "attention_heads": 16, "ffn_dim": 4096}
-
-
 def vit() -> Made:
     """ViT large, 128 images of 224 × 224."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
@@ -83,24 +66,8 @@ def dinov2() -> Made:
     return _model("Dinov2ForImageClassification", num_labels=1000, image_size=224, **sizes), _images(128)
 
 
-def gemma2() -> Made:
-    """Twelve layers of Gemma 2 2B with a quarter of its vocabulary, 4 × 2048 tokens."""
-    model = _model("Gemma2ForCausalLM", num_hidden_layers=12, vocab_size=64000)
-    return model, _text(model, 4, 2048)
-
-
-def gpt_oss() -> Made:
-    """Six layers of gpt-oss 20B with eight experts in each, 4 × 2048 tokens."""
-    model = _model("GptOssForCausalLM", num_hidden_layers=6, num_local_experts=8, vocab_size=32000)
-    return model, _text(model, 4, 2048)
-
-
 def _model(name: str, **sizes: Any) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError("models of transformers need it: pip install -c constraints.txt -e '.[hf]'") from None
-    kind = getattr(transformers, name)
+    kind = getattr(transformers(), name)
     model: nn.Module = kind(kind.config_class(**sizes))
     return model.train()
 

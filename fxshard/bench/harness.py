@@ -1,5 +1,5 @@
-"""What benchmarks have in common: a command line, and rows of figures as a table on a terminal, as a file, and as bars
-in an SVG file. Importing it does not import torch."""
+"""The command line that benchmarks share, and rows of figures as a table on a terminal, as a file, and as bars in an
+SVG file. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def numbers(text: str) -> list[int]:
 
 
 def in_fresh_process(*command: str, **options: Any) -> dict[str, Any]:
-    """What a Python that runs ``command`` prints last, as JSON."""
+    """Run ``command`` in a new Python and parse its last line as JSON."""
     done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=True, **options)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -131,11 +131,11 @@ class Column:
     title: str
     form: str = ".1f"
     ratio: bool = False
-    """Whether the ratio to that of the base stands beside it."""
+    """Whether the ratio to that of the base is a column as well."""
     bars: str = ""
-    """What bars of it are called. Times and sizes: shorter is better."""
+    """The title of its bars; without one, there are no bars. Times and sizes: shorter is better."""
     unit: str = ""
-    """Of bars."""
+    """The unit of its bars."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fxshard.bench.models import LlamaConfig
-from fxshard.bench.target import UsageError
+from fxshard.bench.target import transformers
 
 CONFIGS = {
     "llama": "LlamaConfig",
@@ -23,17 +23,13 @@ CONFIGS = {
 def build(kind: str, size: LlamaConfig, length: int, dtype: torch.dtype = torch.float32, **different: Any) -> nn.Module:
     """A causal language model of that size, but for what is ``different``; otherwise as its configuration has it by
     default."""
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError(f"hf:{kind} needs transformers: pip install -c constraints.txt -e '.[hf]'") from None
-    config = getattr(transformers, CONFIGS[kind])(**{**_shapes(kind, size, length), **different})
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    config = getattr(transformers(), CONFIGS[kind])(**{**_shapes(kind, size, length), **different})
+    model: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.train()
 
 
 def _shapes(kind: str, size: LlamaConfig, length: int) -> dict[str, Any]:
-    """What a configuration of that kind is given for a model of that size."""
+    """The arguments of that kind's configuration for a model of that size."""
     shapes = {
         "vocab_size": size.vocab,
         "hidden_size": size.dim,

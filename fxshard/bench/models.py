@@ -104,7 +104,7 @@ class Experts(nn.Module):
         return torch.zeros_like(tokens).scatter_add(0, source, routed).view_as(x)
 
     def mlp(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Of tokens sorted by expert; those of expert ``e`` end at ``offsets[e]``."""
+        """The MLPs of tokens sorted by expert; those of expert ``e`` end at ``offsets[e]``."""
         h = F.silu(grouped_product(x, self.w1.mT, offsets)) * grouped_product(x, self.w3.mT, offsets)
         return grouped_product(h, self.w2.mT, offsets)
 

@@ -5,11 +5,11 @@ python -m fxshard.bench.moe --shapes 1x4096x11008 --contenders dense,dense-fused
 python -m fxshard.bench.moe --write   # the table by which experts="auto" chooses on this device (``expert_costs``)
 
 Contenders take turns; figures are medians over rounds. ``forward`` and ``step`` (forward and backward) are times on the
-device alone: calls are queued before the first of them starts. ``host`` is what Python takes to launch a step on an
-idle device; where steps follow one another it is hidden behind them as long as it is shorter. On a CPU it is the step.
-``saved`` is what forward keeps for backward, ``peak`` what forward and backward need at once, gradients
-included; both on CUDA only. ``--kernels`` times the products of a step one by one as well, against torch's, and against
-ordinary ones if there is a single expert.
+device alone: calls are queued before the first of them starts. ``host`` is the time Python takes to launch a step on an
+idle device; where steps follow one another it is hidden as long as it is shorter. On a CPU it is the step. ``saved`` is
+what forward keeps for backward, ``peak`` what forward and backward need at once, gradients included; both on CUDA only.
+``--kernels`` times the products of a step one by one as well, against torch's, and against ordinary ones if there is a
+single expert.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def fused(name: str, form: Contender = eager) -> Contender:
-    """What users run: what they wrote, captured, found and fused."""
+    """The layer as users run it: written in plain PyTorch, captured, and fused by the backend."""
     return torch.compile(form, backend=fxshard_backend, dynamic=False, fullgraph=True, options={"experts": name})
 
 

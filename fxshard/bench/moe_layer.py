@@ -69,4 +69,4 @@ def error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> f
 
 
 Contender = Callable[[Layer], torch.Tensor]
-"""What computes a layer."""
+"""A function that computes a layer."""

@@ -29,7 +29,7 @@ def shapes(layers: int, dim: int, hidden: int) -> list[tuple[int, int]]:
 
 
 def parts(params: list[torch.nn.Parameter], choice: fxshard.Muon) -> dict[str, Callable[[], object]]:
-    """What a step is made of, each by itself."""
+    """The parts of a step, each by itself."""
     grads = [parameter.grad for parameter in params if parameter.grad is not None]
     # Not zeros: products of zeros take less power, and the device is at its limit with others.
     momenta = [grad.clone() for grad in grads]

@@ -1,7 +1,6 @@
-"""What planning costs, and what it gains: the tables of docs/planning-figures.md.
+"""The cost of planning, and its gain in the simulator: the tables of docs/planning-figures.md.
 
 fxshard bench planning                              # all parts, which takes an hour
-fxshard bench planning --quick                      # fewer layers
 fxshard bench planning --parts layers --layers 2,4 --svg cost.svg
 """
 
@@ -18,7 +17,7 @@ import torch
 import fxshard
 from fxshard._torch.progress import progress
 from fxshard.bench.captured import Captured, capture
-from fxshard.bench.harness import Column, Row, Table, in_fresh_process, parser_of, write
+from fxshard.bench.harness import Column, Row, Table, in_fresh_process, numbers, parser_of, write
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.bench.presets import PRESETS
 from fxshard.planner.hardware import hardware as known
@@ -27,8 +26,6 @@ from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.simulate import Simulation
 
 LAYERS = (8, 16, 32, 64, 80)
-QUICK_LAYERS = 16
-QUICK_DEPTHS = (8, 16)
 RANKS = (8, 64, 1024)
 HARDWARE = ("h100", "h200", "gb200")
 PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -40,26 +37,26 @@ RULES: dict[str, dict[str, Any]] = {
     "one ahead": {"optimizer": fxshard.AdamW(), "debug": fxshard.Debug(prefetch=1, defer_wgrad=False)},
     "FSDP2": {"fsdp2": True},
 }
-"""What is compared. *roomy* may use the share ``ROOM`` of the device's memory for shards and arena. FSDP2 starts a step
-with nothing gathered."""
+"""The rules that are compared. *roomy* may use the share ``ROOM`` of the device's memory for shards and arena. FSDP2
+starts a step with nothing gathered."""
 
 OURS = ("default", "roomy")
 ROOM = 0.7
 
 
-def one(preset: str, layers: int, ranks: int) -> dict[str, float]:
+def one(layers: int) -> dict[str, float]:
     """Plan here, and say what it took. Importing torch is part of the memory and not of the time."""
     import resource
 
-    model, inputs = PRESETS[preset](layers or None)
+    model, inputs = PRESETS["llama-70b"](layers)
     started, busy = time.perf_counter(), time.process_time()
-    schedule = fxshard.plan(model, inputs, world_size=ranks, hardware="h200", precision=PRECISION)
+    schedule = fxshard.plan(model, inputs, world_size=1024, hardware="h200", precision=PRECISION)
     seconds, cpu = time.perf_counter() - started, time.process_time() - busy
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
     return {"seconds": seconds, "cpu": cpu, "gib": gib, "events": len(schedule)}
 
 
-def gain_rows(preset: str, layers: int | None) -> Iterator[Row]:
+def gain_rows(preset: str) -> Iterator[Row]:
     """A simulated step by each rule, on each machine and number of ranks; one model is captured once for machines with
     the same kernels."""
     captured: dict[tuple[int, int] | None, Captured] = {}
@@ -67,7 +64,7 @@ def gain_rows(preset: str, layers: int | None) -> Iterator[Row]:
         for hardware in HARDWARE:
             kernels = known(hardware).capability
             if kernels not in captured:
-                captured[kernels] = capture(*PRESETS[preset](layers), precision=PRECISION, hardware=hardware)
+                captured[kernels] = capture(*PRESETS[preset](), precision=PRECISION, hardware=hardware)
             found = {rule: _step(captured[kernels], ranks, hardware, **options) for rule, options in RULES.items()}
             least = min(step["exposed"] for rule, step in found.items() if step and rule not in OURS)
             if any(found[rule] and found[rule]["exposed"] > least * (1 + 1e-9) for rule in OURS):
@@ -138,21 +135,20 @@ def layers_table(depths: Sequence[int]) -> Iterator[Table]:
 
 
 def _cost_row(layers: int) -> Row:
-    """Of one plan, in a process of its own."""
-    found = in_fresh_process("-m", "fxshard.bench.planning", "--one", "llama-70b", str(layers), "1024")
+    """The row of one plan, made in a process of its own."""
+    found = in_fresh_process("-m", "fxshard.bench.planning", "--one", str(layers))
     return {"name": f"{layers} layers", **found}
 
 
-def gain_tables(layers: int | None) -> Iterator[Table]:
+def gain_tables() -> Iterator[Table]:
     of_ours = ("communication", "step", "exposed", "step / bound", "seam", "turn", "arena GiB")
     titles = ["default: compute"]
     for rule in RULES:
         titles += [f"{rule}: {figure}" for figure in (of_ours if rule in OURS else ("step", "exposed"))]
     columns = tuple(Column(title, title, ".3f" if "bound" in title else ".1f") for title in titles)
     for preset in PRESETS:
-        about = f", {layers} layers" if layers else ""
-        title = f"Gain: {preset}{about}, milliseconds per step"
-        yield _table(title, columns, gain_rows(preset, layers), len(RANKS) * len(HARDWARE))
+        title = f"Gain: {preset}, milliseconds per step"
+        yield _table(title, columns, gain_rows(preset), len(RANKS) * len(HARDWARE))
 
 
 def muon_table() -> Iterator[Table]:
@@ -217,20 +213,17 @@ PARTS = ("layers", "gains", "muon")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: all of them)")
-    parser.add_argument("--layers", metavar="N,...", help="depths in the part of that name (default: 8 to 80)")
     parser.add_argument(
-        "--quick", action="store_true", help=f"depths of 8 and 16; gains with {QUICK_LAYERS} layers of each model"
+        "--layers", type=numbers, default=LAYERS, metavar="N,...", help="depths in the part of that name"
     )
-    parser.add_argument("--one", nargs=3, metavar=("PRESET", "LAYERS", "RANKS"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
-        preset, layers, ranks = args.one
-        print(json.dumps(one(preset, int(layers), int(ranks))))
+        print(json.dumps(one(args.one)))
         return
-    depths = tuple(map(int, args.layers.split(","))) if args.layers else QUICK_DEPTHS if args.quick else LAYERS
     parts: dict[str, Callable[[], Iterator[Table]]] = {
-        "layers": lambda: layers_table(depths),
-        "gains": lambda: gain_tables(QUICK_LAYERS if args.quick else None),
+        "layers": lambda: layers_table(args.layers),
+        "gains": gain_tables,
         "muon": muon_table,
     }
     tables = [table for part in args.parts for table in parts[part]()]

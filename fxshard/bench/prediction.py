@@ -1,18 +1,15 @@
 """The simulator against reality: predicted and measured steps of one model on the ranks at hand.
 
-torchrun --standalone --nproc-per-node 2 -m fxshard.bench.prediction --device cpu --model toy
+torchrun --standalone --nproc-per-node 1 -m fxshard.bench.prediction --device cuda --model 1b
 
-All ranks share one device here (CUDA_VISIBLE_DEVICES=0 where there are several). Three predictions: from the preset as
-it is; with the device's arithmetic and memory divided among the ranks and the link as recorded; and with every duration
-recorded by ``model.profile``. With several ranks the last two let compute and collectives take turns: both run on the
-one device.
+Two predictions, for ranks that have a device each: from the preset as it is, and with every duration recorded by
+``model.profile``.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -20,11 +17,10 @@ import fxshard
 from fxshard.bench.harness import Column, Table, add_device, parser_of, write
 from fxshard.bench.train import Contender, join_ranks
 from fxshard.bench.workloads import SIZES, Workload
-from fxshard.planner.hardware import Hardware, hardware
-from fxshard.schedule.events import Kind
+from fxshard.planner.hardware import hardware
 
 ROUNDS = 5
-"""Of five steps each."""
+"""Rounds of five steps each."""
 RESCHEDULED = "measured, rescheduled by its own profile"
 COLUMNS = (
     Column("step_ms", "step ms", ratio=True),
@@ -32,32 +28,6 @@ COLUMNS = (
     Column("communication_ms", "communication ms"),
     Column("exposed_ms", "exposed ms"),
 )
-
-
-def shared_device(machine: Hardware, ranks: int, link: float) -> Hardware:
-    """A machine whose ranks share one device: an equal part of its arithmetic and memory for each, a link as measured.
-
-    ``link`` is in bytes/s per rank. Collectives run on the same device: simulate without overlap.
-    """
-    return replace(
-        machine,
-        name=f"{machine.name}/{ranks}",
-        flops={dtype: rate / ranks for dtype, rate in machine.flops.items()},
-        memory_bandwidth=machine.memory_bandwidth / ranks,
-        memory_bytes=machine.memory_bytes // ranks,
-        intra_bandwidth=link,
-    )
-
-
-def link_of(profile: fxshard.Profile, schedule: fxshard.Schedule) -> float:
-    """Bytes/s per rank over the recorded gathers and reductions together."""
-    moved = seconds = 0.0
-    for i, duration in profile.of(schedule).items():
-        event = schedule.events[i]
-        if event.kind in (Kind.UNSHARD, Kind.REDUCE):
-            moved += event.bytes * (schedule.ranks - 1) / schedule.ranks
-            seconds += duration
-    return moved / seconds
 
 
 def main() -> None:
@@ -90,14 +60,8 @@ def report(
     schedule: fxshard.Schedule, profile: fxshard.Profile, before: float, after: float, arguments: argparse.Namespace
 ) -> None:
     machine = hardware("h200" if arguments.device == "cuda" else "cpu")
-    predictions = {"preset": schedule.simulate(machine)}
-    if schedule.ranks > 1:
-        link = link_of(profile, schedule)
-        print(f"link, recorded alone: {link / 1e9:.2f} GB/s per rank")
-        part = shared_device(machine, schedule.ranks, link)
-        predictions["shared device, recorded link"] = schedule.simulate(part, overlap=False)
-    alone = schedule.ranks == 1  # the others are on the same device
-    predictions["recorded durations"] = schedule.simulate(machine, durations=profile, overlap=alone)
+    recorded = schedule.simulate(machine, durations=profile)
+    predictions = {"preset": schedule.simulate(machine), "recorded durations": recorded}
     rows = [{"name": "measured", "step_ms": before * 1e3}, {"name": RESCHEDULED, "step_ms": after * 1e3}]
     for name, found in predictions.items():
         parts = ("step", "compute", "communication", "exposed")

@@ -32,7 +32,7 @@ PRECISION = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 ROOM = 0.9
 """Share of a device's memory that shards, arena and activations may take: the rest is the allocator's and NCCL's."""
 REPLICAS = (1, 8)
-"""Of a shard, as far as a replica still fills a node."""
+"""Numbers of replicas of a shard to try, as far as a replica still fills a node."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """What a simulated step of it takes; without ``seconds``, it does not fit."""
+    """The time and memory of a simulated step; without ``seconds``, it does not fit."""
 
     choice: Choice
     bytes: int
@@ -64,10 +64,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched."""
+    """The model, the machine and the stages of a search."""
 
     target: str
-    """As :func:`fxshard.bench.target.load` takes it."""
+    """A model as :func:`fxshard.bench.target.load` takes it."""
     world_size: int
     machine: Hardware
     layers: int | None = None
@@ -89,7 +89,7 @@ class Search:
     def run(
         self, tensor: Sequence[int], processes: int, report: Callable[[str], None] = lambda what: None
     ) -> list[Found]:
-        """What was found for each choice, the fastest first; what does not fit comes last."""
+        """The result of each choice, the fastest first; choices that do not fit come last."""
         found: list[Found] = []
         context = multiprocessing.get_context("forkserver")
         with ProcessPoolExecutor(processes, mp_context=context) as pool:

@@ -22,16 +22,25 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done as asked; the message says what can."""
+    """A command cannot do what it was asked for; the message says what it can do."""
 
 
 @contextmanager
-def answered() -> Iterator[None]:
-    """What fxshard says about an argument is an answer to the person at the terminal, not a crash."""
+def usage_errors() -> Iterator[None]:
+    """Turn a ``ConfigError`` about an argument into a ``UsageError``: a message for the terminal, not a crash."""
     try:
         yield
     except ConfigError as error:
         raise UsageError(str(error)) from None
+
+
+def transformers() -> Any:
+    """The library, or how to install it."""
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("models of transformers need it: pip install -c constraints.txt -e '.[hf]'") from None
+    return transformers
 
 
 def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]:
@@ -64,7 +73,7 @@ def load(target: str, layers: int | None = None) -> tuple[nn.Module, tuple[Any, 
 
 
 def about(target: str, layers: int | None, inputs: Any) -> str:
-    """What a table and a page say on top: the model, how many of its layers are shown if not all, the inputs."""
+    """The heading of a table or a page: the model, how many of its layers are shown if not all, the inputs."""
     import torch
 
     given = list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)
@@ -74,7 +83,7 @@ def about(target: str, layers: int | None, inputs: Any) -> str:
 
 
 def parallelizing(target: str, model: nn.Module) -> Callable[..., Any]:
-    """What cuts the model for the dimension ``tp`` of a mesh: a preset's plan, or ``parallelize(model, mesh)`` from the
+    """The function that cuts the model for the dimension ``tp`` of a mesh: a preset's, or ``parallelize`` from the
     module of the factory."""
     from fxshard.bench.presets import PRESETS
     from fxshard.bench.tensor_parallel import cut, is_dense

@@ -37,7 +37,7 @@ def _peak(device: str) -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
 
 
-def loop(device: str, steps: int, clip: float = 1.0) -> dict[str, float]:
+def loop(device: str, steps: int) -> dict[str, float]:
     """The bare loop: what a Trainer does in a step, and nothing around it."""
     model, inputs = Workload(_llama(device), cache=False).build(torch.device(device))
     sharded = fxshard.compile(model, precision=BF16 if device == "cuda" else None, optimizer=ADAMW)
@@ -47,7 +47,7 @@ def loop(device: str, steps: int, clip: float = 1.0) -> dict[str, float]:
             start = time.perf_counter()
         loss = loss_of(sharded, inputs)
         loss.backward()
-        sharded.clip_grad_norm_(clip)
+        sharded.clip_grad_norm_(1.0)
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
     synchronize(device)

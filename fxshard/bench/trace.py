@@ -1,4 +1,4 @@
-"""What a profiler's trace says about a training step: where the device's time goes, and where the host waits for it.
+"""Read a profiler's trace of a training step: where the device's time goes, and where the host waits for it.
 
 Works on the events of a Chrome trace as ``torch.profiler`` writes it; no torch is needed to read one.
 """
@@ -85,28 +85,13 @@ def read(path: Path) -> list[Event]:
     return events
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """The events of a trace that have a duration. It is expected to end with its last step."""
-
-    complete: list[Event]
-    steps: list[Span]
-    ran: list[Event]
-    """On the device, after the beginning of the first step."""
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Recorded:
-        complete = [event for event in events if event.get("ph") == "X"]
-        steps = sorted(span(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == STEP)
-        if not steps:
-            raise ValueError(f"no annotation {STEP!r} in the trace")
-        return cls(complete, steps, [e for e in complete if e.get("cat") in DEVICE and e["ts"] >= steps[0][0]])
-
-
 def analyse(events: Iterable[Event]) -> Traced | None:
-    """What the annotated steps did; None if nothing ran on a device."""
-    recorded = Recorded.of(events)
-    steps, ran = recorded.steps, recorded.ran
+    """Analyse the annotated steps; None if nothing ran on a device. A trace is expected to end with its last step."""
+    complete = [event for event in events if event.get("ph") == "X"]
+    steps = sorted(span(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == STEP)
+    if not steps:
+        raise ValueError(f"no annotation {STEP!r} in the trace")
+    ran = [e for e in complete if e.get("cat") in DEVICE and e["ts"] >= steps[0][0]]
     if not ran:
         return None
     kernels = [e for e in ran if e["cat"] == "kernel"]
@@ -126,7 +111,7 @@ def analyse(events: Iterable[Event]) -> Traced | None:
         longest_gap_ms=max(gaps, default=0.0) / 1e3,
         kernels=len(kernels) / len(steps),
         moved=_moved(ran, len(steps)),
-        waits=_waits(recorded.complete, steps),
+        waits=_waits(complete, steps),
     )
 
 
@@ -198,7 +183,7 @@ def _moved(ran: Iterable[Event], steps: int) -> dict[str, Moved]:
 
 
 def _waits(complete: Sequence[Event], steps: Sequence[Span]) -> tuple[Wait, ...]:
-    """Whatever thread they are on: backward has one of its own."""
+    """Of all threads: backward has one of its own."""
     pageable = {
         e["args"].get("correlation") for e in complete if e.get("cat") == "gpu_memcpy" and "Pageable" in e["name"]
     }
@@ -220,21 +205,20 @@ def _waits(complete: Sequence[Event], steps: Sequence[Span]) -> tuple[Wait, ...]
 
 
 def _inside(call: Event, around: Iterable[Event]) -> str:
-    names = [name for name in enclosing(call, around) if not name.startswith("ProfilerStep")]
-    if not names:
-        return "no operator"
-    return names[0] if names[0] == names[-1] else f"{names[-1]} > {names[0]}"
-
-
-def enclosing(call: Event, around: Iterable[Event]) -> list[str]:
-    """The names of what is around a call on its thread, from the innermost to the outermost."""
+    """The outermost and the innermost of what is around a call on its thread."""
     begin, end = span(call)
-    found = [
+    found = sorted(
         (e["dur"], e["name"])
         for e in around
-        if (e["pid"], e["tid"]) == (call["pid"], call["tid"]) and e["ts"] <= begin and e["ts"] + e["dur"] >= end
-    ]
-    return [name for _, name in sorted(found)]
+        if (e["pid"], e["tid"]) == (call["pid"], call["tid"])
+        and e["ts"] <= begin
+        and e["ts"] + e["dur"] >= end
+        and not e["name"].startswith("ProfilerStep")
+    )
+    if not found:
+        return "no operator"
+    innermost, outermost = found[0][1], found[-1][1]
+    return innermost if innermost == outermost else f"{outermost} > {innermost}"
 
 
 COLUMNS = (

@@ -30,7 +30,7 @@ from fxshard.bench.contenders import BF16, CONTENDERS, TENSOR_PARALLEL, Make
 from fxshard.bench.harness import Column, Row, Table, add_device, listed, numbers, parser_of, write
 from fxshard.bench.tensor_parallel import PARTS
 from fxshard.bench.trace import STEP, Traced, analyse, read, table, waits
-from fxshard.bench.workloads import SIZES, Workload, add_models, loss_of, of_length
+from fxshard.bench.workloads import SIZES, Workload, add_workloads, loss_of, of_length, workloads
 
 HOST_STEPS, TRACED_STEPS = 3, 2
 FIRST_STEPS = 4
@@ -131,7 +131,7 @@ class Contender:
         self.traced = analyse(read(path))
 
     def result(self) -> Row:
-        """What was measured. *launch*: wall time until one step is launched on an idle device (on a CPU: until it is
+        """The figures. *launch*: wall time until one step is launched on an idle device (on a CPU: until it is
         done); *CPU*: that of the process meanwhile, of all its threads."""
         step, (host, cpu) = statistics.median(self.rounds), map(statistics.median, zip(*self.host, strict=True))
         return {
@@ -192,8 +192,7 @@ def main() -> None:
     arguments = parse()
     device = join_ranks(arguments.device)
     tables: list[Table] = []
-    for name in arguments.model:
-        workload = Workload(name, arguments.layers, arguments.batch, not arguments.no_cache)
+    for workload in workloads(arguments):
         contenders = measured(workload, arguments, device)
         torch.compiler.reset()  # a model is compiled as it would be alone
         if dist.get_rank() == 0:
@@ -209,23 +208,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contenders", type=known, default=usual, help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--peer", type=known, metavar="NAME,...", help="these and fxshard, in place of --contenders")
     add_device(parser)
-    add_models(parser, default="1b on CUDA, toy on a CPU")
-    parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
+    add_workloads(parser, rounds=5)
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches in a step (default: 1)")
-    parser.add_argument("--layers", type=int, help="another number of layers than the model has")
-    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, the contenders taking turns (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="profile two steps of each, write traces there")
     cut = "cut the batch to each of these lengths in turn"
     parser.add_argument("--lengths", type=numbers, default=[], metavar="N,...", help=cut)
     arguments = parser.parse_args(argv)
     if arguments.peer:
         arguments.contenders = [*arguments.peer, "fxshard"]
-    arguments.model = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
     graphs = [name for name in arguments.contenders if name.endswith("-graphs")]
     if graphs and arguments.device != "cuda":
         parser.error(f"{graphs[0]} captures what a CUDA device does: --device cuda")
-    experts = any(SIZES[name].config.experts for name in arguments.model if name in SIZES)
+    experts = any(SIZES[name].config.experts for name in arguments.model or () if name in SIZES)
     if "ddp" in arguments.contenders and arguments.device == "cuda" and experts:
         parser.error("ddp computes under autocast, where torch's grouped product gets fp32: no contender for experts")
     return arguments

@@ -1,4 +1,4 @@
-"""Models of ``transformers`` beside those of ``--model hf:...``: our Llama's sizes but for one thing, large
+"""More models of ``transformers`` than ``--model hf:...`` has: with the sizes of our Llama but for one thing, large
 ones, and two with adapters.
 
 fxshard bench train --device cuda --no-cache --model fxshard.bench.variants:packed --contenders fsdp2-compile,fxshard

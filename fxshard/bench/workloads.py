@@ -1,4 +1,4 @@
-"""What the benchmarks train: a model by its name, and a batch for it."""
+"""The models that benchmarks train, by name, and batches for them."""
 
 from __future__ import annotations
 
@@ -46,6 +46,21 @@ def add_models(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--no-cache", action="store_true", help="models of transformers with use_cache=False")
 
 
+def add_workloads(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """The options that say which models are trained, and for how many steps."""
+    add_models(parser, default="1b on CUDA, toy on a CPU")
+    parser.add_argument("--batch", type=int, help="sequences per rank, where no factory makes them")
+    parser.add_argument("--layers", type=int, help="another number of layers than the model has")
+    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds, in turns (default: {rounds})")
+
+
+def workloads(arguments: argparse.Namespace) -> list[Workload]:
+    """Those that the options of ``add_workloads`` ask for."""
+    names = arguments.model or ["1b" if arguments.device == "cuda" else "toy"]
+    return [Workload(name, arguments.layers, arguments.batch, not arguments.no_cache) for name in names]
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model of ``MODELS``, with another number of layers or sequences if asked to."""
@@ -56,7 +71,7 @@ class Workload:
     cache: bool = True
     """Whether a model of ``transformers`` fills its key/value cache, as it does unless told otherwise."""
     size: Size | None = None
-    """Of our Llama, where it is none of ``SIZES``."""
+    """The size of our Llama, where it is none of ``SIZES``."""
     sharing: int = 1
     """Neighbouring ranks that train on one batch, because they are tensor-parallel."""
 
@@ -65,7 +80,7 @@ class Workload:
         torch.manual_seed(0)
         size = self.size or SIZES.get(self.name)
         with device:
-            model, inputs = self._of(size) if size is not None else self._from_factory()
+            model, inputs = self._of(size) if size is not None else target.load(self.name, self.layers)
         config: Any = getattr(model, "config", None)
         if config is not None and not self.cache:
             config.use_cache = False
@@ -80,9 +95,6 @@ class Workload:
         shape = (self.batch or size.batch, size.length)
         tokens, targets = (torch.randint(0, config.vocab, shape) for _ in range(2))
         return model, {"input_ids": tokens, "labels": tokens} if named else (tokens, targets)
-
-    def _from_factory(self) -> tuple[nn.Module, Inputs]:
-        return target.load(self.name, self.layers)
 
 
 def of_length(inputs: Inputs, length: int) -> Inputs:
@@ -99,7 +111,7 @@ def of_length(inputs: Inputs, length: int) -> Inputs:
 
 
 def loss_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
-    """What the model returns, or its ``.loss``."""
+    """The loss: the value that the model returns, or its ``.loss``."""
     returned = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     loss: torch.Tensor = returned if isinstance(returned, torch.Tensor) else returned.loss
     return loss

@@ -42,7 +42,7 @@ def match_model(held: Sequence[Held], stored: Mapping[str, Stored]) -> Sources:
 def targets(
     held: Sequence[Held], sources: Mapping[str, Source], stored: Mapping[str, Stored], problems: list[str]
 ) -> list[Target]:
-    """What this rank reads into the rows it holds. Every rank looks at every tensor, so that all see all problems."""
+    """The reads into the rows that this rank holds. Every rank looks at every tensor, so that all see all problems."""
     found: list[Target] = []
     for one in held:
         source = sources.get(one.names[0])

@@ -1,4 +1,4 @@
-"""What this rank holds of a checkpoint: rows of parameters and of optimizer state, under the plain model's keys."""
+"""The part of a checkpoint on this rank: rows of parameters and optimizer state, under the plain model's keys."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _among_all(held: Held, part: Part | None, *, loading: bool = False) -> Held:
 
 
 State = Mapping[torch.Tensor, Mapping[str, Any]]
-"""What ``optimizer.state`` is: parameter → field → tensor."""
+"""The type of ``optimizer.state``: parameter → field → tensor."""
 
 
 def of_optimizer(model: ShardedModule, state: State, parts: Parts) -> Iterator[Held]:

@@ -81,7 +81,7 @@ def fill_rows(model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, pr
 def _planned(
     model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, problems: list[str]
 ) -> tuple[list[Target], list[str]]:
-    """What this rank reads, and the experts that were stored in another layout."""
+    """The targets of this rank, and the experts that were stored in another layout."""
     stored = {f"{MODEL}.{name}": Stored(tuple(at.get_shape()), None) for name, at in where.items()}
     held = _in_files(model, stored, ranks)
     match = match_model(held, stored)
@@ -92,7 +92,7 @@ def _planned(
 
 
 def _in_files(model: ShardedModule, stored: Mapping[str, Stored], ranks: Ranks) -> list[Held]:
-    """What this rank reads: its part of the experts of all ranks where files have them together, or its own by name."""
+    """The rows to read: this rank's part of all ranks' experts where files have them together, or its own by name."""
     together = list(of_model(model, ranks.parts, loading=True))
     there = match_model(together, stored).of
     own = of_model(model)
@@ -188,7 +188,7 @@ def _safe_open(path: Path) -> Any:
 
 
 def _kinds(wanted: Sequence[Target], where: Mapping[str, Slice]) -> list[str]:
-    """Whole numbers are not to become fractions, nor the other way round."""
+    """Problems of kind: whole numbers must not become fractions, nor the other way round."""
     found = []
     for target in wanted:
         stored = where[target.key.removeprefix(f"{MODEL}.")].get_dtype()
@@ -272,7 +272,7 @@ def as_in_memory(plain: nn.Module, stored: Mapping[str, Slice], names: Collectio
 def _converted(
     converter: Any, sources: Mapping[str, list[Slice]], first: str, plain: nn.Module
 ) -> dict[str, Converted]:
-    """What a converter makes of some tensors: tried with tensors that have shapes and no memory."""
+    """The results of a converter for some tensors: tried with tensors that have shapes and no memory."""
     empty = {
         pattern: [torch.empty(tuple(each.get_shape()), device="meta") for each in found]
         for pattern, found in sources.items()

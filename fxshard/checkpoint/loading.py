@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import CheckpointException, TensorStorageMetad
 from fxshard._torch.errors import CheckpointError, FxshardError
 from fxshard._torch.progress import long_work
 from fxshard.checkpoint import folder, groups
+from fxshard.checkpoint.extra_state import restore_extra_states, restore_random_states
 from fxshard.checkpoint.fit import Stored, fields_in, match_model, targets
 from fxshard.checkpoint.held import (
     MODEL,
@@ -30,7 +31,6 @@ from fxshard.checkpoint.planners import LoadRows, Progress, Target
 from fxshard.checkpoint.ranks import Ranks
 from fxshard.checkpoint.reader import RowReader
 from fxshard.checkpoint.saving import check_model, explained, quiet, wait_for_save
-from fxshard.checkpoint.surroundings import restore_extra_states, restore_random_states
 from fxshard.frontend.module import ShardedModule
 from fxshard.optim.moments import Unpacked
 from fxshard.optim.sharded import ShardedOptimizer
@@ -42,15 +42,15 @@ MODULES = "modules.0"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded."""
+    """The result of ``fxshard.load``."""
 
     path: Path
     extra: Any
-    """What this rank gave to ``fxshard.save``, or rank 0 did where the number of ranks has changed."""
+    """The ``extra`` that this rank gave to ``fxshard.save``, or rank 0 where the number of ranks has changed."""
     manifest: dict[str, Any]
-    """What else is known about it: ranks, versions, hyperparameters, digest of the schedule."""
+    """The manifest of the checkpoint: ranks, versions, hyperparameters, digest of the schedule."""
     notes: list[str] = dataclass_field(default_factory=list)
-    """What is not as it was: experts in another layout, frozen parameters that were not saved, random states that were
+    """Differences: experts in another layout, frozen parameters that were not saved, random states that were
     not restored."""
 
 
@@ -110,7 +110,7 @@ def load(
 
 
 class _Plan:
-    """What this rank will read into what, and the problems that were found."""
+    """The reads of this rank, and the problems that were found."""
 
     def __init__(self, model: ShardedModule, optimizer: torch.optim.Optimizer | None, path: Path, parts: Parts) -> None:
         self.model, self.optimizer, self.parts = model, optimizer, parts

@@ -90,7 +90,7 @@ class _Table:
         self.used: set[str] = set()
 
     def targets(self, held: Sequence[Held]) -> list[Target]:
-        """What is read into the rows that this rank holds."""
+        """The reads into the rows that this rank holds."""
         found: list[Target] = []
         for one in held:
             for name in one.names:
@@ -155,7 +155,7 @@ class _Table:
 
 
 def _rows(one: Held, key: str, layer: int | None, runs: Sequence[tuple[int, int]]) -> Iterator[Target]:
-    """Of runs of stored rows, which one after another are a parameter, what belongs to the rows that a rank holds.
+    """The reads of a rank's rows from runs of stored rows, which one after another are a parameter.
 
     ``layer``: which one of a tensor that holds all of them.
     """
@@ -169,7 +169,7 @@ def _rows(one: Held, key: str, layer: int | None, runs: Sequence[tuple[int, int]
 
 
 def _number(name: str, pattern: str) -> int | None:
-    """What stands for ``*``."""
+    """The number in the place of ``*``."""
     if "*" not in pattern:
         return None
     before, _, after = pattern.partition("*")

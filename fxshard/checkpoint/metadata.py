@@ -1,4 +1,4 @@
-"""DCP's ``.metadata`` read as data. It is a pickle, and a pickle is a program: a folder from a stranger must not run.
+"""DCP's ``.metadata`` read as data. It is a pickle, and a pickle is a program: loading a folder must not run it.
 
 No class that the file names is looked up. Each becomes an empty record that holds what the file says of it, and the
 metadata is built anew from those records, with every type and range checked.
@@ -43,7 +43,7 @@ NAMES = {
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),
 }
-"""What DCP's metadata is made of (torch 2.11, 2.13), and Megatron's; dtypes are found by their name."""
+"""The classes in DCP's metadata (torch 2.11, 2.13), and in Megatron's; dtypes are found by their name."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Place:
 
 
 class _Record:
-    """What a pickle says of an object: which class, called with which arguments, given which state."""
+    """A pickle's description of an object: its class, the arguments and the state that it is given."""
 
     name: str
     args: tuple[Any, ...]

@@ -1,7 +1,7 @@
 """A checkpoint that is being written: aside, under a name of its own, renamed when it is complete.
 
-A lock file stands beside it, held by the process that writes as long as that lives. It is there before the folder and
-goes after it, so a folder whose lock nobody holds belongs to a save that ended half-way, whatever ended it.
+A lock file is next to it, held by the process that writes as long as that lives. It is there before the folder and
+goes after it, so a folder whose lock is free belongs to a save that ended half-way.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def prepare(path: Path) -> Partial:
         made = Partial(path)
     except OSError as error:
         raise CheckpointError(f"cannot write to {path.parent}: {error}") from None
-    if made.lockable:  # otherwise nobody can tell what is abandoned
+    if made.lockable:  # otherwise it is not known what is abandoned
         _remove_abandoned(path.parent)
     return made
 
@@ -116,7 +116,7 @@ def _is_there(path: Path, handle: int) -> bool:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Delete what saves left behind whose process has ended: nobody holds their lock any more."""
+    """Delete folders of saves whose process has ended, which has freed their lock."""
     folders = {folder for folder in parent.glob(f"*{PARTIAL}") if folder.is_dir()}
     folders |= {lock.with_name(lock.name.removesuffix(LOCK)) for lock in parent.glob(f"*{PARTIAL}{LOCK}")}
     for folder in folders:

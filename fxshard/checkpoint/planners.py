@@ -112,7 +112,7 @@ class Target:
     offsets: tuple[int, ...]
     tensor: torch.Tensor
     landing: Landing | None = None
-    """Of which the memory is a part."""
+    """The landing that the memory is a part of."""
 
 
 class LoadRows(LoadPlanner):

@@ -22,7 +22,7 @@ from fxshard.runtime.channels import domain_ranks
 
 @dataclass(frozen=True)
 class Part:
-    """Which of several groups of ranks, each with parameters of its own under the same names, a rank belongs to."""
+    """The number of a rank's group among several, each with parameters of its own under the same names."""
 
     index: int
     count: int
@@ -35,13 +35,13 @@ class Ranks:
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
         self.doing = "saving or loading a checkpoint"
-        """What a rank that waits in vain says that it was doing."""
+        """The work that the error of a rank that waits in vain names."""
         members = sharding.agreement.members
         if len(members) > 1:
             self.rank, self.size = members.index(dist.get_rank()), len(members)
-            self._roll_call = RollCall(members, private.group_timeout())
+            self._missing = MissingRanks(members, private.group_timeout())
             with self.together():
-                timeout = self._roll_call.collectives
+                timeout = self._missing.collectives
                 self.group = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
         self.parts = self._parts(sharding)
         """By the pattern of ``groups=``: which part of what the pattern names this rank has, and of how many."""
@@ -60,13 +60,13 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Around what all ranks do together: where it fails because some do not come, the error names them."""
         if self.size > 1:
-            self._roll_call.number += 1
+            self._missing.number += 1
         try:
             yield
         except RuntimeError as error:
             if self.size == 1:
                 raise
-            raise PeerError(f"rank {dist.get_rank()}, {self.doing}: {self._roll_call.explain(error)}") from error
+            raise PeerError(f"rank {dist.get_rank()}, {self.doing}: {self._missing.explain(error)}") from error
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value."""
@@ -113,8 +113,8 @@ SECONDS = 5.0
 _MADE: Counter[tuple[int, ...]] = Counter()
 
 
-class RollCall:
-    """Which ranks are missing when a collective failed: those that do not answer in the store all processes share.
+class MissingRanks:
+    """Finds the ranks that are missing when a collective failed: they do not answer in the store all processes share.
 
     The collective itself cannot say: gloo reports that time is up, not for whom it waited, and its connections are
     closed by then. So every rank whose collective failed leaves a word in the store. A rank that was stopped, has
@@ -131,11 +131,11 @@ class RollCall:
 
     @property
     def collectives(self) -> datetime.timedelta:
-        """The timeout of a collective, after which there is still time to ask who is missing."""
+        """The timeout of a collective, after which there is still time to ask which ranks are missing."""
         return self._timeout - datetime.timedelta(seconds=2 * self._patience)
 
     def explain(self, error: RuntimeError) -> str:
-        """What to say of a collective that failed."""
+        """The message about a collective that failed."""
         absent = self._absent()
         if absent is None:
             return (

@@ -46,7 +46,7 @@ class RowReader(FileSystemReader):
         return self._metadata  # torch's own would unpickle the file
 
     def damage(self, begins: tuple[str, ...], rank: int, ranks: int) -> list[str]:
-        """What is not as it was written, in this rank's share of the pieces whose keys begin so.
+        """Damage in this rank's share of the pieces whose keys begin so.
 
         Ranks verify equally many bytes each, whichever of them will read them: a rank reads rows, and a checksum is
         that of a whole piece.
@@ -161,7 +161,7 @@ class Record:
 
 
 def verify_archive(file: io.FileIO, offset: int, length: int, key: str) -> None:
-    """The same for an object, of which all records of the archive are read."""
+    """Raise ``CheckpointError`` if an object, of which all records are read, is not what was written."""
     try:
         broken = zipfile.ZipFile(_Window(file, offset, length)).testzip()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, zlib.error) as error:

@@ -21,11 +21,11 @@ from fxshard._torch.errors import CheckpointError, ConfigError, FxshardError, St
 from fxshard._torch.progress import long_work
 from fxshard._version import __version__
 from fxshard.checkpoint import folder, groups
+from fxshard.checkpoint.extra_state import modules_with_extra_state, random_states
 from fxshard.checkpoint.held import Held, of_model, of_optimizer
 from fxshard.checkpoint.partial import Partial, prepare
 from fxshard.checkpoint.planners import Progress, SaveRows, packed
 from fxshard.checkpoint.ranks import Ranks, ranks_of
-from fxshard.checkpoint.surroundings import modules_with_extra_state, random_states
 from fxshard.frontend.module import ShardedModule
 from fxshard.frontend.sharding import Sharding
 from fxshard.optim.sharded import ShardedOptimizer
@@ -184,7 +184,7 @@ class _Staging:
 
 @contextlib.contextmanager
 def _abandoned_on_failure(partial: Partial | None) -> Iterator[None]:
-    """What was written goes if the save fails; only the first rank has it."""
+    """Remove what was written if the save fails; only the first rank has it."""
     try:
         yield
     except BaseException:

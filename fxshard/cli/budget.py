@@ -1,4 +1,4 @@
-"""What ``fxshard inspect`` says of memory budgets: step time over budget, and what one budget decided."""
+"""Memory budgets in ``fxshard inspect``: step time over budget, and the decisions of one budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fxshard.schedule.schedule import Schedule
 
 
-SEEN = 0.995
+VISIBLE = 0.995
 
 
 def curve(trades: Sequence[Trade], arguments: argparse.Namespace, about: str) -> str:
@@ -27,7 +27,7 @@ def curve(trades: Sequence[Trade], arguments: argparse.Namespace, about: str) ->
     lines = [about, heading(arguments), ""]
     title = "optimizer state; computed again in backward, or on the host"
     lines.append(f"{'budget':>12}{'step':>12}{'arena':>12}   {'':<30} {title}")
-    for trade in apart(trades):
+    for trade in visibly_faster(trades):
         bar = "█" * round(30 * trade.seconds / slowest)
         again = ", ".join(each.name for each in trade.recomputed)
         if trade.offloaded:
@@ -38,22 +38,22 @@ def curve(trades: Sequence[Trade], arguments: argparse.Namespace, about: str) ->
 
 
 def heading(arguments: argparse.Namespace) -> str:
-    """What the curve is of."""
+    """The title of the curve."""
     return f"simulated step on {arguments.world_size} × {arguments.hardware}, by memory_budget"
 
 
-def apart(trades: Sequence[Trade]) -> Iterator[Trade]:
-    """Those that are faster than the one before by what can be seen, the last, and those that change the format."""
+def visibly_faster(trades: Sequence[Trade]) -> Iterator[Trade]:
+    """The budgets to show: those visibly faster than the one before, the last, and those that change the format."""
     shown: Trade | None = None
     for trade in trades:
         formats = {each.state.partition(" ")[0] for each in (trade, shown) if each is not None}
-        if shown is None or trade is trades[-1] or trade.seconds < SEEN * shown.seconds or len(formats) > 1:
+        if shown is None or trade is trades[-1] or trade.seconds < VISIBLE * shown.seconds or len(formats) > 1:
             shown = trade
             yield trade
 
 
-def decided(schedule: Schedule, hardware: Hardware) -> str:
-    """What a budget made of saved values and of optimizer state, and why."""
+def decisions(schedule: Schedule, hardware: Hardware) -> str:
+    """What a budget decided about saved values and optimizer state, and why."""
     from fxshard.frontend.state_decision import state_line
     from fxshard.schedule.html import duration
     from fxshard.schedule.schedule import size

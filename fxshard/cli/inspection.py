@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxshard._torch.progress import Report, progress
-from fxshard.bench.target import UsageError, about, answered, load, parallelizing, shortened
-from fxshard.cli.budget import apart, curve, decided, heading
+from fxshard.bench.target import UsageError, about, load, parallelizing, shortened, usage_errors
+from fxshard.cli.budget import curve, decisions, heading, visibly_faster
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,13 +138,13 @@ def _run(arguments: argparse.Namespace) -> int:
         report("importing torch")
         from fxshard.planner.hardware import hardware
 
-        with answered():
+        with usage_errors():
             machine = hardware(arguments.hardware)
         report(f"building {arguments.target}")
-        with _telling(arguments.target):
+        with _errors_printed(arguments.target):
             model, inputs = load(arguments.target, arguments.layers)
         report(f"planning {arguments.target} for {arguments.world_size} ranks")
-        with _telling(f"planning {arguments.target}"):
+        with _errors_printed(f"planning {arguments.target}"):
             found = planned_by(model, inputs, arguments, report)
         if arguments.sweep:
             simulation = None
@@ -158,7 +158,9 @@ def _run(arguments: argparse.Namespace) -> int:
         from fxshard.cli import budget_page
 
         print(curve(found, arguments, what))
-        page = partial(budget_page.to_html, found, list(apart(found)), heading(arguments), what, machine.memory_bytes)
+        page = partial(
+            budget_page.to_html, found, list(visibly_faster(found)), heading(arguments), what, machine.memory_bytes
+        )
         _write([(arguments.html, page)])
     else:
         _show(found, simulation, arguments, machine, what)
@@ -170,7 +172,7 @@ class Failed(Exception):
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _errors_printed(what: str) -> Iterator[None]:
     """Print why the person's own code, or planning it, failed, without our frames."""
     try:
         yield
@@ -208,7 +210,7 @@ def planned_by(
         from fxshard.frontend.planning import sweep as planned
     else:
         from fxshard.frontend.planning import plan as planned
-    with answered():
+    with usage_errors():
         return planned(
             model,
             inputs,
@@ -258,7 +260,7 @@ def _show(
 
 
 def _write(outputs: Sequence[tuple[str | Path | None, Callable[[], str]]]) -> None:
-    """Those for which there is a path."""
+    """Write each output that has a path."""
     for path, text in outputs:
         if path is None:
             continue
@@ -285,4 +287,4 @@ def print_step(schedule: Schedule, simulation: Simulation, hardware: Hardware) -
         f"peak with activations {size(simulation.peak_bytes)}"
     )
     if schedule.budget is not None:
-        print(decided(schedule, hardware))
+        print(decisions(schedule, hardware))

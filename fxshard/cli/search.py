@@ -7,7 +7,7 @@ import os
 from multiprocessing import forkserver
 
 from fxshard._torch.progress import progress
-from fxshard.bench.target import UsageError, answered
+from fxshard.bench.target import UsageError, usage_errors
 
 EXAMPLES = """examples:
   fxshard search llama-70b --world-size 1024
@@ -60,7 +60,7 @@ def _search(arguments: argparse.Namespace) -> int:
         from fxshard.bench.target import load, parallelizing
         from fxshard.planner.hardware import hardware
 
-        with answered():
+        with usage_errors():
             machine = hardware(arguments.hardware)
         model, inputs = load(arguments.target, arguments.layers)
         if max(tensor) > 1:  # before a minute is spent on the others

@@ -79,7 +79,7 @@ class ContextParallel:
         return torch.cat(parts, 2)
 
     def _numbers(self) -> tuple[int, int]:
-        """Of this rank's pieces."""
+        """The numbers of this rank's pieces."""
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def _part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the strategies for Lightning's ``Trainer`` have in common, in whichever of its two packages that comes from.
+"""The base of the strategies for Lightning's ``Trainer``, which comes in two packages.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with classes of their own: each has a
 strategy, in ``fxshard.integrations.lightning`` and in ``fxshard.integrations.pytorch_lightning``, which adds its bases.
@@ -22,7 +22,7 @@ from fxshard.integrations.optimizers import are_all, carry_over, check_unused, n
 from fxshard.integrations.replacing import save_over
 
 _OPTIONS_OF: WeakKeyDictionary[ShardedModule, dict[str, Any]] = WeakKeyDictionary()
-"""What strategies compiled models with: these may meet another Trainer, with the same options."""
+"""The options that strategies compiled models with: a model may meet another Trainer, with the same options."""
 
 
 class TrainerStrategy:
@@ -38,7 +38,7 @@ class TrainerStrategy:
     lightning_restore_optimizer = False
     precision_class: type[ClipsShards]
 
-    # What the other base has.
+    # Members of the other base.
     accelerator: Any
     lightning_module: Any
     optimizers: list[torch.optim.Optimizer]
@@ -86,7 +86,7 @@ class TrainerStrategy:
         self.accelerator.setup(trainer)
         module = self.lightning_module
         self._refuse(module)
-        self._places = where_ittrains(module)
+        self._places = trained_submodule(module)
         plain = module.get_submodule(self._places[0])
         if isinstance(plain, ShardedModule):
             self._refuse_other_options(plain)
@@ -174,7 +174,7 @@ class TrainerStrategy:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What is not sharded: metrics, frozen modules. The rest is written by ``save_checkpoint``, sharded."""
+        """State that is not sharded: metrics, frozen modules. The rest is written by ``save_checkpoint``, sharded."""
         sharded = tuple(f"{place}." for place in self._places)
         state = self.lightning_module.state_dict()
         return {name: value for name, value in state.items() if not name.startswith(sharded)}
@@ -251,7 +251,7 @@ class ClipsShards:
             super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
 
 
-def where_ittrains(module: nn.Module) -> tuple[str, ...]:
+def trained_submodule(module: nn.Module) -> tuple[str, ...]:
     """The names under which a ``LightningModule`` has the one submodule that trains."""
     found = {id(child): name for name, child in module.named_children() if trains(child)}
     direct = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]

@@ -50,7 +50,7 @@ _Mixin: Any = object
 
 
 class _Sharded(_Mixin):
-    """What a ``Trainer`` does differently where its model is sharded."""
+    """A ``Trainer`` whose model is sharded."""
 
     _compile_options: dict[str, Any] = {}
     accelerator: Any

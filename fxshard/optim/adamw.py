@@ -12,7 +12,7 @@ from fxshard.runtime.engine import Engine
 
 
 class ShardedAdamW(ShardedOptimizer):
-    """What ``fxshard.compile(..., optimizer=fxshard.AdamW(...))`` makes; equal to ``torch.optim.AdamW``.
+    """The optimizer of ``fxshard.compile(..., optimizer=fxshard.AdamW(...))``; equal to ``torch.optim.AdamW``.
 
     ``order``: the names of the model's parameters as ``parameters()`` gives them.
     """

@@ -29,7 +29,7 @@ def _update(
     transfers: Transfers | None,
     refused: torch.Tensor | None,
 ) -> None:
-    """The same where all moments are on the device, or all on the host."""
+    """A step where all moments are on the device, or all on the host."""
     pieces = [(moments, *piece) for moments in chosen for piece in moments.pieces()]
     kept = [moments.moments(i, begin, end) for moments, i, begin, end in pieces]
     exact: dict[int, list[Exact]] = {}

@@ -132,7 +132,7 @@ def state_choice(choice: AdamW | Muon | None) -> StateChoice:
 
 
 def _check_groups(choice: AdamW | Muon, known: tuple[str, ...]) -> None:
-    """What ``groups`` says of a pattern must be as valid as if it were said of all parameters."""
+    """Check the options of each pattern in ``groups`` as if they were given for all parameters."""
     kind = type(choice).__name__
     if choice.groups is None:
         return

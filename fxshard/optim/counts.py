@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch.errors import StateError
-from fxshard.optim.sending import sent
+from fxshard.optim.device_table import device_table
 from fxshard.planner.layout import Fragment, shares, within
 from fxshard.runtime.bucket import Bucket
 
@@ -48,7 +48,7 @@ class StepCounts:
         if with_grad != self._counted:
             # Kept from step to step: to index with a list would copy it every time, and the host would wait for that.
             ones = [float(i in with_grad) for i in range(len(params))]
-            self._counted, self._ones = with_grad, sent(ones, torch.float32, self.steps.device)
+            self._counted, self._ones = with_grad, device_table(ones, torch.float32, self.steps.device)
         if not with_grad:
             return
         if allowed is None:

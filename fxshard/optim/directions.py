@@ -11,6 +11,7 @@ from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Split
 from fxshard.optim.newton_schulz import orthogonalize
 from fxshard.optim.row_moments import row_factors_, scaled
+from fxshard.planner.optimizer_step import parts_within
 
 MOST_NUMEL = 2**29
 
@@ -27,15 +28,7 @@ def alike(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
 def in_turns(groups: Sequence[Mapping[str, Any]], values: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     """``alike``, with a limit to what is updated together: a step takes six bytes more for each element of those."""
     for members in alike(groups):
-        part: list[int] = []
-        together = 0
-        for i in members:
-            if part and together + values[i].numel() > MOST_NUMEL:
-                yield part
-                part, together = [], 0
-            part.append(i)
-            together += values[i].numel()
-        yield part
+        yield from parts_within(members, lambda i: values[i].numel(), MOST_NUMEL)
 
 
 def apply_by_group(

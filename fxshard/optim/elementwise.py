@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fxshard.optim.sending import sent
+from fxshard.optim.device_table import device_table
 
 try:
     import triton
@@ -159,4 +159,4 @@ def _kept(device: torch.device, stream: int, members: tuple[tuple[int, ...], ...
 
 
 def _sent(device: torch.device, members: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    return sent([list(row) for row in zip(*members, strict=True)], torch.int64, device)
+    return device_table([list(row) for row in zip(*members, strict=True)], torch.int64, device)

@@ -28,16 +28,16 @@ from fxshard.planner.state import BLOCK, line_blocks
 BINADES = 7
 """Powers of two below 1 from which on steps are equal."""
 STEPS = {True: 16, False: 32}
-"""Of codes with a sign and without."""
+"""Steps of codes with a sign and without."""
 SMALLEST_SCALE = 2.0**-88
-"""Of smaller blocks, too: what codes stand for is then never below the normal numbers of fp32, in either moment."""
+"""Smaller blocks have it too: decoded values are then never below the normal numbers of fp32, in either moment."""
 _MASK = 0xFFFFFFFF
 Bits = TypeVar("Bits", int, torch.Tensor)
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding at random draws from: 32 bits for each element, 16 for either moment."""
+    """The random numbers of stochastic rounding: 32 bits for each element, 16 for either moment."""
 
     seed: int
     first: int
@@ -108,7 +108,7 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, line: int, *, signed: boo
 
 @cache
 def levels(signed: bool) -> torch.Tensor:
-    """What each of the 256 codes stands for, in units of the scale. All of them are exact in fp32."""
+    """The values of the 256 codes, in units of the scale. All of them are exact in fp32."""
     steps = STEPS[signed]
     place = torch.arange(256 if not signed else 128) + 1  # the step next to zero is left out: 1 itself needs a code
     binade = (place // steps).clamp(min=1)

@@ -128,7 +128,7 @@ def _gated(name: str, own: str, shape: tuple[int, ...], shapes: dict[str, tuple[
     back = [(_GATED[own.lower()] if part == own else part).lower() for part in parts]
     down = next((other for path, other in shapes.items() if path.lower() == ".".join(back)), None)
     if down is None or len(down) != len(shape):
-        return Found(None, f"there is no {_GATED[own.lower()]} beside it that says how its rows are joined")
+        return Found(None, f"there is no {_GATED[own.lower()]} next to it that says how its rows are joined")
     *_, rows, columns = shape
     *_, outputs, inner = down
     by_rows, by_columns = (rows, columns) == (2 * inner, outputs), (columns, rows) == (2 * outputs, inner)
@@ -140,7 +140,7 @@ def _gated(name: str, own: str, shape: tuple[int, ...], shapes: dict[str, tuple[
 
 
 def _first(around: Sequence[nn.Module], names: Sequence[str]) -> Any:
-    """What the innermost module that says it, or the config of one, says."""
+    """The first of these attributes in the innermost module that has one, or in its config."""
     for module in around:
         for holder in (module, getattr(module, "config", None)):
             for name in names:

@@ -1,4 +1,4 @@
-"""Parameter groups: who shares hyperparameters, whether these make sense, and saved groups put in our order."""
+"""Parameter groups: which parameters share hyperparameters, checks of these, and saved groups put in our order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_patterns(choice: AdamW | Muon, names: Sequence[str], muon: Container[s
 
 
 def _matching(choice: AdamW | Muon, name: str) -> int:
-    """Which pattern of ``groups`` is the first to match, -1 if none does."""
+    """The number of the first pattern of ``groups`` that matches, -1 if none does."""
     return next((i for i, pattern in enumerate(choice.groups or {}) if fnmatchcase(name, pattern)), -1)
 
 

@@ -1,6 +1,6 @@
 """Optimizer state in the host's memory, brought to the GPU piece by piece, updated there and brought back.
 
-Copies in both directions run on streams of their own, beside the updates: while a piece is updated the next comes in
+Copies in both directions run on streams of their own, during the updates: while a piece is updated the next comes in
 and the one before goes out. Pieces have few places on the device, which they take in turn, so a host that is ahead of
 the device does not fill its memory. On a CPU there is nothing to overlap: the same copies, one after another.
 """
@@ -21,7 +21,7 @@ from fxshard.planner.state import PLACES
 IN_FLIGHT = 2
 """Batches of whole matrices that may be on their way back before the host waits for the oldest."""
 Piece = Sequence[Stored]
-"""What is on its way together: the moments of some rows."""
+"""The moments of some rows, which are copied together."""
 
 
 @dataclass
@@ -154,7 +154,7 @@ def _bytes(piece: Piece) -> int:
 
 
 def _laid_out(piece: Piece, memory: torch.Tensor) -> list[Stored]:
-    """The same in some memory of the device, one after another."""
+    """A piece laid out in some memory of the device, one tensor after another."""
     here, at = [], 0
     for one in piece:
         tensors = []

@@ -68,7 +68,7 @@ class Moments(StepCounts):
 
     @property
     def place(self) -> str:
-        """As ``offload`` calls it."""
+        """Where moments are, in the words of ``offload``."""
         return "none" if self.transfers is None else "host"
 
     def take_over(self, other: Moments) -> None:
@@ -165,7 +165,7 @@ class Moments(StepCounts):
         return {"exp_avg": self.first[i], "exp_avg_sq": second}
 
     def state_of(self, i: int) -> Mapping[str, torch.Tensor]:
-        """What ``optimizer.state`` holds for a parameter: views of the memory, or, where that is in fewer bits or the
+        """The entry of ``optimizer.state`` for a parameter: views of the memory, or, where that is in fewer bits or the
         host's, fp32, made when it is asked for."""
         if self.format != "fp32" or self.transfers is not None:
             return Unpacked(self, i)
@@ -177,7 +177,7 @@ class Moments(StepCounts):
         return views if fragment.name in self.muon else {"step": self.steps[i], **views}
 
     def clear(self, i: int) -> None:
-        """As if a parameter had never been stepped."""
+        """Reset the state of a parameter, as if it had never been stepped."""
         for stored in self.fields(i).values():
             for tensor in stored.tensors:
                 tensor.zero_()
@@ -200,7 +200,7 @@ class Deferred:
     """This rank's rows of a moment in fp32, made when they are read."""
 
     shape: torch.Size
-    """Of the rows that this rank holds."""
+    """The shape of the rows that this rank holds."""
     offsets: tuple[int, ...]
     """Where they begin in the whole parameter."""
     read: Callable[[], torch.Tensor]

@@ -9,19 +9,19 @@ import torch
 
 from fxshard.optim import muon_rule as rule
 from fxshard.optim.config import Muon, Scale, Split
+from fxshard.optim.device_table import device_table
 from fxshard.optim.directions import alike, apply_by_group, in_turns, orthogonal_pieces, update_
 from fxshard.optim.fused_weights import Found
 from fxshard.optim.groups import param_groups
 from fxshard.optim.moments import Moments
 from fxshard.optim.parts import PartsExchange, flat
 from fxshard.optim.row_moments import row_factors_
-from fxshard.optim.sending import sent
 from fxshard.optim.sharded import ShardedOptimizer, in_order
 from fxshard.optim.verdict import Verdicts
 from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.exchange import ROW_HALVES, Batch, Travel, cut_alone, parts_alone
+from fxshard.planner.optimizer_step import Exchange, Land, Local, Orthogonalize, StepInstruction
 from fxshard.planner.parts import Parts
-from fxshard.planner.step import Exchange, Instruction, Land, Local, Orthogonalize
 from fxshard.runtime.engine import Engine, Sent
 
 ROUNDED = "rounded"
@@ -30,7 +30,7 @@ ROUNDED = "rounded"
 
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's rows of one of Muon's parameters: the parameter itself, its gradient and who keeps its momentum."""
+    """This rank's rows of one of Muon's parameters: the parameter, its gradient and the owner of its momentum."""
 
     name: str
     value: torch.Tensor
@@ -39,7 +39,7 @@ class _Rows:
 
 
 class ShardedMuon(ShardedOptimizer):
-    """What ``fxshard.compile(..., optimizer=fxshard.Muon(...))`` makes: Muon's groups first, then AdamW's.
+    """The optimizer of ``fxshard.compile(..., optimizer=fxshard.Muon(...))``: Muon's groups first, then AdamW's.
 
     Equal to Newton–Schulz of the full gradient followed by slicing. Momentum is sharded like the parameters. On a GPU,
     a step whose gradients are not finite changes nothing, and is reported when the next begins or the state is read.
@@ -76,7 +76,7 @@ class ShardedMuon(ShardedOptimizer):
         }
         """By the buckets that are updated together, the tensor-parallel parts that this rank holds alone."""
         self._shapes = {name: bucket.shape(name) for bucket in engine.buckets for name in bucket.plan.params}
-        """Of whole parameters."""
+        """Shapes of whole parameters."""
 
     def _may_step(self) -> bool:
         may = super()._may_step()
@@ -86,7 +86,7 @@ class ShardedMuon(ShardedOptimizer):
                     group[ROUNDED] = group.get(ROUNDED, 0) + 1
         return may
 
-    def _run(self, instruction: Instruction) -> None:
+    def _run(self, instruction: StepInstruction) -> None:
         match instruction:
             case Local(buckets):
                 self._update_alone(buckets, lambda: ShardedOptimizer._run(self, instruction))
@@ -125,7 +125,7 @@ class ShardedMuon(ShardedOptimizer):
         apply_by_group(values, [found for found, _ in scaled], [factor for _, factor in scaled], groups, self._refused)
 
     def _place(self, plan: BucketPlan) -> tuple[int, int]:
-        """Which shard of a bucket this rank holds, and which of its replicas."""
+        """The shard of a bucket that this rank holds, and which of its replicas."""
         bucket = self._engine.buckets[plan.index]
         return bucket.rank, bucket.channels.replica
 
@@ -167,7 +167,7 @@ class ShardedMuon(ShardedOptimizer):
             self._transfers.end_batch()
 
     def _momentum(self, chosen: Sequence[_Rows]) -> dict[str, torch.Tensor]:
-        """What is to be orthogonalized, by name, with the momenta brought up to date."""
+        """Bring the momenta up to date; returns the updates that are to be orthogonalized, by name."""
         updates: dict[str, torch.Tensor] = {}
         for members in alike(self._group_of[rows.name] for rows in chosen):
             batch = [chosen[i] for i in members]
@@ -231,7 +231,7 @@ class ShardedMuon(ShardedOptimizer):
         return self._engine.exchange(batch.buckets[0], sends, *sizes)
 
     def _with_factors(self, names: Sequence[str], whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """NorMuon: of updates with second moments in their last column, directions in bf16 with, beside each row, its
+        """NorMuon: of updates with second moments in their last column, directions in bf16, and after each row its
         factor and its new second moment, each fp32 in two halves. Holders multiply: so nothing is rounded twice.
         """
         updates = [matrix[..., :-1].contiguous() for matrix in whole]
@@ -269,9 +269,9 @@ class ShardedMuon(ShardedOptimizer):
         apply_by_group(values, directions, factors, groups, self._refused)
 
     def _normalized(self, rows: _Rows, came: torch.Tensor) -> torch.Tensor:
-        """Of what ``_with_factors`` made of this rank's rows: keep the second moments, and multiply."""
-        direction, beside = came.split((came.shape[-1] - ROW_HALVES, ROW_HALVES), -1)
-        factor, moved = beside.clone(memory_format=torch.contiguous_format).view(torch.float32).split(1, -1)
+        """Take apart what ``_with_factors`` made for these rows: keep the second moments, multiply by the factors."""
+        direction, halves = came.split((came.shape[-1] - ROW_HALVES, ROW_HALVES), -1)
+        factor, moved = halves.clone(memory_format=torch.contiguous_format).view(torch.float32).split(1, -1)
         second = rows.moments.row_moments(rows.name)
         second.copy_(moved if self._refused is None else torch.where(self._refused != 0, second, moved))
         rows.moments.keep_row_moments(rows.name, second)
@@ -288,7 +288,9 @@ class ShardedMuon(ShardedOptimizer):
             # Asked of the whole matrix: where its pieces differ, they are scaled and rounded before the update.
             different = len(by_row.unique()) > 1
             one_for_all = float(by_row.view(-1)[0])
-            self._row_factors[key] = sent(ours.tolist(), torch.float32, direction.device) if different else one_for_all
+            self._row_factors[key] = (
+                device_table(ours.tolist(), torch.float32, direction.device) if different else one_for_all
+            )
         factor = self._row_factors[key]
         if isinstance(factor, torch.Tensor):
             return direction.float() * factor, 1.0
@@ -299,7 +301,7 @@ class ShardedMuon(ShardedOptimizer):
 
 
 def _row_factors(shape: Sequence[int], split: Split | None, scale: Scale) -> torch.Tensor:
-    """What each row of a matrix's direction is scaled by."""
+    """The factor of each row of a matrix's direction."""
     one_column = rule.split_matrices(torch.empty(*shape[:-1], 1), split)
     pieces = [(piece, rule.scale_factor((*piece.shape[:-1], shape[-1]), scale)) for piece in one_column]
     by_row = [torch.full_like(piece, factor, dtype=torch.float64) for piece, factor in pieces]
@@ -307,7 +309,7 @@ def _row_factors(shape: Sequence[int], split: Split | None, scale: Scale) -> tor
 
 
 def _or_zeros(updates: Mapping[str, torch.Tensor], rows: _Rows) -> torch.Tensor:
-    """What is sent of a matrix. A gradient that is missing here counts as zero: the exchange has the same shape
+    """The update of a matrix to send. A gradient that is missing here counts as zero: the exchange has the same shape
     whatever happens."""
     return updates[rows.name] if rows.name in updates else torch.zeros_like(rows.value)
 
@@ -329,7 +331,7 @@ def _part(travel: Travel, rank: int) -> tuple[int, int]:
 
 
 def _received(batch: Batch, rank: int, flat: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    """What every holder sent of what this rank owns, by matrix, in the order of rows."""
+    """The rows that every holder sent of the matrices this rank owns, by matrix, in the order of rows."""
     parts: dict[str, list[torch.Tensor]] = {travel.name: [] for travel in batch.travels if travel.owner == rank}
     cursor = 0
     for holder in range(batch.ranks):

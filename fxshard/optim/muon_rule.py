@@ -172,7 +172,7 @@ def split_matrices(tensor: torch.Tensor, split: Split | None) -> list[torch.Tens
 
 
 def join_matrices(pieces: Sequence[torch.Tensor], split: Split | None, shape: Sequence[int]) -> torch.Tensor:
-    """What ``split_matrices`` took apart, as one tensor of ``shape``."""
+    """The inverse of ``split_matrices``: one tensor of ``shape``."""
     if split is None:
         return pieces[0]
     *experts, rows, columns = shape
@@ -182,7 +182,7 @@ def join_matrices(pieces: Sequence[torch.Tensor], split: Split | None, shape: Se
 
 
 def scale_factor(shape: Sequence[int], scale: Scale) -> float:
-    """What multiplies the update of a matrix of shape [..., out, in]."""
+    """The factor of the update of a matrix of shape [..., out, in]."""
     out, inputs = shape[-2:]
     if callable(scale):
         factor = scale((out, inputs))

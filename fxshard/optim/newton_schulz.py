@@ -69,9 +69,9 @@ def choose(shape: Sequence[int], device: torch.device, form: str = "auto") -> Ho
     return form, kernels and form != "plain"
 
 
-def explain(shape: Sequence[int], device: torch.device, form: str = "auto") -> str:
-    """Which form and which kernels a matrix of this shape gets, in words."""
-    chosen, kernels = choose(shape, device, form)
+def explain(shape: Sequence[int], device: torch.device) -> str:
+    """The form and the kernels for a matrix of this shape, in words."""
+    chosen, kernels = choose(shape, device)
     return f"{chosen}, by {'Triton kernels' if kernels else 'torch.mm, one matrix at a time'}"
 
 

@@ -56,7 +56,7 @@ class Stored:
 
     @property
     def read_dtype(self) -> torch.dtype:
-        """What reading gives and writing takes."""
+        """The dtype that reading gives and writing takes."""
         return self.values.dtype if self.exact else torch.float32
 
     @property
@@ -68,7 +68,7 @@ class Stored:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def holding(self, *tensors: torch.Tensor) -> Stored:
-        """The same in other memory."""
+        """These elements in other memory."""
         return replace(self, values=tensors[0], scales=tensors[1] if len(tensors) > 1 else None)
 
     def part(self, begin: int, end: int) -> Stored:
@@ -120,7 +120,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What one step of AdamW multiplies by. ``rate`` and ``keep`` are tensors where the learning rate is one."""
+    """The factors of one step of AdamW. ``rate`` and ``keep`` are tensors where the learning rate is one."""
 
     rate: float | torch.Tensor
     """lr / (1 − β₁ᵗ)."""

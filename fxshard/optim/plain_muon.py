@@ -20,7 +20,7 @@ MUON_STATE, ADAMW_STATE = ("momentum_buffer",), ("step", "exp_avg", "exp_avg_sq"
 
 
 class PlainMuon(torch.optim.Optimizer):
-    """What ``fxshard.Muon(...).build(model)`` makes: Muon's groups first, then AdamW's; see ``group["kind"]``.
+    """The optimizer of ``fxshard.Muon(...).build(model)``: Muon's groups first, then AdamW's; see ``group["kind"]``.
 
     LR schedulers, ``param_groups`` and ``state_dict`` work as usual. The name of the coefficients and the number of
     steps are part of the state and must be the same where it is loaded. On a GPU, a step whose gradients are not finite

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from fxshard._torch.errors import StateError
-from fxshard.optim.sending import sent
+from fxshard.optim.device_table import device_table
 from fxshard.planner.head_rows import AttentionHeads
 from fxshard.runtime.bucket import Bucket
 from fxshard.runtime.engine import Engine
@@ -24,16 +24,16 @@ class QKClip:
         self._engine, self._limit = engine, limit
         self._largest: torch.Tensor | None = None
         self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Of this step, by head, with a one at the end: for queries that share keys, and their roots for others."""
+        """This step's factors by head, then a one: for queries that share keys, and their roots for others."""
         self._places: dict[str, list[tuple[torch.Tensor, bool]]] | None = None
-        """Of each parameter of this rank: of each of its rows, the place of its factor, and whether that is a root."""
+        """For each parameter of this rank: for each of its rows the place of its factor, and whether that is a root."""
 
     def take(self) -> None:
         """Take what was measured for this step: whatever becomes of it, the next has its own."""
         self._largest = self._engine.logits.take()
 
     def begin(self, refused: torch.Tensor | None) -> None:
-        """What heads are to be scaled by, from their largest logits on all ranks. Collective."""
+        """Compute the factors of heads from their largest logits on all ranks. Collective."""
         if self._largest is None:
             raise StateError(
                 "qk_clip: no attention was measured since the last step: step() follows forward and backward of the "
@@ -79,7 +79,7 @@ class QKClip:
                 for name in filter(None, (projection.weight, projection.bias)):
                     if name in fragments:
                         own = places[fragments[name].row_start : fragments[name].row_stop]
-                        place = sent(own, torch.int64, self._engine.device), not shared
+                        place = device_table(own, torch.int64, self._engine.device), not shared
                         found.setdefault(name, []).append(place)
             first += attention.heads
         return found

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernels have no types that Python knows.
-"""What Newton–Schulz starts from, in one pass: matrices rounded to bf16 as they are, and one over their norms in fp32.
+"""The start of Newton–Schulz in one pass: matrices rounded to bf16 as they are, and one over their norms in fp32.
 
 The products apply that factor to their sums (``symmetric``), so nothing is divided here, and nothing read twice.
 

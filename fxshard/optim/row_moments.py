@@ -24,7 +24,7 @@ def row_factors_(
     beta2: float,
     refused: torch.Tensor | None = None,
 ) -> list[list[torch.Tensor]]:
-    """What the rows of each orthogonalized matrix are to be multiplied by, as [..., rows, 1] in fp32.
+    """The factors of the rows of each orthogonalized matrix, as [..., rows, 1] in fp32.
 
     ``pieces`` are the matrices of each parameter, ``seconds`` its second moments, which are brought up to date, unless
     the number ``refused`` is there and not zero. Matrices that a parameter is cut into are scaled each by itself.
@@ -47,7 +47,7 @@ def row_factors_(
 
 
 def _factors_(matrix: torch.Tensor, second: torch.Tensor, beta2: float, refused: torch.Tensor | None) -> torch.Tensor:
-    """Of one [rows, columns]: its second moments [rows, 1] move, and 1 / √ of them is scaled to keep its norm."""
+    """The factors of a [rows, columns]: its second moments [rows, 1] move, and 1 / √ of them is scaled to its norm."""
     rows = torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=torch.float32)
     squares = rows.square() / matrix.shape[-1]
     moved = second.float().lerp(squares, 1 - beta2)

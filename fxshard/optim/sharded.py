@@ -1,4 +1,4 @@
-"""What the optimizers over buckets have in common: they run the program of a step and keep the state."""
+"""The base of the optimizers over buckets: it runs the program of a step and keeps the state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxshard.optim.muon_rule import finite
 from fxshard.optim.qk_clip import QKClip
 from fxshard.optim.verdict import Verdicts
 from fxshard.planner.bucket_plan import BucketPlan
-from fxshard.planner.step import Done, Instruction, Local, Share, plan_step
+from fxshard.planner.optimizer_step import Done, Local, Share, StepInstruction, plan_step
 from fxshard.runtime.engine import Engine
 
 
@@ -229,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A number on the device by which kernels make the step (0.0) or not (1.0); None: they make it."""
         return self._verdicts.refused if self._verdicts is not None else None
 
-    def _run(self, instruction: Instruction) -> None:
+    def _run(self, instruction: StepInstruction) -> None:
         match instruction:
             case Local(buckets):
                 self._adamw([self._moments[index] for index in buckets])

@@ -1,4 +1,4 @@
-"""What Newton–Schulz starts from: many matrices as one bf16 batch, each divided by its Frobenius norm, now or later.
+"""The start of Newton–Schulz: many matrices as one bf16 batch, each divided by its Frobenius norm, now or later.
 
 The plain form divides in fp32 before it rounds. The others round first and let the first products multiply their fp32
 sums by one over the norm: a matrix is read once less. bf16 has the exponents of fp32, so both round a value once, to
@@ -69,7 +69,7 @@ def _empty(like: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _norms(matrices: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Of every matrix, ``EPS`` at least."""
+    """The norm of every matrix, ``EPS`` at least."""
     if not matrices:
         return torch.empty(0, device=device)
     return torch.stack(private.foreach_norm(list(matrices), 2.0)).clamp_(min=EPS)

@@ -23,7 +23,7 @@ def known_at_once(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
+class PendingVerdict:
     """A verdict that is being copied to the host: for each gradient, and for all of them on all ranks."""
 
     call: int
@@ -37,11 +37,11 @@ class Verdicts:
 
     def __init__(self, mode: str, optimizer: str) -> None:
         self._mode, self._optimizer, self._calls = mode, optimizer, 0
-        self._told: Told | None = None
+        self._pending: PendingVerdict | None = None
         self.left_out = 0
         """How many steps were not made, as far as the host knows."""
         self.refused: torch.Tensor | None = None
-        """What kernels are to read: 1.0 if the step must not be made, else 0.0. None where the host knows."""
+        """A number for kernels to read: 1.0 if the step must not be made, else 0.0. None where the host knows."""
         self.allowed: torch.Tensor | None = None
         """The opposite."""
 
@@ -49,13 +49,13 @@ class Verdicts:
         """Whether to go on, given what is finite here and whether all is everywhere; raises if that is known and so
         configured. What was unknown of an earlier step has been settled before.
         """
-        assert self._told is None
+        assert self._pending is None
         self._calls += 1
         self.refused = self.allowed = None
         if not known_at_once(everywhere.device):
             self.allowed = everywhere.float()
             self.refused = 1 - self.allowed
-            self._tell(names, torch.cat([finite, everywhere.view(1)]))
+            self._copy_to_host(names, torch.cat([finite, everywhere.view(1)]))
             return True
         if bool(everywhere):
             return True
@@ -71,18 +71,18 @@ class Verdicts:
 
         ``take_back`` is called first if it was not made, to undo what the host did for it.
         """
-        told, self._told = self._told, None
-        if told is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        if not told.arrived.query():  # of a step ago: almost always there
-            told.arrived.synchronize()  # what the device was given since then is not waited for
-        *finite, everywhere = told.finite.tolist()
+        if not pending.arrived.query():  # of a step ago: almost always there
+            pending.arrived.synchronize()  # what the device was given since then is not waited for
+        *finite, everywhere = pending.finite.tolist()
         if everywhere:
             return
         self.left_out += 1
         if take_back is not None:
             take_back()
-        found = f"gradients were not finite in call {told.call} of step(): {_listed(told.names, finite)}"
+        found = f"gradients were not finite in call {pending.call} of step(): {_listed(pending.names, finite)}"
         if self._mode == "raise" and may_raise:
             raise StateError(
                 f"{found}. That step changed nothing, neither parameters nor state, and no step was made since: on "
@@ -97,12 +97,12 @@ class Verdicts:
             f'fxshard.{self._optimizer}(nan="skip") to leave such steps out with a warning'
         )
 
-    def _tell(self, names: Sequence[str], finite: torch.Tensor) -> None:
+    def _copy_to_host(self, names: Sequence[str], finite: torch.Tensor) -> None:
         here = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
         here.copy_(finite, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(finite.device))
-        self._told = Told(self._calls, names, here, arrived)
+        self._pending = PendingVerdict(self._calls, names, here, arrived)
 
 
 def _listed(names: Sequence[str], finite: Sequence[bool], most: int = 5) -> str:

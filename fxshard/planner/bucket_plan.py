@@ -1,4 +1,4 @@
-"""What ranks must agree on about a bucket: its layout, dtypes, how it travels, and the bytes that follow."""
+"""The plan of a bucket, on which ranks must agree: its layout, dtypes, how it travels, and the bytes that follow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BucketPlan:
     row_moments: bool = False
     """Whether Muon keeps a second moment of every row of the matrices (NorMuon)."""
     cuts: Cuts | None = None
-    """Which of the matrices are cut over a tensor-parallel group; ``layout`` is that of this rank's parts."""
+    """The matrices that are cut over a tensor-parallel group; ``layout`` is that of this rank's parts."""
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class BucketPlan:
         return self.layout.ranks if self.layout.ranks > 1 else self.domain.ranks
 
     def group(self, default: str, *, replicas: bool = False) -> str:
-        """What a schedule calls the process group of this bucket's collectives, or of those over its replicas."""
+        """The name in a schedule of the process group of this bucket's collectives, or of those over its replicas."""
         if not self.domain.device:
             return default
         return (
@@ -131,7 +131,7 @@ class BucketPlan:
 
     @property
     def scale_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Of the scales of every copy of every parameter, in float8: those of the rowwise copy first."""
+        """Shapes of the scales of every copy of every parameter, in float8: those of the rowwise copy first."""
         if self.float8 is None or not self.rests_quantized:
             return ()
         axes = (ROWWISE, COLUMNWISE)[: self.float8.copies]
@@ -168,7 +168,7 @@ class BucketPlan:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """What an update holds on the device of moments that rest on the host."""
+        """Bytes that an update holds on the device of moments that rest on the host."""
         return staging_bytes(self)
 
     def at_rest(self, state_tensors: int = 2) -> BytesPerRank:

@@ -27,8 +27,8 @@ from fxshard.planner.whole import check_padding
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What parameters of one bucket have in common."""
+class BucketKind:
+    """The properties that all parameters of one bucket share."""
 
     dtype: torch.dtype
     trainable: bool
@@ -100,7 +100,7 @@ def plan_buckets(
 
 @dataclass(frozen=True)
 class _Rules:
-    """What all buckets of a model have in common."""
+    """The settings that all buckets of a model share."""
 
     stage: Placement
     mode: Gather
@@ -121,14 +121,14 @@ class _Rules:
 
 def _kinds(
     unit: Unit, parameters: Mapping[str, torch.Tensor], quantized: Collection[str], rules: _Rules, domain_of: DomainOf
-) -> dict[Kind, list[TensorSpec]]:
+) -> dict[BucketKind, list[TensorSpec]]:
     """The parameters of a unit by what keeps them apart."""
-    kinds: dict[Kind, list[TensorSpec]] = {}
+    kinds: dict[BucketKind, list[TensorSpec]] = {}
     for name in unit.params:
         parameter = parameters[name]
         scalar = parameter.ndim == 0
         stack = name in quantized and parameter.ndim == 3 and rules.float8 is not None
-        kind = Kind(parameter.dtype, parameter.requires_grad, scalar, name in quantized, domain_of(name), stack)
+        kind = BucketKind(parameter.dtype, parameter.requires_grad, scalar, name in quantized, domain_of(name), stack)
         # A boundary between blocks lets every owner quantize alone. A stack of experts' weights is cut between its
         # matrices.
         cut = rules.cut if kind.quantized and parameter.ndim == 2 else 1
@@ -159,7 +159,7 @@ def _bucket(
     index: int,
     name: str,
     unit: str,
-    kind: Kind,
+    kind: BucketKind,
     specs: list[TensorSpec],
     rules: _Rules,
     work: list[float],
@@ -218,8 +218,8 @@ def _specs(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> list[TensorSpe
     return [TensorSpec(name, tuple(parameters[name].shape)) for name in unit.params if parameters[name].requires_grad]
 
 
-def _gather(rules: _Rules, kind: Kind, ranks: int) -> Gather:
-    """What one rank owns alone does not travel: in MXFP8 both copies rest there, as in a staged bucket."""
+def _gather(rules: _Rules, kind: BucketKind, ranks: int) -> Gather:
+    """How a bucket is gathered. One that a single rank owns is not: in MXFP8 both copies rest there, as if staged."""
     if kind.stack:
         return Gather.OFF
     if not kind.quantized:
@@ -236,7 +236,7 @@ def _dtypes(dtype: torch.dtype, precision: Precision | None) -> tuple[torch.dtyp
     return param, precision.master or dtype, precision.reduce or param
 
 
-def _kind_suffix(own: Kind, among: Iterable[Kind], quantized: str) -> str:
+def _kind_suffix(own: BucketKind, among: Iterable[BucketKind], quantized: str) -> str:
     """A suffix that tells the buckets of one unit apart; empty where the unit has only one."""
     kinds = list(among)
     parts = []

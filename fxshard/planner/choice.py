@@ -1,4 +1,4 @@
-"""Which layout a bucket gets, and how many units share one.
+"""Choose the layout of a bucket, and how many units share one.
 
 Muon needs whole matrices. A whole layout hands them to their owners for nothing, but pads where there are too few equal
 matrices for the ranks; a row layout pads little, but matrices that cross a shard boundary travel to an owner and back
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from fxshard.planner.layout import Layout, TensorSpec
@@ -100,23 +101,16 @@ def span_units(
 def _joined(units: Sequence[Unit], matrices: Collection[str], length: int) -> list[Unit]:
     """Stretches of units that have matrices, cut into pieces of ``length``; what is left over joins the last piece."""
     joined: list[Unit] = []
-    stretch: list[Unit] = []
-
-    def close() -> None:
-        pieces = max(1, len(stretch) // length) if stretch else 0
+    for has_matrix, group in groupby(units, key=lambda unit: _has_matrix(unit, matrices)):
+        stretch = list(group)
+        if not has_matrix:
+            joined += stretch
+            continue
+        pieces = max(1, len(stretch) // length)
         for i in range(pieces):
             piece = stretch[i * length : (i + 1) * length if i < pieces - 1 else None]
             name = piece[0].name if len(piece) == 1 else f"{piece[0].name}…{piece[-1].name}"
             joined.append(Unit(name, tuple(param for unit in piece for param in unit.params)))
-        stretch.clear()
-
-    for unit in units:
-        if _has_matrix(unit, matrices):
-            stretch.append(unit)
-        else:
-            close()
-            joined.append(unit)
-    close()
     return joined
 
 

@@ -1,4 +1,4 @@
-"""What a collective costs: α–β estimates, latency per step plus bytes over bandwidth.
+"""The cost of collectives: α–β estimates, latency per step plus bytes over bandwidth.
 
 ``size`` is always that of the full buffer: what a gather makes, what a reduction starts from. ``n`` ranks lie on
 ``N`` nodes, ``g`` of them on each. With β the bandwidth per device in one direction:
@@ -104,7 +104,7 @@ def link(bucket: BucketPlan, hardware: Hardware, *, replicas: bool = False) -> s
 def update_seconds(bucket: BucketPlan, own: float, hardware: Hardware) -> float:
     """An update that takes ``own`` seconds by itself, with the copies of moments that rest on the host.
 
-    Both directions of the link are in use at once, beside the update. Muon's momentum is waited for, and only its way
+    Both directions of the link are in use at once, during the update. Muon's momentum is waited for, and only its way
     back is hidden. Within one memory nothing is.
     """
     if bucket.offload != "host":

@@ -1,10 +1,9 @@
-"""What a node costs: floating-point operations and bytes of device memory traffic."""
+"""The cost of a node: floating-point operations and bytes of device memory traffic."""
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,9 +37,10 @@ def _count_flops(node: fx.Node) -> int:
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     attention = _ATTENTION.get(private.operator_name(target))
     if attention is not None:
-        query, key = (_value(node.args[i]) for i in attention.operands)
+        operands, products = attention
+        query, key = (_value(node.args[i]) for i in operands)
         batch, heads, length, width = query.shape
-        return attention.products * 2 * batch * heads * length * key.shape[-2] * width
+        return products * 2 * batch * heads * length * key.shape[-2] * width
     formula = flop_registry.get(target.overloadpacket)
     if formula is None:
         return 0
@@ -52,32 +52,16 @@ _IN_FLOAT8 = (float8_mm, float8_mm_into, float8_grouped_mm, te_mlp_forward, te_m
 
 
 def node_float8_flops(node: fx.Node) -> int:
-    """Those of products in float8, and of Transformer Engine's in MXFP8, which only devices that have them run."""
+    """Operations of products in float8, and of Transformer Engine's in MXFP8, which only devices with them run."""
     return node_flops(node) if node.target in _IN_FLOAT8 else 0
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """Where query and key stand among the arguments, and how many matrix products of their size there are."""
-
-    operands: tuple[int, int]
-    products: int
-
-
-# torch's formulas know no CPU kernels, and in torch 2.11 they refuse keys with fewer heads than queries.
-_FORWARD, _BACKWARD = _Attention((0, 1), 2), _Attention((1, 2), 5)
+# Where query and key stand among the arguments, and how many matrix products of their size there are: torch's formulas
+# know no CPU kernels, and in torch 2.11 they refuse keys with fewer heads than queries.
 _ATTENTION = {
-    f"_scaled_dot_product_{kind}": cost
-    for kind, cost in {
-        "flash_attention_for_cpu": _FORWARD,
-        "flash_attention_for_cpu_backward": _BACKWARD,
-        "flash_attention": _FORWARD,
-        "flash_attention_backward": _BACKWARD,
-        "efficient_attention": _FORWARD,
-        "efficient_attention_backward": _BACKWARD,
-        "cudnn_attention": _FORWARD,
-        "cudnn_attention_backward": _BACKWARD,
-    }.items()
+    f"_scaled_dot_product_{kind}{direction}": cost
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for direction, cost in (("", ((0, 1), 2)), ("_backward", ((1, 2), 5)))
 }
 
 
@@ -98,7 +82,7 @@ def _count_traffic(node: fx.Node) -> int:
 
 
 def _value(node: Any) -> Any:
-    """What a node computes, sizes that may vary at the value they were traced with.
+    """The value of a node; sizes that may vary have the value they were traced with.
 
     Asking a symbolic size for its value would fix it: the graph would then serve this one size only.
     """

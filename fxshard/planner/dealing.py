@@ -1,4 +1,4 @@
-"""Which matrices share a bucket under ZeRO-1 and 2, so that Muon's owners hold them whole without padding.
+"""Choose the matrices that share a bucket under ZeRO-1 and 2, so that Muon's owners hold them whole without padding.
 
 The seven matrices of a layer do not fill eight ranks, but eight equal matrices of neighbouring layers do. Nothing is
 gathered just in time in these stages, so a bucket need not be a unit: matrices are collected in the order of the model
@@ -57,39 +57,16 @@ def deal(units: Sequence[Unit], members: Mapping[str, Member]) -> Dealt | None:
     return None
 
 
-class _Hand:
-    """Matrices on the way to a bucket, by kind and size, and the small parameters that go with them."""
-
-    def __init__(self, members: Mapping[str, Member]) -> None:
-        self._members = members
-        self._matrices: dict[tuple[Hashable, int], list[str]] = defaultdict(list)
-        self._others: list[str] = []
-
-    def add(self, name: str) -> None:
-        member = self._members[name]
-        if member.matrix:
-            self._matrices[member.kind, aligned(member.spec.numel)].append(name)
-        else:
-            self._others.append(name)
-
-    def complete(self) -> list[str]:
-        """The matrices of which there are as many as ranks, the oldest first."""
-        found: list[str] = []
-        for names in self._matrices.values():
-            ranks = self._members[names[0]].ranks if names else 1
-            found += names[: len(names) // ranks * ranks]
-        return found
-
-    def take(self, chosen: Sequence[str]) -> list[str]:
-        """Take matrices out, and the small parameters."""
-        gone = set(chosen)
-        for names in self._matrices.values():
-            names[:] = [name for name in names if name not in gone]
-        others, self._others = self._others, []
-        return [*chosen, *others]
-
-    def rest(self) -> list[str]:
-        return [name for names in self._matrices.values() for name in names]
+def _complete(names: Sequence[str], members: Mapping[str, Member]) -> list[str]:
+    """The matrices of one kind and size of which there are as many as ranks, the oldest first."""
+    alike: dict[tuple[Hashable, int], list[str]] = defaultdict(list)
+    for name in names:
+        alike[members[name].kind, aligned(members[name].spec.numel)].append(name)
+    found: list[str] = []
+    for same in alike.values():
+        ranks = members[same[0]].ranks
+        found += same[: len(same) // ranks * ranks]
+    return found
 
 
 def _deal(units: Sequence[Unit], members: Mapping[str, Member], dealt_units: int) -> Dealt:
@@ -97,9 +74,11 @@ def _deal(units: Sequence[Unit], members: Mapping[str, Member], dealt_units: int
     place = {name: i for i, unit in enumerate(units) for name in unit.params}
     sizes = [sum(members[n].spec.numel for n in unit.params if members[n].matrix) for unit in units]
     average = sum(sizes) / max(1, sum(size > 0 for size in sizes))
-    hand, seen = _Hand(members), 0
+    held: list[str] = []  # matrices on the way to a bucket
+    others: list[str] = []  # the small parameters that go with them
     made: list[list[str]] = []
     alone: list[Unit] = []
+    seen = 0
     for unit, size in zip(units, sizes, strict=True):
         matrices, small, large = _parts(unit, members, size)
         if not size:
@@ -107,14 +86,16 @@ def _deal(units: Sequence[Unit], members: Mapping[str, Member], dealt_units: int
             continue
         if large:
             alone.append(Unit(f"{unit.name} (others)", tuple(large)))
-        for name in (*matrices, *small):
-            hand.add(name)
+        held += matrices
+        others += small
         seen += 1
-        ready = hand.complete() if seen <= dealt_units else []
+        ready = _complete(held, members) if seen <= dealt_units else []
         least = (DEALT_SHARE if made else FIRST_DEALT_SHARE) * average
         if sum(members[name].spec.numel for name in ready) >= max(1, least):
-            made.append(hand.take(ready))
-    rest = hand.take(hand.rest())
+            made.append([*ready, *others])
+            taken = set(ready)
+            held, others = [name for name in held if name not in taken], []
+    rest = [*held, *others]
     if any(members[name].matrix for name in rest) or not made:
         made.append(rest)
     else:
@@ -126,7 +107,7 @@ def _deal(units: Sequence[Unit], members: Mapping[str, Member], dealt_units: int
 
 
 def _parts(unit: Unit, members: Mapping[str, Member], size: int) -> tuple[list[str], list[str], list[str]]:
-    """(matrices, what is small beside them, what is large): what is large would not fit between them."""
+    """(matrices, small parameters, large ones that would not fit between the matrices)"""
     matrices = [name for name in unit.params if members[name].matrix]
     others = [name for name in unit.params if not members[name].matrix]
     large = [name for name in others if members[name].spec.numel * members[name].ranks > MOST_PADDING * size]

@@ -15,7 +15,7 @@ from fxshard._torch.errors import ConfigError
 
 @dataclass(frozen=True)
 class Placement:
-    """Which of the three is sharded over the data-parallel ranks; what is not sharded is replicated."""
+    """Whether parameters, gradients and optimizer state are sharded over the data-parallel ranks, or replicated."""
 
     param: bool
     grad: bool
@@ -32,7 +32,7 @@ ZERO: dict[int, Placement] = {
 
 @dataclass(frozen=True)
 class BytesPerRank:
-    """What one rank holds at rest, in bytes."""
+    """Bytes that one rank holds at rest."""
 
     param: int
     grad: int
@@ -69,10 +69,10 @@ class Domain:
 
 
 UNKNOWN = Domain()
-"""Of a bucket that was planned without saying where."""
+"""The domain of a bucket that was planned without one."""
 
 DomainOf = Callable[[str], Domain]
-"""Which domain a parameter belongs to, by name."""
+"""From the name of a parameter to its domain."""
 
 
 def data_parallel(shards: int, replicas: int, reduction: Reduction, device: str, stride: int = 1) -> Domain:

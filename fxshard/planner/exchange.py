@@ -69,11 +69,11 @@ class CutAlone:
     bucket: BucketPlan
     group: ModelGroup
     matrices: tuple[tuple[TensorSpec, int], ...]
-    """Of each the part, and the dimension along which it is cut."""
+    """For each its part, and the dimension along which it is cut."""
 
 
 def cut_alone(buckets: Iterable[BucketPlan]) -> list[CutAlone]:
-    """Those of some buckets; buckets that have none are left out."""
+    """The matrices of some buckets that are cut and held alone; buckets without any are left out."""
     found = []
     for bucket in buckets:
         if bucket.cuts is None:
@@ -87,7 +87,7 @@ def cut_alone(buckets: Iterable[BucketPlan]) -> list[CutAlone]:
 
 
 def parts_alone(cut: Iterable[CutAlone], place: Callable[[BucketPlan], tuple[int, int]]) -> Parts | None:
-    """What a rank exchanges with tensor-parallel ranks of the parts that it holds alone; None: nothing.
+    """The parts that a rank holds alone and exchanges with tensor-parallel ranks; None: there are none.
 
     ``place``: the shard of a bucket that it holds, and which of its replicas that is.
     """
@@ -126,7 +126,7 @@ class Travel:
     parts: tuple[tuple[int, int], ...]
     """(rank, elements) of the ranks that hold rows of it, in the order of the rows."""
     row_moments: bool = False
-    """Whether the second moments of its rows travel beside them (NorMuon)."""
+    """Whether the second moments of its rows travel with them (NorMuon)."""
     cut: int | None = None
     """The dimension along which tensor-parallel ranks have parts of it; what travels is the part of one of them."""
 
@@ -164,7 +164,7 @@ class Batch:
         return sum(numel for travel in self.travels for _, numel in travel.parts)
 
     def parts(self, rank: int) -> Parts | None:
-        """What owner ``rank`` exchanges with the owners of the other parts of its matrices; None: it has nothing to."""
+        """The parts that owner ``rank`` exchanges with owners of the other parts of its matrices; None: no parts."""
         owned = [travel for travel in self.travels if travel.owner == rank and travel.cut is not None]
         if self.tensor is None or not owned:
             return None

@@ -2,7 +2,7 @@
 
 A copy is a byte per element, in the order of the bucket, so the copies of the shards, one after another, are the copy
 of the bucket. Scales do not travel with it: the largest magnitudes of all weights are combined over ranks before
-anything is quantized, so every rank has all scales, and owners quantize their rows as anyone would who had them all.
+anything is quantized, so every rank has all scales, and owners quantize their rows as if they had all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxshard.planner.layout import Fragment
 
 
 class Float8Copies:
-    """What a rank holds of a bucket between steps: copies of everything, or of its shard, and the scales of all."""
+    """Copies of a bucket that a rank holds between steps: of everything or of its shard, and the scales of all."""
 
     def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
         assert plan.float8 is not None
@@ -47,7 +47,7 @@ class Float8Copies:
         self.largest, self.scales = largest, scales
 
     def parts(self, master: torch.Tensor) -> list[tuple[int, Fragment, torch.Tensor]]:
-        """Of each weight of which this rank has rows: its number, where the rows lie, the rows. Made once."""
+        """For each weight of which this rank has rows: its number, where the rows lie, the rows. Made once."""
         if not self._parts:
             self._parts = [(i, part, self._rows(master, i, part)) for i, part in self._own]
         return self._parts
@@ -108,13 +108,13 @@ class Float8Copies:
                 yield rows, own, payload[part.offset : part.offset + part.numel].view(rows.shape)
 
     def views(self) -> Views:
-        """Of what rests, where that is everything."""
+        """Views of the resting copies, where these are of everything."""
         if not self._resident_views:
             self._resident_views = self._views(self.memory, self.plan.all_copies)
         return self._resident_views
 
     def _views(self, memory: torch.Tensor, copies: Copies) -> Views:
-        """What a graph is given of each parameter: payload and scales of each copy that there is."""
+        """Inputs of a graph for each parameter: payload and scales of each copy that there is."""
         numel, scales = self.plan.layout.numel, self._of_scales(self.scales)
         found: list[torch.Tensor | None] = []
         for i, slot in enumerate(self.plan.layout.slots):

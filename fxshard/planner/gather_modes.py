@@ -24,7 +24,7 @@ class Gather(StrEnum):
 
 
 class Copies(StrEnum):
-    """Which quantized copies a gather of a ``DIRECT`` bucket brings."""
+    """The quantized copies that a gather of a ``DIRECT`` bucket brings."""
 
     NONE = ""
     ROWWISE = "rowwise"
@@ -64,7 +64,7 @@ class Float8Recipe:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Of output gradients. One scale for all of them leaves more to the exponent."""
+        """The dtype of output gradients. One scale for all of them leaves more to the exponent."""
         return E5M2 if self.scaling is Scaling.TENSOR else E4M3
 
     @property
@@ -78,7 +78,7 @@ class Float8Recipe:
         return 2 if self.scaling is Scaling.ROW else 1
 
     def axis(self, axis: int) -> int:
-        """Which copy of a weight a product reads that sums over ``axis``."""
+        """The copy of a weight that a product summing over ``axis`` reads."""
         return axis if self.copies == 2 else ROWWISE
 
     def fast(self, *, forward: bool) -> bool:

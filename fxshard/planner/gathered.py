@@ -20,7 +20,7 @@ from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.gather_modes import Copies
 
 VIEWS = 4
-"""What a graph is given of each parameter: rowwise payload and scales, columnwise payload and scales."""
+"""Inputs of a graph for each parameter: rowwise payload and scales, columnwise payload and scales."""
 
 Views = tuple[torch.Tensor | None, ...]
 
@@ -42,59 +42,42 @@ class Place:
         return Place(self.offset, (math.prod(self.shape[:-1]), self.shape[-1]))
 
 
-@dataclass(frozen=True)
-class FlatCopy:
-    """One quantized copy of a stretch of elements."""
-
-    data: torch.Tensor
-    scales: torch.Tensor
-    axis: int
-
-    def at(self, place: Place) -> Quantized:
-        """The copy of what lies there, as views."""
-        *stack, rows, columns = place.shape
-        shape = (*stack, rows, columns // BLOCK) if self.axis == ROWWISE else (*stack, rows // BLOCK, columns)
-        data = self.data[place.offset : place.end].view(place.shape)
-        return Quantized(data, self.scales[place.offset // BLOCK : place.end // BLOCK].view(shape), self.axis)
+Flat = dict[int, Quantized]
+"""By axis, the quantized copies of a stretch of elements: payload and scales without the shapes of matrices."""
 
 
-@dataclass(frozen=True)
-class FlatCopies:
-    """The quantized copies of a stretch of elements; the one that was not asked for is None."""
-
-    rowwise: FlatCopy | None
-    columnwise: FlatCopy | None
-
-    def present(self) -> list[FlatCopy]:
-        return [copy for copy in (self.rowwise, self.columnwise) if copy is not None]
-
-    def fill(self, value: torch.Tensor, place: Place) -> None:
-        """Quantize a bf16 matrix into its place: read once, both copies written."""
-        rowwise = self.rowwise.at(place) if self.rowwise is not None else None
-        quantize_into(value, rowwise, self.columnwise.at(place) if self.columnwise is not None else None)
-
-    def views(self, places: Sequence[Place]) -> Views:
-        found: list[torch.Tensor | None] = []
-        for place in places:
-            for copy in (self.rowwise, self.columnwise):
-                of_matrix = copy.at(place) if copy is not None else None
-                found += [of_matrix.data, of_matrix.scales] if of_matrix is not None else [None, None]
-        return tuple(found)
+def _at(flat: Flat, axis: int, place: Place) -> Quantized | None:
+    """The copy of the matrix at a place, as views; None where that copy was not asked for."""
+    if axis not in flat:
+        return None
+    *stack, rows, columns = place.shape
+    shape = (*stack, rows, columns // BLOCK) if axis == ROWWISE else (*stack, rows // BLOCK, columns)
+    data = flat[axis].data[place.offset : place.end].view(place.shape)
+    return Quantized(data, flat[axis].scales[place.offset // BLOCK : place.end // BLOCK].view(shape), axis)
 
 
-def carve(memory: torch.Tensor, numel: int, copies: Copies) -> FlatCopies:
+def _views(flat: Flat, places: Sequence[Place]) -> Views:
+    found: list[torch.Tensor | None] = []
+    for place in places:
+        for axis in (ROWWISE, COLUMNWISE):
+            copy = _at(flat, axis, place)
+            found += [copy.data, copy.scales] if copy is not None else [None, None]
+    return tuple(found)
+
+
+def carve(memory: torch.Tensor, numel: int, copies: Copies) -> Flat:
     """Lay copies of ``numel`` elements out in bytes: payloads first, so that each starts aligned, then scales."""
-    made: dict[int, FlatCopy] = {}
+    made: Flat = {}
     scale = numel // BLOCK
     for i, axis in enumerate([ROWWISE] * copies.rowwise + [COLUMNWISE] * copies.columnwise):
         scales_at = copies.number * numel + i * scale
         payload = memory[i * numel : (i + 1) * numel].view(E4M3)
-        made[axis] = FlatCopy(payload, memory[scales_at : scales_at + scale], axis)
-    return FlatCopies(made.get(ROWWISE), made.get(COLUMNWISE))
+        made[axis] = Quantized(payload, memory[scales_at : scales_at + scale], axis)
+    return made
 
 
 class RestingCopies:
-    """What a rank holds of a bucket between steps: both copies, of everything (staged) or of its shard (direct)."""
+    """Copies of a bucket that a rank holds between steps: both, of everything (staged) or of its shard (direct)."""
 
     def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
         layout = plan.layout
@@ -115,10 +98,11 @@ class RestingCopies:
         for place in places:
             matrix = place.as_matrix
             value = flat[matrix.offset : matrix.end].view(matrix.shape)
-            self.flat.fill(value.to(torch.bfloat16), matrix)
+            both = (_at(self.flat, axis, matrix) for axis in (ROWWISE, COLUMNWISE))
+            quantize_into(value.to(torch.bfloat16), *both)  # read once, both copies written
 
     def views(self) -> Views:
-        return self.flat.views(self.bucket_places)
+        return _views(self.flat, self.bucket_places)
 
 
 @dataclass(frozen=True)
@@ -130,7 +114,7 @@ class Transfer:
     stage: Callable[[], None] | None = None
     settle: Callable[[], None] | None = None
     apart: Callable[[], Views] | None = None
-    """The same, copied to memory of their own, where what was gathered has to leave its place."""
+    """The views, copied to memory of their own, where the gathered bucket has to leave its place in the arena."""
 
 
 def alone(resting: RestingCopies, master: torch.Tensor) -> Transfer:
@@ -160,16 +144,14 @@ def direct(
 ) -> Transfer:
     """The owners' copies, as bytes, into ``memory``; an owner whose master changed quantizes first."""
     into = carve(memory, numel, copies)
-    own = FlatCopies(
-        resting.flat.rowwise if copies.rowwise else None, resting.flat.columnwise if copies.columnwise else None
-    )
     moves = []
-    for whole, mine in zip(into.present(), own.present(), strict=True):
+    for axis, whole in into.items():
+        mine = resting.flat[axis]
         moves += [(whole.data.view(torch.uint8), mine.data.view(torch.uint8)), (whole.scales, mine.scales)]
     places = resting.bucket_places
     return Transfer(
         tuple(moves),
-        lambda: into.views(places),
+        lambda: _views(into, places),
         stage=(lambda: resting.fill_from(master, resting.shard_places)) if stale else None,
-        apart=lambda: carve(memory.clone(), numel, copies).views(places),
+        apart=lambda: _views(carve(memory.clone(), numel, copies), places),
     )

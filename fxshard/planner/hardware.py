@@ -1,4 +1,4 @@
-"""What a device and its network can do: the figures that every estimate is made from.
+"""Figures of devices and networks, from which every estimate is made.
 
 A preset is a starting point for planning before the machine is there. Each figure says where it comes from; a recorded
 profile replaces estimates where it matters.
@@ -27,7 +27,7 @@ INTER_LATENCY = 9.6e-6
 """A step between nodes: network, ring, protocol Simple in the same table."""
 
 LAUNCH = 3e-6
-"""What a stretch of compute costs beyond its work: a kernel's start and drain, with a host that runs ahead. Assumed."""
+"""Seconds of a stretch of compute beyond its work: a kernel's start and drain, with a host that runs ahead. Assumed."""
 
 GEMM = 0.79
 """Share of the dense peak that large GEMMs reach: measured on the H200, 767–790 TFLOP/s in bf16 of 990.

@@ -1,4 +1,4 @@
-"""Which rows of its projections make each head of an attention, for what changes heads one by one."""
+"""The rows of its projections that make each head of an attention, for code that scales heads one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Projection:
     weight: str
     bias: str | None
     head_of_row: tuple[int, ...]
-    """Of each row the head that it belongs to; -1 for rows that make something else."""
+    """For each row, the head that it belongs to; -1 for rows that make something else."""
 
     @property
     def heads(self) -> int:

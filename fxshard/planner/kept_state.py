@@ -20,11 +20,11 @@ from fxshard.planner.state import AUTO, FORMATS, StateChoice, update_traffic
 
 @dataclass(frozen=True)
 class KeptState:
-    """One of them."""
+    """One way to keep it."""
 
     buckets: tuple[BucketPlan, ...]
     seconds: float = 0.0
-    """That updates take longer than with all moments on the device."""
+    """How much longer updates take than with all moments on the device."""
 
     @cached_property
     def trained(self) -> tuple[BucketPlan, ...]:
@@ -46,12 +46,12 @@ class KeptState:
 
     @cached_property
     def device_bytes(self) -> int:
-        """What moments take on the device between steps."""
+        """Bytes of moments on the device between steps."""
         return sum(bucket.moment_bytes for bucket in self.trained if bucket.offload != "host")
 
     @cached_property
     def staging_bytes(self) -> int:
-        """What updates hold there besides, one after another."""
+        """Bytes that updates hold on the device in addition, one after another."""
         return max((bucket.staging_bytes for bucket in self.trained), default=0)
 
     @cached_property
@@ -68,16 +68,16 @@ class KeptState:
 
 
 def kept_state(buckets: Sequence[BucketPlan], hardware: Hardware) -> KeptState:
-    """How buckets keep theirs."""
+    """How buckets keep their state."""
     longer = sum(_longer(bucket, hardware) for bucket in buckets if bucket.trainable)
     return KeptState(tuple(buckets), longer)
 
 
 def ways_to_keep(buckets: Sequence[BucketPlan], asked: StateChoice, hardware: Hardware) -> tuple[KeptState, ...]:
-    """What is allowed, the fastest first; of what is equally fast, fp32 before fewer bits.
+    """The ways that are allowed, the fastest first; of equally fast ones, fp32 before fewer bits.
 
-    On a machine whose memory is the host's, nothing is moved there. Masters in another dtype than fp32 have their
-    moments beside them.
+    On a machine whose memory is the host's, nothing is moved there. Moments of masters in another dtype than fp32 stay
+    on the device, in the dtype of the masters.
     """
     found = list(_ways(buckets, asked, hardware))
     if asked.most_bytes is not None:

@@ -14,7 +14,7 @@ ALIGNMENT = 64
 """Every parameter starts at a multiple of this many elements: 128 bytes in bf16, what vector loads and TMA want."""
 
 MOST_ELEMENTS = 2**56
-"""Of one bucket: sizes in bytes stay below what 64 bits hold."""
+"""Elements of one bucket at most: sizes in bytes then fit into 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -131,19 +131,11 @@ class Layout:
         slot = self.slots[self.index[name]]
         return min(slot.offset // self.shard_numel, self.ranks - 1) if self.shard_numel else 0
 
-    def gaps(self, start: int = 0, stop: int | None = None) -> tuple[tuple[int, int], ...]:
-        """The stretches of [start, stop) that no parameter covers, as (offset, numel)."""
-        stop = self.numel if stop is None else stop
-        found, cursor = [], start
-        for slot in self.slots:
-            if slot.end <= start or slot.offset >= stop:
-                continue
-            if slot.offset > cursor:
-                found.append((cursor, slot.offset - cursor))
-            cursor = max(cursor, slot.end)
-        if cursor < stop:
-            found.append((cursor, stop - cursor))
-        return tuple(found)
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The stretches that no parameter covers, as (offset, numel)."""
+        ends = [0, *(slot.end for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.numel]
+        return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def _check(self) -> None:
         names = [slot.spec.name for slot in self.slots]

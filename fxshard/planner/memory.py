@@ -12,7 +12,7 @@ GRANULE = 512
 """Slots start at multiples of this many bytes, as CUDA allocations do."""
 
 Key = tuple[str, int, int]
-"""What lies there, of which bucket, and the position of the event that takes it."""
+"""(kind of buffer, its bucket, the position of the event that takes it)"""
 
 
 @dataclass(frozen=True)

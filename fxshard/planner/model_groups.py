@@ -36,7 +36,7 @@ class ModelGroup:
         return INSIDE if self.ranks * self.stride <= hardware.ranks_per_node else BETWEEN
 
     def seconds(self, op: str, size: int, hardware: Hardware) -> float:
-        """What a collective costs; ``size``: of the full buffer, as in :mod:`fxshard.planner.collectives`.
+        """The time of a collective; ``size``: of the full buffer, as in :mod:`fxshard.planner.collectives`.
 
         What has no formula of its own (a broadcast) is taken for a gather.
         """

@@ -41,7 +41,7 @@ class Cuts:
         return {each.name: each.shape for each in self.wholes}
 
     def of(self, matrices: Sequence[str]) -> Cuts | None:
-        """Those of some matrices, in their order; None where none of them is cut."""
+        """The cuts of some matrices, in their order; None where none of them is cut."""
         wholes = tuple(Whole(name, self.whole[name]) for name in matrices if name in self.whole)
         return Cuts(self.group, wholes) if wholes else None
 
@@ -85,7 +85,7 @@ class Parts:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Which rank has each whole matrix: the largest are dealt first, each to the rank with the least to do."""
+        """The rank that has each whole matrix: the largest are dealt first, each to the rank with the least to do."""
         costs = [matrix_cost(part.whole(self.group.ranks)) for part in self.members]
         owners, loads = [0] * len(costs), [0.0] * self.group.ranks
         for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -123,7 +123,7 @@ class Piece:
     """Part ``index`` of ``parts`` equal ones along ``dim`` of a parameter; without a ``dim``, all of it."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     dim: int | None
     parts: int
     index: int

@@ -1,4 +1,4 @@
-"""What policies that quantize weights have in common: which linears and experts they choose."""
+"""The base of policies that quantize weights: how they choose linears and experts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_precision(precision: object) -> None:
 
 
 def choose_linears(model: nn.Module, policy: Precision | None) -> ChosenLinears:
-    """What a policy quantizes. Pure: depends on names and shapes only, so all ranks agree."""
+    """The weights that a policy quantizes. Pure: depends on names and shapes only, so all ranks agree."""
     if not isinstance(policy, Quantized):
         return ChosenLinears(frozenset(), {})
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}

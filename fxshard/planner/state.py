@@ -45,7 +45,7 @@ ROW_TRAFFIC = 2
 
 @dataclass(frozen=True)
 class StateChoice:
-    """What a user chose for the state of an optimizer."""
+    """A user's choice for the state of an optimizer."""
 
     format: str = "fp32"
     offload: str = "none"
@@ -53,7 +53,7 @@ class StateChoice:
     row_moments: bool = False
     """Whether Muon keeps a second moment of every row of a matrix (NorMuon)."""
     most_bytes: int | None = None
-    """What moments may take on the device, where graphs were planned that leave them no more."""
+    """Bytes that moments may take on the device, where graphs were planned that leave them no more."""
 
     @property
     def open(self) -> bool:
@@ -62,7 +62,7 @@ class StateChoice:
 
     @property
     def first(self) -> StateChoice:
-        """What is taken where memory does not matter: fp32 before fewer bits, the device before the host."""
+        """The choice where memory does not matter: fp32 before fewer bits, the device before the host."""
         return replace(
             self,
             format=FORMATS[0] if self.format == AUTO else self.format,
@@ -71,7 +71,7 @@ class StateChoice:
 
     @property
     def plain(self) -> bool:
-        """Whether moments are as the masters are, beside them."""
+        """Whether moments have the dtype and the device of the masters."""
         return self.format == "fp32" and self.offload == "none"
 
     def check_masters(self, name: str, dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ def line_blocks(line: int) -> int:
 
 
 def value_dtype(format: str, line: int, exact: torch.dtype) -> torch.dtype:
-    """Of one element of a moment that is computed with in the dtype ``exact``; what is in 8 bits has scales as well."""
+    """The dtype of an element of a moment that is computed with in ``exact``; moments in 8 bits have scales as well."""
     if format == "8bit" and line:
         return torch.uint8
     return torch.bfloat16 if format == "bf16" else exact
@@ -124,7 +124,7 @@ def row_numel(numel: int, shape: Sequence[int]) -> int:
 
 
 def state_shape(field: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor in the state of a parameter of that shape."""
+    """The shape of a tensor in the state of a parameter of that shape."""
     return (*shape[:-1], 1) if field == ROW_MOMENTS else tuple(shape)
 
 
@@ -143,7 +143,7 @@ def update_traffic(bucket: BucketPlan) -> int:
 
 
 def staging_bytes(bucket: BucketPlan) -> int:
-    """What an update of a bucket holds on the device at most of moments that rest on the host.
+    """The most bytes that an update of a bucket holds on the device of moments that rest on the host.
 
     AdamW's come in pieces. Muon's come before they are orthogonalized, and are there as fp32 meanwhile.
     """

@@ -1,4 +1,4 @@
-"""Which stored tensor a parameter comes from: the one of its name, or experts that are stored in another layout.
+"""Find the stored tensor of each parameter: the one of its name, or experts that are stored in another layout.
 
 A layer's experts are one tensor each (``experts.3.w1.weight``, or ``experts.w1.weight3`` as in Transformer Engine's
 grouped linears) or one tensor together (``experts.w1``, with or without ``.weight``), whose first dimension counts

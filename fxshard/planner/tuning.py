@@ -82,7 +82,7 @@ MOST_WHOLE = 2.5
 Not measured; chosen so that a mistake of 230 % is an error."""
 
 BATCH_BYTES = 2**29
-"""What one rank receives at most at a time when matrices travel to their owners, unless a single matrix is larger.
+"""Bytes that a rank receives at most at a time when matrices travel to their owners, unless a single one is larger.
 
 Not measured; why it is half a GiB is not recorded."""
 

@@ -59,7 +59,7 @@ def check_padding(layouts: Mapping[str, Layout]) -> None:
 
 
 def _packed(specs: Sequence[TensorSpec], ranks: int, *, deal: bool) -> list[list[TensorSpec]]:
-    """What each rank owns, packed largest first; with ``deal``, as many of each size as fill all ranks go first."""
+    """Each rank's parameters, packed largest first; with ``deal``, those of each size that fill all ranks go first."""
     by_size: dict[int, list[TensorSpec]] = defaultdict(list)
     for spec in specs:
         by_size[aligned(spec.numel)].append(spec)
@@ -83,10 +83,8 @@ def _packed(specs: Sequence[TensorSpec], ranks: int, *, deal: bool) -> list[list
 def _dealt_by_work(owned: list[list[TensorSpec]], work: Sequence[float]) -> list[list[TensorSpec]]:
     heaviest_first = sorted(owned, key=lambda specs: -sum(matrix_cost(s.shape) for s in specs if len(s.shape) > 1))
     idlest_first = sorted(range(len(owned)), key=lambda rank: (work[rank], rank))
-    dealt: list[list[TensorSpec]] = [[] for _ in owned]
-    for rank, share in zip(idlest_first, heaviest_first, strict=True):
-        dealt[rank] = share
-    return dealt
+    share_of = dict(zip(idlest_first, heaviest_first, strict=True))
+    return [share_of[rank] for rank in range(len(owned))]
 
 
 def _length(specs: Sequence[TensorSpec]) -> int:

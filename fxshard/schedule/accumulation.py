@@ -35,7 +35,7 @@ def accumulating(step: Schedule) -> Schedule:
 
 
 def kept_bytes(buckets: tuple[BucketPlan, ...]) -> int:
-    """What a rank holds beyond a step's own memory: a full gradient per bucket that has no place for one (ZeRO-1 does).
+    """Bytes beyond a step's own memory: a full gradient per bucket that has no place for one (under ZeRO-1 it has).
 
     Where gradients are not written to the arena, scratch is needed in addition to what is kept.
     """

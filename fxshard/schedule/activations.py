@@ -1,4 +1,4 @@
-"""What a graph holds besides buckets while it runs: batch, saved values, and temporaries inside stretches of compute.
+"""Memory of a running graph besides buckets: batch, saved values, and temporaries inside stretches of compute.
 
 Counted from shapes and the order of nodes. Operator by operator, a value takes memory when its node runs, and gives it
 back after the last node that reads it, or a view of it. Where stretches are compiled, a value that only pointwise nodes
@@ -119,8 +119,8 @@ class Activations:
     def owned(self, node: fx.Node) -> int:
         """Bytes that a node's value adds to what is held."""
         if node not in self._owned:
-            elsewhere = node in self._inlined or node in self._in_buckets or self.root[node] is not node
-            self._owned[node] = 0 if elsewhere else owned_bytes(node)
+            owns_none = node in self._inlined or node in self._in_buckets or self.root[node] is not node
+            self._owned[node] = 0 if owns_none else owned_bytes(node)
         return self._owned[node]
 
     def peak(self, nodes: list[fx.Node]) -> int:
@@ -135,7 +135,7 @@ class Activations:
 
 
 def step_activations(modules: Mapping[Phase, fx.GraphModule], fused: bool) -> dict[Phase, Activations]:
-    """Of the graphs of a step: during backward the caller still has what forward returned to it."""
+    """For the graphs of a step: during backward the caller still has what forward returned to it."""
     graphs = {phase: module.graph for phase, module in modules.items()}
     forward, backward = graphs.get(Phase.FORWARD), graphs.get(Phase.BACKWARD)
     outside, memory = 0, dict[str, str]()
@@ -159,11 +159,11 @@ def peak_bytes(held: Mapping[Phase, Activations]) -> int:
 def owned_bytes(node: fx.Node) -> int:
     """Bytes of the memory that a node's value has to itself."""
     event = event_of(node)
-    elsewhere = unpacks(node) or node.meta.get(PARAM) is not None or ON_HOST in node.meta
+    owns_none = unpacks(node) or node.meta.get(PARAM) is not None or ON_HOST in node.meta
     if event is not None:
-        elsewhere = event.kind not in (*OF_MODEL, Kind.RELOAD)
+        owns_none = event.kind not in (*OF_MODEL, Kind.RELOAD)
     value = node.meta.get("val")
-    if elsewhere or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
+    if owns_none or is_view(node) or node.target is torch.ops.aten.copy_.default or not isinstance(value, torch.Tensor):
         return 0
     if is_constant(node) and all(reader.op != "output" for reader in readers([node])):  # made again where it is used
         return 0
@@ -171,7 +171,7 @@ def owned_bytes(node: fx.Node) -> int:
 
 
 def _parts_bytes(node: fx.Node) -> int:
-    """Of an operator that gives several tensors, what it takes for them: the nodes that unpack it have them later."""
+    """Bytes of an operator that gives several tensors: the nodes that unpack it have them later."""
     value = node.meta.get("val")
     several = isinstance(value, (tuple, list)) and computes(node) and not is_view(node)
     return tensor_bytes(value) if several else 0

@@ -1,4 +1,4 @@
-"""Which nodes of a graph share memory with which others, and which make their values from nothing."""
+"""Nodes of a graph that share memory with others, and nodes that make constants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIDDEN_VIEWS = {
 
 
 _KNOWN: dict[int, tuple[torch._ops.OpOverload, bool]] = {}
-"""What operators return, by their identity: it is asked of every node again and again, and their own hash is slow."""
+"""Whether operators return views, by their identity: asked of every node again and again, and their hash is slow."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -68,8 +68,8 @@ def readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 _PURE = ("aten", "prims")
-"""Whose operators are known to make the same of the same numbers. One of a user's may read a file, count its calls, or
-draw random numbers without saying so: it runs as often as the model calls it."""
+"""Namespaces whose operators are known to make the same of the same numbers. One of a user's may read a file, count its
+calls, or draw random numbers without saying so: it runs as often as the model calls it."""
 
 
 def is_constant(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""What became of the attention masks of a model: which were causal, windows or empty, which were kept and why."""
+"""A report on the attention masks of a model: causal ones, windows, empty ones, and those kept and why."""
 
 from __future__ import annotations
 

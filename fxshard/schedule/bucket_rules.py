@@ -1,4 +1,4 @@
-"""What must hold of a schedule's header and of its table of buckets, before anything is concluded from them."""
+"""Rules for a schedule's header and its table of buckets, on which all other rules rely."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.step import Step
 
 MOST_RANKS = 2**24
-"""More than anybody has. Some rules look at every rank."""
+"""More ranks than any cluster has. Some rules look at every rank."""
 
 
 def header_is_possible(step: Step) -> None:
@@ -71,7 +71,7 @@ def buckets_are_possible(step: Step) -> None:
 
 
 def _problems(bucket: BucketPlan, i: int, schedule: Schedule) -> Iterator[str]:
-    """What is wrong with one of them."""
+    """What is wrong with a bucket."""
     specs = [slot.spec for slot in bucket.layout.slots]
     if bucket.index != i:
         yield f"says that it is number {bucket.index}"

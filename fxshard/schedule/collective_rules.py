@@ -1,4 +1,4 @@
-"""What must hold for the model's own collectives: one order on every rank, operands there, results waited for once."""
+"""Rules for the model's own collectives: one order on every rank, operands there, results waited for once."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ GROUP = "fxshard_group"
 
 @dataclass(frozen=True)
 class ModelCollective:
-    """What a graph says of a collective of its own: the verifier holds the events against it."""
+    """A graph's record of a collective of its own, against which the verifier checks the events."""
 
     op: str
     group: str
@@ -33,7 +33,7 @@ class ModelCollective:
     after: int
     """How many of the graph's computing nodes must be over before it starts."""
     needs: tuple[int, ...]
-    """Which of the graph's collectives must be."""
+    """The graph's collectives that must be over before it starts."""
     before: int
     """How many of the graph's computing nodes may be over when its result is waited for."""
     waits: int

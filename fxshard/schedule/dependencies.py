@@ -1,4 +1,4 @@
-"""What must be over before an event starts: what the runtime enforces with streams and tokens.
+"""The events that must be over before an event starts, as the runtime enforces it with streams and tokens.
 
 Streams are in order, so an event says only what they do not order by themselves. ``tests/test_ordering.py`` holds this
 against what the runtime waits for.
@@ -13,7 +13,7 @@ from fxshard.planner.memory import SlotRange
 from fxshard.schedule.events import OF_HOST, OF_MODEL, Event, Kind, Phase
 
 MARKS = (Kind.RESHARD, Kind.FINISH)
-"""What marks a place in the program. Compute does not stop for it: what takes the memory next waits."""
+"""Events that only mark a place in the program. Compute does not stop for them: the next user of the memory waits."""
 
 
 def needed_before(events: Sequence[Event]) -> list[tuple[int, ...]]:

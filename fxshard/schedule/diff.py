@@ -1,4 +1,4 @@
-"""What changed from one schedule to another."""
+"""The differences between two schedules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ScheduleDiff:
-    """What ``b`` does otherwise than ``a``; false where the runtime events are the same. ``print`` it."""
+    """The changes from ``a`` to ``b``; false where the runtime events are the same. ``print`` it."""
 
     a: Schedule
     b: Schedule
@@ -92,20 +92,16 @@ def diff(a: Schedule, b: Schedule) -> ScheduleDiff:
     >>> print(diff(plan(model, x, world_size=8), plan(model, x, world_size=8, memory_budget="40GiB")))
     """
     in_a, in_b = _keyed(a), _keyed(b)
-    added = tuple(Change(None, i, None, b.events[i]) for key, i in in_b.items() if key not in in_a)
+    added = tuple(Change(None, j, None, b.events[j]) for key, j in in_b.items() if key not in in_a)
     removed = tuple(Change(i, None, a.events[i], None) for key, i in in_a.items() if key not in in_b)
     both = [Change(i, in_b[key], a.events[i], b.events[in_b[key]]) for key, i in in_a.items() if key in in_b]
-    stay = _longest_increasing([change.now or 0 for change in both])
+    places = [(i, in_b[key]) for key, i in in_a.items() if key in in_b]
+    stay = _longest_increasing([j for _, j in places])
     before_a, before_b, comparable = _compute_before(a), _compute_before(b), _same_compute(a, b)
     moved = tuple(
         change
-        for k, change in enumerate(both)
-        if k not in stay
-        or (
-            change.before is not None
-            and change.before.phase in comparable
-            and before_a[change.was or 0] != before_b[change.now or 0]
-        )
+        for k, (change, (i, j)) in enumerate(zip(both, places, strict=True))
+        if k not in stay or (a.events[i].phase in comparable and before_a[i] != before_b[j])
     )
     changed = tuple(change for change in both if _payload(change.before) != _payload(change.after))
     return ScheduleDiff(a, b, added, removed, moved, changed)

@@ -1,4 +1,4 @@
-"""What each event must be, field by field: all of it follows from its kind, its bucket and the bucket's domain."""
+"""Rules for the fields of each event, which follow from its kind, its bucket and the bucket's domain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PHASES: dict[Kind, tuple[Phase, ...]] = {
 
 ORDER = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}
 GRAPHS: tuple[list[Phase], ...] = ([], [Phase.FORWARD, Phase.BACKWARD], [Phase.FORWARD], [Phase.BACKWARD], [Phase.EVAL])
-"""Which graphs a schedule is recorded from; one pass at work has one of them."""
+"""Graphs that a schedule may be recorded from; a single pass works on one of them."""
 ON_GRADS = (Kind.GRAD, Kind.REDUCE, Kind.ALL_REDUCE, Kind.ACCUMULATE, Kind.FINISH)
 
 

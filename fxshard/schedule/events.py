@@ -53,13 +53,13 @@ class Kind(StrEnum):
 
 
 OF_MODEL = (Kind.COLLECTIVE, Kind.AWAIT)
-"""The model's own communication."""
+"""Kinds of the model's own communication."""
 
 OF_HOST = (Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD, Kind.RESTORE)
-"""What moves an activation to the host's memory and back."""
+"""Kinds that move an activation to the host's memory and back."""
 
 OF_MANY = (Kind.COMPUTE, Kind.EXCHANGE, Kind.SCALES, *OF_MODEL, *OF_HOST)
-"""What is about no bucket in particular, but about those that it reads and writes."""
+"""Kinds about no bucket in particular, but about all that they read and write."""
 
 
 TENSOR = "tensor"
@@ -67,7 +67,7 @@ TENSOR = "tensor"
 
 
 class Phase(StrEnum):
-    """Which program of a step an event belongs to."""
+    """The program of a step that an event belongs to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -117,9 +117,9 @@ class Event:
     waits_for: tuple[int, ...] = ()
     """Positions of the events that must be over before this one starts. A reshard and a finish: what ends there."""
     float8_flops: int = 0
-    """Of ``flops``, those of products in float8."""
+    """The part of ``flops`` that products in float8 have."""
     copies: Copies = Copies.NONE
-    """Which quantized copies a gather brings or a wait gives, where parameters rest quantized."""
+    """The quantized copies that a gather brings or a wait gives, where parameters rest quantized."""
     op: str = ""
     """Of a collective of the model's own, and of its await: ``all_reduce``, ``all_to_all_single``, … Of a copy to or
     from the host: the module and the operator whose result it is."""

@@ -1,15 +1,11 @@
-"""What must hold where matrices travel to the rank that orthogonalizes them, over whichever groups."""
+"""Rules for matrices that travel to the rank that orthogonalizes them, over any groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from fxshard.schedule.events import TENSOR, Kind, Phase
 from fxshard.schedule.step import Step
-
-if TYPE_CHECKING:
-    from fxshard.schedule.step import Step
 
 TO_TENSOR_RANKS = (TENSOR, "compute", TENSOR, "compute")
 """Parts go to a rank that orthogonalizes them, and what comes back is put where it belongs."""

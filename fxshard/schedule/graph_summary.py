@@ -1,4 +1,4 @@
-"""What a graph itself says of its compute, next to the events that are recorded from it: the verifier compares both."""
+"""A summary of a graph's compute, which the verifier compares with the events that are recorded from the graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxshard._torch import private
 from fxshard.kernels.float8_ops import float8_mm_into
 from fxshard.kernels.mxfp8_ops import mxfp8_mm_into
 from fxshard.kernels.ops import mm_into, scaled_into
-from fxshard.schedule.aliases import is_view, root_of
+from fxshard.schedule.aliases import readers, root_of
 from fxshard.schedule.collectives import ModelCollective, described
 from fxshard.schedule.events import Event, Kind, Phase, event_of, events
 from fxshard.schedule.offloads import HostCopy
@@ -20,7 +20,7 @@ from fxshard.schedule.offloads import described as host_copies
 from fxshard.schedule.params import param_inputs
 
 WRITES = (torch.ops.aten.copy_.default, mm_into, mxfp8_mm_into, float8_mm_into, scaled_into)
-"""What writes gradients into their bucket."""
+"""Operators that write gradients into their bucket."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ParamInput:
 
 @dataclass(frozen=True)
 class BucketUse:
-    """Which of a graph's computing nodes, counted from 0, read a bucket's parameters or write its gradients."""
+    """The computing nodes of a graph, counted from 0, that read a bucket's parameters or write its gradients."""
 
     bucket: int
     nodes: tuple[int, ...]
@@ -43,7 +43,7 @@ class BucketUse:
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """What one graph computes with which buckets, found from its buckets' views, not from stretches between events."""
+    """The compute of one graph by bucket, found from its buckets' views, not from stretches between events."""
 
     phase: Phase
     nodes: int
@@ -64,7 +64,7 @@ def summary(graph: fx.Graph, phase: Phase) -> GraphSummary:
     for source, event in events(graph):
         if event.bucket_index < 0:
             continue
-        for reader in _readers(source):
+        for reader in readers(source.users):
             if reader in number:
                 written = event.kind is Kind.GRAD and reader.target in WRITES
                 (writes if written else reads).setdefault(event.bucket_index, set()).add(number[reader])
@@ -90,20 +90,6 @@ def bucket_viewed_by(node: fx.Node) -> Event | None:
 
 def _uses(found: dict[int, set[int]]) -> tuple[BucketUse, ...]:
     return tuple(BucketUse(bucket, tuple(sorted(found[bucket]))) for bucket in sorted(found))
-
-
-def _readers(source: fx.Node) -> set[fx.Node]:
-    """What reads the memory that a runtime node gives, through any chain of views."""
-    found: set[fx.Node] = set()
-    stack = list(source.users)
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user not in found:
-                found.add(user)
-                if is_view(user) and user.all_input_nodes[0] is node:
-                    stack.append(user)
-    return found
 
 
 def computes(node: fx.Node) -> bool:

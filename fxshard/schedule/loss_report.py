@@ -1,4 +1,4 @@
-"""What became of the losses of a model: which are computed in chunks, without logits, and which are not and why."""
+"""A report on the losses of a model: those that are computed in chunks, without logits, and why others are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ChunkedLoss:
     rows: int
     """Tokens whose logits exist at a time, at most."""
     logits_bytes: int
-    """What the logits would have taken, once, in the dtype of the head's product."""
+    """Bytes that the logits would have taken, once, in the dtype of the head's product."""
 
     def __str__(self) -> str:
         return f"loss in chunks of {self.rows} tokens, without {size(self.logits_bytes)} of logits"

@@ -66,7 +66,7 @@ class Observer:
         """A pass is about to work on a graph."""
         stem = f"{next(self._written):02}-{where}-{re.sub(r'[^a-z0-9_]+', '-', name.lower()).strip('-')}"
         self.write(f"{stem}.before.txt", module)
-        return Watch(self, where, name, stem, Shape.of(module), time.perf_counter())
+        return Watch(self, where, name, stem, Snapshot.of(module), time.perf_counter())
 
     def schedule(self, schedule: Schedule, name: str) -> None:
         """A schedule is emitted, and not verified yet: a wrong one is worth looking at."""
@@ -80,23 +80,23 @@ class Observer:
 
     def write(self, name: str, module: fx.GraphModule) -> None:
         if self.folder is not None:
-            (self.folder / name).write_text(graph_text(module), encoding="utf-8")
+            (self.folder / name).write_text("\n".join([*graph_lines(module), ""]), encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What of a graph the log tells: its nodes in order, how each reads, and how many runtime nodes of each kind."""
+class Snapshot:
+    """The parts of a graph that the log compares: its nodes in order, their text, and runtime nodes by kind."""
 
     nodes: tuple[str, ...]
     lines: tuple[str, ...]
     kinds: Counter[str]
 
     @classmethod
-    def of(cls, module: fx.GraphModule) -> Shape:
+    def of(cls, module: fx.GraphModule) -> Snapshot:
         kinds = Counter(str(event.kind) for _, event in events(module.graph))
         return cls(tuple(node.name for node in module.graph.nodes), tuple(graph_lines(module)), kinds)
 
-    def became(self, after: Shape) -> str:
+    def became(self, after: Snapshot) -> str:
         """``30 → 38 nodes, +4 unshard, +4 wait``"""
         if self.nodes == after.nodes:
             noted = sum(one != other for one, other in zip(self.lines, after.lines, strict=True))
@@ -117,27 +117,22 @@ class Watch:
     where: str
     name: str
     stem: str
-    shape: Shape
+    before: Snapshot
     started: float
 
     def done(self, module: fx.GraphModule, seconds: float | None = None) -> None:
         """``seconds``: what it took, where that is not the time since it began."""
         taken = time.perf_counter() - self.started if seconds is None else seconds
-        became = self.shape.became(Shape.of(module))
+        became = self.before.became(Snapshot.of(module))
         self.observer.say("%s: %s: %.1f ms, %s", self.where, self.name, taken * 1e3, became)
         self.observer.write(f"{self.stem}.after.txt", module)
 
 
-def graph_text(module: fx.GraphModule) -> str:
-    """Name, call, arguments; then what it gives and whether backward computes it again.
+def graph_lines(module: fx.GraphModule) -> list[str]:
+    """One for each node: name, call, arguments; then what it gives and whether backward computes it again.
 
     For a runtime node: why it is there, and where its buffer lies.
     """
-    return "\n".join(graph_lines(module)) + "\n"
-
-
-def graph_lines(module: fx.GraphModule) -> list[str]:
-    """The same, line by line: one per node."""
     return [_line(node) for node in module.graph.nodes]
 
 

@@ -1,4 +1,4 @@
-"""What must hold for activations in the host's memory: out before they are overwritten, back before they are read."""
+"""Rules for activations in the host's memory: out before they are overwritten, back before they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a budget made of saved activations: computed again, or in the host's memory; what graphs say of their copies."""
+"""Saved activations that a budget has computed again or kept on the host, and the graphs' records of their copies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _Values:
     """The module that computes them, layers counted as ``*``, and the operator."""
     count: int
     bytes: int
-    """What they take together from forward to backward, wherever they are."""
+    """Their bytes together from forward to backward, on the device or on the host."""
     seconds: float
-    """What computing them again takes, or copying them each way, by the cost model."""
+    """The time to compute them again, or to copy them each way, by the cost model."""
 
 
 class Recomputed(_Values):
@@ -37,8 +37,7 @@ class Offloaded(_Values):
 
 @dataclass(frozen=True)
 class HostCopy:
-    """What a graph says of an activation that it offloads, or of one that it gets back: the verifier holds the events
-    against it."""
+    """A graph's record of an activation that it offloads or gets back; the verifier checks the events against it."""
 
     op: str
     bytes: int

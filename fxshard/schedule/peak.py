@@ -58,7 +58,7 @@ MOST = 10
 
 @dataclass(frozen=True)
 class Thing:
-    """What takes memory: shards of all parameters, the arena, or values of one kind in all layers."""
+    """A use of memory: shards of all parameters, the arena, or values of one kind in all layers."""
 
     name: str
     bytes: int

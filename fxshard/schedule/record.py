@@ -83,7 +83,7 @@ def assemble(
 
 
 def resident_bytes(buckets: Sequence[BucketPlan]) -> int:
-    """What a rank holds all the time: shards, gradients, optimizer state with a step count per parameter."""
+    """Bytes that a rank holds all the time: shards, gradients, optimizer state with a step count per parameter."""
     counts = sum(STEP_COUNT * len(bucket.params) for bucket in buckets if bucket.trainable)
     return counts + sum(rest.param + rest.grad + rest.state for rest in (bucket.at_rest() for bucket in buckets))
 
@@ -150,7 +150,7 @@ def _compute(nodes: list[fx.Node], phase: Phase, held: Activations) -> Event:
 
 
 def _dtype(nodes: list[fx.Node]) -> torch.dtype:
-    """What a stretch mostly computes in: the dtype of its first matrix product, else of its first result."""
+    """The dtype that a stretch mostly computes in: that of its first matrix product, else of its first result."""
     values = {node: node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)}
     products = [value for node, value in values.items() if node_flops(node)]
     return (products or [*values.values(), torch.empty(0)])[0].dtype

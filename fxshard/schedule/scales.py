@@ -12,7 +12,7 @@ from fxshard.schedule.step import Step
 
 
 def scales_event(buckets: Sequence[BucketPlan], phase: Phase, group: str) -> Event | None:
-    """What a program begins with where weights rest in float8; ``group``: that of buckets that do not say theirs.
+    """The first event of a program where weights rest in float8; ``group``: that of buckets that do not say theirs.
 
     All ranks read their masters once and combine the largest magnitudes in one all-reduce.
     """

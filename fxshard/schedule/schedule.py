@@ -43,13 +43,13 @@ class Schedule:
     zero: int
     budget: int | None = None
     graphs: tuple[GraphSummary, ...] = ()
-    """What the graphs that the events were recorded from say of their compute."""
+    """Summaries of the graphs that the events were recorded from."""
     model_groups: tuple[ModelGroup, ...] = ()
     """The process groups that the model communicates in itself."""
     recomputed: tuple[Recomputed, ...] = ()
-    """What backward computes again because of the budget, in the order in which it was chosen."""
+    """Saved values that backward computes again because of the budget, in the order in which they were chosen."""
     offloaded: tuple[Offloaded, ...] = ()
-    """What is on the host between forward and backward because of the budget."""
+    """Saved values that are on the host between forward and backward because of the budget."""
 
     def __len__(self) -> int:
         return len(self.events)
@@ -98,7 +98,7 @@ class Schedule:
 
     @property
     def step_bytes(self) -> int:
-        """What a rank has allocated at the peak of a step that finds no gradients, as after ``zero_grad()``.
+        """Bytes that a rank has allocated at the peak of a step without gradients before it, as after ``zero_grad()``.
 
         ``peak_bytes`` is no less: it counts all gradients, as where micro-batches add to those of the ones before.
         """
@@ -108,12 +108,12 @@ class Schedule:
 
     @property
     def host_bytes(self) -> int:
-        """What one rank's host holds: optimizer state that is not on the device, and offloaded activations."""
+        """Bytes of one rank on the host: optimizer state that is not on the device, and offloaded activations."""
         return sum(bucket.moment_bytes for bucket in self.buckets if bucket.offload == "host") + self.offloaded_bytes
 
     @property
     def offloaded_bytes(self) -> int:
-        """What activations take in the host's memory between forward and backward."""
+        """Bytes of activations in the host's memory between forward and backward."""
         return max((event.slot.end for _, event in self.of(Kind.OFFLOAD) if event.slot is not None), default=0)
 
     @property
@@ -178,7 +178,7 @@ class Schedule:
         return simulate(self, hardware, **options)
 
     def diff(self, other: Schedule) -> ScheduleDiff:
-        """What changes from this schedule to another; ``print`` it."""
+        """The changes from this schedule to another; ``print`` them."""
         from fxshard.schedule.diff import diff
 
         return diff(self, other)

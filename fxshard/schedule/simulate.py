@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -101,7 +102,7 @@ def simulate(
     for i, given in as_durations(schedule, durations).items():
         seconds[i] = given
     carried = Step(schedule).carried
-    run = _run(schedule, seconds, links, overlap, _Start.cold(carried, seconds))
+    run = _run(schedule, seconds, links, overlap, _before_first_step(carried, seconds))
     if steady and carried:
         for _ in range(SETTLING):
             start = run.left_over(carried)
@@ -175,7 +176,7 @@ def _seconds(event: Event, schedule: Schedule, hardware: Hardware, usual: torch.
 
 
 def _dtype(event: Event, schedule: Schedule, usual: torch.dtype) -> torch.dtype:
-    """What a stretch of compute multiplies in: the dtype of the parameters it touches, else the model's usual one."""
+    """The dtype that a stretch of compute multiplies in: that of its parameters, else the model's usual one."""
     touched = event.reads or event.writes
     return schedule.buckets[touched[0]].param_dtype if touched else usual
 
@@ -188,7 +189,7 @@ def _usual_dtype(schedule: Schedule) -> torch.dtype:
 
 
 def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) -> str:
-    """What an event keeps busy besides its stream: of collectives the links they share, or nothing but themselves."""
+    """The resource that an event keeps busy: for collectives the links that they share, for others their stream."""
     stream = event.stream
     if stream == COMPUTE or event.kind in OF_HOST or not shared:
         return stream
@@ -201,24 +202,14 @@ def _link(event: Event, schedule: Schedule, hardware: Hardware, shared: bool) ->
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a step finds: when each bucket gathered in the step before is there. After the last, the network is free."""
+_There = Mapping[int, float]
+"""The start of a step: when each bucket gathered in the step before is there, after which the network is free."""
 
-    there: dict[int, float]
 
-    @classmethod
-    def cold(cls, carried: Mapping[int, int], seconds: list[float]) -> _Start:
-        """The first step: the gathers run one after another, in their order, before anything else."""
-        there, clock = {}, 0.0
-        for index, i in sorted(carried.items(), key=lambda entry: entry[1]):
-            clock += seconds[i]
-            there[index] = clock
-        return cls(there)
-
-    @property
-    def network_free(self) -> float:
-        return max(self.there.values(), default=0.0)
+def _before_first_step(carried: Mapping[int, int], seconds: list[float]) -> _There:
+    """The gathers run one after another, in their order, before anything else."""
+    order = sorted(carried, key=carried.__getitem__)
+    return dict(zip(order, accumulate(seconds[carried[index]] for index in order), strict=True))
 
 
 @dataclass(frozen=True)
@@ -228,20 +219,21 @@ class _Run:
     spans: list[Span]
     stop: float
 
-    def left_over(self, carried: Mapping[int, int]) -> _Start:
-        """What the step after this one finds, on its own clock."""
-        return _Start({index: max(0.0, self.spans[i].stop - self.stop) for index, i in carried.items()})
+    def left_over(self, carried: Mapping[int, int]) -> _There:
+        """The start of the step after this one, on its own clock."""
+        return {index: max(0.0, self.spans[i].stop - self.stop) for index, i in carried.items()}
 
 
-def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bool, start: _Start) -> _Run:
+def _run(schedule: Schedule, seconds: list[float], links: list[str], overlap: bool, there: _There) -> _Run:
     """Take, again and again, the event that can start first: all others start later, so nothing is overtaken."""
     events = schedule.events
-    needs, earliest = needed_before(events), _earliest(events, start)
+    needs, earliest = needed_before(events), _earliest(events, there)
     streams: dict[str, list[int]] = {stream: [] for stream in dict.fromkeys(event.stream for event in events)}
     for i in range(len(events) - 1, -1, -1):  # the next event of a stream is its last entry
         streams[events[i].stream].append(i)
     free = dict.fromkeys([*streams, *links], 0.0)  # streams, and links between ranks
-    free |= {links[i]: start.network_free for i, event in enumerate(events) if _for_next_step(event)}
+    network_free = max(there.values(), default=0.0)
+    free |= {links[i]: network_free for i, event in enumerate(events) if _for_next_step(event)}
     ready: dict[str, float | None] = dict.fromkeys(streams)  # when the next event of each may start, once that is known
     stops: list[float | None] = [None] * len(events)
     spans: list[Span] = []
@@ -277,10 +269,10 @@ def _for_next_step(event: Event) -> bool:
     return event.kind is Kind.UNSHARD and event.phase is Phase.OPTIMIZER
 
 
-def _earliest(events: tuple[Event, ...], start: _Start) -> dict[int, float]:
+def _earliest(events: tuple[Event, ...], there: _There) -> dict[int, float]:
     """{position of the first wait for it: when a bucket gathered in the step before is there}"""
     times: dict[int, float] = {}
-    left = dict(start.there)
+    left = dict(there)
     for i, event in enumerate(events):
         if not left:
             break
@@ -315,7 +307,7 @@ def _stuck(schedule: Schedule, i: int) -> ScheduleError:
 
 
 def _memory(schedule: Schedule, run: _Run, carried: Mapping[int, int]) -> tuple[tuple[float, int], ...]:
-    """What a rank holds over time.
+    """The bytes that a rank holds over time.
 
     A gathered bucket counts from the start of its gather to its reshard, a gradient bucket from where it is taken to
     the end of its reduction, activations as they are after the last stretch of compute.

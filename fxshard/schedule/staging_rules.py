@@ -1,4 +1,4 @@
-"""What must hold for quantized parameters: staging buffers that share memory with gradients, and copies that travel."""
+"""Rules for quantized parameters: staging buffers that share memory with gradients, and copies that travel."""
 
 from __future__ import annotations
 

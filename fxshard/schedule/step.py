@@ -20,7 +20,7 @@ from fxshard.schedule.schedule import Schedule
 from fxshard.schedule.updates import updates
 
 READ, WRITE = "read", "write"
-"""What a compute event does with a bucket, in addition to the kinds of runtime events."""
+"""Uses of a bucket by compute events, in addition to the kinds of runtime events."""
 
 
 class ScheduleError(FxshardError):
@@ -69,7 +69,7 @@ class Step:
 
     @cached_property
     def planned_updates(self) -> list[Event]:
-        """What an optimizer of fxshard's does in this step, by its plan for the buckets."""
+        """The events of an optimizer of fxshard's in this step, by its plan for the buckets."""
         events = self.schedule.events
         reduced = {event.bucket_index: event for event in events if event.kind is Kind.REDUCE}
         carried = {e.bucket_index: e for e in events if e.kind is Kind.UNSHARD and e.phase is Phase.OPTIMIZER}

@@ -56,7 +56,7 @@ def render(schedule: Schedule, width: int | None = None, *, colour: bool = False
 
 
 def table(schedule: Schedule, width: int = WIDEST) -> Group:
-    """What :func:`render` prints, for a ``rich`` console of your own. A narrow one leaves out dtype and arena."""
+    """The table of :func:`render`, for a ``rich`` console of your own. A narrow one leaves out dtype and arena."""
     wide = width >= WIDE
     folds = list(folded(_rows(schedule)))
     labels = [

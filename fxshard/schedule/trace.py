@@ -73,7 +73,7 @@ def stream_order(streams: Iterable[str]) -> list[str]:
 
 
 def title(schedule: Schedule, event: Event) -> str:
-    """What to write on an event: its kind and bucket, or for one without a bucket those it works on."""
+    """The title of an event: its kind and bucket, or for one without a bucket those it works on."""
     if event.kind in OF_HOST:
         return f"{event.kind.value} {event.op}"
     if event.op:
@@ -83,7 +83,7 @@ def title(schedule: Schedule, event: Event) -> str:
 
 
 def details(schedule: Schedule, position: int) -> dict[str, Any]:
-    """What to show of an event that is clicked on."""
+    """The details of an event that is clicked on."""
     event = schedule.events[position]
     shown: dict[str, Any] = {"event": position, "phase": event.phase.value, "kind": event.kind.value, "why": event.why}
     if event.kind is Kind.COMPUTE:

@@ -10,17 +10,17 @@ import torch
 from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.exchange import Batch, CutAlone, cut_alone, local_work, parts_alone
 from fxshard.planner.matrices import newton_schulz_flops
+from fxshard.planner.optimizer_step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
 from fxshard.planner.parts import Parts
 from fxshard.planner.state import update_traffic
-from fxshard.planner.step import Done, Exchange, Land, Local, Orthogonalize, Share, plan_step
 from fxshard.schedule.events import TENSOR, Event, Kind, Phase, of_many
 
 
 def updates(
     reduced: Mapping[int, Event], buckets: Sequence[BucketPlan], carried: Mapping[int, Event], group: str
 ) -> list[Event]:
-    """What ``fxshard``'s optimizers do: ``reduced`` are the reductions of this step, ``carried`` the gathers that the
-    next forward starts with, each by bucket. ``group``: that of buckets that do not say which theirs is."""
+    """The events of ``fxshard``'s optimizers. ``reduced``: the reductions of this step, ``carried``: the gathers that
+    the next forward starts with, each by bucket. ``group``: that of buckets that do not say which theirs is."""
     program = plan_step(buckets)
     work = _work_alone(buckets, [step.batch for step in program if isinstance(step, Orthogonalize)])
     events: list[Event] = []
@@ -143,7 +143,7 @@ def _compute(names: tuple[str, ...], why: str, flops: int, traffic: int) -> Even
 
 
 def _cut_alone(buckets: Sequence[BucketPlan]) -> list[Event]:
-    """What happens to those of which a data-parallel rank holds a part alone, before their buckets are updated."""
+    """Events for matrices of which a data-parallel rank holds a part alone, before their buckets are updated."""
     cut = cut_alone(buckets)
     if not cut:
         return []

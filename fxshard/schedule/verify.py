@@ -1,8 +1,8 @@
-"""What must hold for a schedule to compute the right thing, rule by rule.
+"""The rules that a schedule must keep to compute the right thing.
 
 A rule is a function that takes the step and raises at the first event that breaks it. Rules read the data of a schedule
 only, so a schedule from a file is checked like one that was just planned. Each is linear in the events. Those about
-memory and dependencies are in :mod:`fxshard.schedule.verify_memory`.
+memory and dependencies are in :mod:`fxshard.schedule.memory_rules`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fxshard.schedule import (
     collective_rules,
     event_rules,
     exchange_rules,
+    memory_rules,
     offload_rules,
     scales,
     staging_rules,
-    verify_memory,
 )
 from fxshard.schedule.events import OF_MANY, Kind, Phase
 from fxshard.schedule.schedule import Schedule
@@ -176,7 +176,7 @@ def at_most_two_gradient_buckets(step: Step) -> None:
 
 
 def every_reduced_bucket_is_updated_once(step: Step) -> None:
-    """What is reduced is updated, once, after its last reduction; nothing else is."""
+    """A bucket that is reduced is updated, once, after its last reduction; no other bucket is."""
     rule = every_reduced_bucket_is_updated_once
     for trail in step.trails.values():
         reduced = updated = None
@@ -230,9 +230,9 @@ RULES: tuple[Callable[[Step], None], ...] = (
     every_reduced_bucket_is_updated_once,
     gather_after_update,
     exchange_rules.exchanges_go_there_and_back,
-    verify_memory.no_arena_overlap,
-    verify_memory.peak_is_what_it_says,
-    verify_memory.dependencies_point_backwards,
+    memory_rules.no_arena_overlap,
+    memory_rules.peak_is_what_it_says,
+    memory_rules.dependencies_point_backwards,
     event_rules.phases_are_in_order,
     event_rules.events_match_their_buckets,
     event_rules.waits_are_where_their_gathers_are,

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from fxshard.optim import verdict
-from fxshard.optim.verdict import Told, Verdicts
+from fxshard.optim.verdict import PendingVerdict, Verdicts
 
 
-def _tell(self: Verdicts, names: Sequence[str], finite: torch.Tensor) -> None:
+def _copy_to_host(self: Verdicts, names: Sequence[str], finite: torch.Tensor) -> None:
     arrived: Any = SimpleNamespace(query=lambda: True)
-    self._told = Told(self._calls, names, finite.clone(), arrived)
+    self._pending = PendingVerdict(self._calls, names, finite.clone(), arrived)
 
 
 @contextmanager
 def known_late() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdict, "known_at_once", lambda device: False)
-        patch.setattr(Verdicts, "_tell", _tell)
+        patch.setattr(Verdicts, "_copy_to_host", _copy_to_host)
         yield

@@ -18,7 +18,7 @@ from fxshard.planner.choice import crosses
 from fxshard.planner.domain import Domain, data_parallel
 from fxshard.planner.exchange import plan_exchange
 from fxshard.planner.layout import TensorSpec
-from fxshard.planner.step import Done, Exchange, Land, Local, Orthogonalize, plan_step
+from fxshard.planner.optimizer_step import Done, Exchange, Land, Local, Orthogonalize, plan_step
 from fxshard.planner.units import find_units
 from fxshard.schedule.events import Kind, Phase
 from fxshard.schedule.updates import updates

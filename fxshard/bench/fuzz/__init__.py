@@ -1,1 +1,1 @@
-"""A standing adversary: random models and training loops, sharded and plain, compared (``python -m fxshard.fuzz``)."""
+"""Random models and training loops, run sharded and plain and compared (``python -m fxshard.fuzz``)."""

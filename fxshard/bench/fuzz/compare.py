@@ -27,7 +27,7 @@ Backward = Callable[[str, str, int], float]
 
 
 class Loop:
-    """What a program does: made from a seed, the same each time."""
+    """The actions of a program: made from a seed, the same each time."""
 
     def __init__(self, seed: int) -> None:
         choice = random.Random(seed + 1)
@@ -203,7 +203,7 @@ def _compiled(settings: Settings, model: RandomModel, rank: int) -> Run:
 
 
 def _moved(settings: Settings, ours: Run, plain: RandomModel, rank: int) -> Run:
-    """The same model and optimizer, out of a checkpoint."""
+    """The same model and optimizer, loaded from a checkpoint."""
     other = copy.deepcopy(plain)
     with torch.no_grad():
         for value in (*other.parameters(), *other.buffers()):

@@ -1,8 +1,8 @@
 """Random layers that repeat: each a few operations on values that go from layer to layer, drawn once for all layers.
 
-One value is the stream; others go beside it without parameters, and the end reads all of them. Layers may read
-what was made before the first, or by the first; weights may be shared by all, by two layers, by a layer and the end, or
-frozen in one place of every layer.
+One value is the residual stream; others are carried along without parameters, and the end reads all of them. Layers may
+read what was made before the first, or by the first; weights may be shared by all, by two layers, by a layer and the
+end, or frozen in one place of every layer.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ALONE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     _in_place,
     _swapped,
 )
-BESIDE = (ALONE[4], ALONE[5], ALONE[6], ALONE[1], ALONE[8])
-"""What may happen to values beside the stream: no parameter, and mostly nothing that backward must keep."""
+WITHOUT_PARAMETERS = (ALONE[4], ALONE[5], ALONE[6], ALONE[1], ALONE[8])
+"""Operations on the other values: without parameters, and mostly with nothing to save for backward."""
 TWO: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
     torch.add,
     lambda x, y: x * torch.tanh(y),
@@ -123,8 +123,9 @@ class Drawn(nn.Module):
         stream = carried[0] + 0.4 * torch.tanh(made[-1])
         if self.added:
             stream = stream + self.added[number]
-        beside = [BESIDE[(operations[0].which + i) % len(BESIDE)](value) for i, value in enumerate(carried[1:])]
-        return stream, *beside
+        first, kinds = operations[0].which, WITHOUT_PARAMETERS
+        others = [kinds[(first + i) % len(kinds)](value) for i, value in enumerate(carried[1:])]
+        return stream, *others
 
     def _made(self, operation: Operation, linear: nn.Linear, reads: Values) -> torch.Tensor:
         if operation.kind == "two":

@@ -103,7 +103,7 @@ class Settings:
         return kind(list(parameters), lr=1e-2, **self.torch_options)  # type: ignore[no-any-return]
 
     def plain_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """What takes the same steps over a plain model: torch's AdamW, or Muon in one process."""
+        """An optimizer that takes the same steps over a plain model: torch's AdamW, or Muon in one process."""
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if isinstance(self.own, Muon):
             return self.own.build(trained)
@@ -115,7 +115,7 @@ class Settings:
 
 
 def _options(choice: AdamW, name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    """What torch's AdamW is told of one parameter."""
+    """The options of torch's AdamW for one parameter."""
     decays = choice.decay is None or choice.decay(name, tuple(parameter.shape))
     found: dict[str, Any] = {"lr": choice.lr, "betas": choice.betas, "eps": choice.eps}
     found["weight_decay"] = choice.weight_decay if decays else 0.0

@@ -1,4 +1,4 @@
-"""What a resumed run needs besides tensors: the states of random number generators, and of modules their own."""
+"""State of a run besides tensors: of random number generators, and the extra state of modules."""
 
 from __future__ import annotations
 

@@ -5,13 +5,15 @@ All gradients are reduced when a step begins, so buckets are updated in the orde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.exchange import Batch, plan_exchange
 
+Item = TypeVar("Item")
 ADAMW_NUMEL, MUON_NUMEL = 2**27, 2**30
 """Elements of a rank's shards that are updated together. Equal matrices of all buckets in a group make one batch, and
 a launch costs the host what a batch costs it, so Muon's groups are large: on an H200 groups of 2**27 made the step of
@@ -42,7 +44,7 @@ class Orthogonalize:
 
 @dataclass(frozen=True)
 class Land:
-    """What came back is applied."""
+    """Apply the directions that came back."""
 
     batch: Batch
 
@@ -61,14 +63,14 @@ class Done:
     buckets: tuple[int, ...]
 
 
-Instruction = Exchange | Local | Share | Orthogonalize | Land | Done
+StepInstruction = Exchange | Local | Share | Orthogonalize | Land | Done
 
 
-def plan_step(buckets: Sequence[BucketPlan]) -> tuple[Instruction, ...]:
+def plan_step(buckets: Sequence[BucketPlan]) -> tuple[StepInstruction, ...]:
     """One batch is being sent to its owners while the one before is computed and the one before that comes back."""
     batches = plan_exchange(buckets)
     last_batch = {index: i for i, batch in enumerate(batches) for index in batch.buckets}
-    program: list[Instruction] = [Exchange(batches[0])] if batches else []
+    program: list[StepInstruction] = [Exchange(batches[0])] if batches else []
     groups = _groups(buckets)
     for group in groups:
         program.append(Local(group))
@@ -89,7 +91,7 @@ def plan_step(buckets: Sequence[BucketPlan]) -> tuple[Instruction, ...]:
     return tuple(program)
 
 
-def _landed(batches: Sequence[Batch], i: int, last_batch: dict[int, int]) -> list[Instruction]:
+def _landed(batches: Sequence[Batch], i: int, last_batch: dict[int, int]) -> list[StepInstruction]:
     complete = tuple(index for index in batches[i].buckets if last_batch[index] == i)
     return [Land(batches[i]), *([Done(complete)] if complete else [])]
 
@@ -99,13 +101,20 @@ def _groups(buckets: Sequence[BucketPlan]) -> list[tuple[int, ...]]:
     groups: list[tuple[int, ...]] = []
     for muon, stretch in groupby((b for b in reversed(buckets) if b.trainable), key=lambda b: bool(b.matrices)):
         limit = MUON_NUMEL if muon else ADAMW_NUMEL
-        current: list[int] = []
-        held = 0
-        for bucket in stretch:
-            if current and held + bucket.layout.shard_numel > limit:
-                groups.append(tuple(current))
-                current, held = [], 0
-            current.append(bucket.index)
-            held += bucket.layout.shard_numel
-        groups.append(tuple(current))
+        for part in parts_within(stretch, lambda bucket: bucket.layout.shard_numel, limit):
+            groups.append(tuple(bucket.index for bucket in part))
     return groups
+
+
+def parts_within(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Items in order, cut into parts that have a size of ``limit`` in all at most, or one item."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        if part and total + size(item) > limit:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size(item)
+    if part:
+        yield part

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def device_table(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor on the device of (lists of) numbers, for which the host does not wait.
 
     On a GPU they are copied from pinned memory; torch hands that out again when the copy is over, not before.
