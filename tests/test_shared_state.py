@@ -168,7 +168,8 @@ def test_every_row_of_a_shard_is_updated_by_one_replica(
 def test_a_plan_has_it_too() -> None:
     """Planned without ranks, simulated on the stream of replicas, verified, and the same after a trip through JSON."""
     x, y = wide_batch(0, 0)
-    plans = [fxshard.plan(wide(), (x, y), world_size=8, shard_size=2, optimizer=choice) for choice in (ONE, EACH)]
+    options: dict[str, Any] = {"world_size": 8, "shard_size": 2, "lowering": "eager"}
+    plans = [fxshard.plan(wide(), (x, y), optimizer=choice, **options) for choice in (ONE, EACH)]
     shared, kept = plans
     assert shared.resident_bytes < kept.resident_bytes and shared.comm_bytes > kept.comm_bytes
     shared.verify()
