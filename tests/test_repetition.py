@@ -182,8 +182,9 @@ def test_layers_draw_random_numbers_of_their_own(layers: int, checkpointed: bool
     assert abs(kept.item() - expected) < 6 * expected**0.5
     for weight in model.parameters():
         assert weight.grad is not None and weight.grad.item() == 2 * kept.item()
-    with torch.no_grad():
-        assert model.eval()(torch.ones(count)).item() == expected
+    if not checkpointed:  # an evaluation is the same with and without
+        with torch.no_grad():
+            assert model.eval()(torch.ones(count)).item() == expected
 
 
 @pytest.mark.shows("P2")

@@ -16,7 +16,7 @@ from tests.pool import Pool
 from tests.stack import Stack
 from tests.thorough import thorough
 from tests.toy import Linears
-from tests.training import EPS, VOCAB, full_gradients, llama, step_both
+from tests.training import EPS, VOCAB, llama, step_both
 
 
 def tokens(size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
