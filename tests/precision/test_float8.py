@@ -231,22 +231,21 @@ def test_casts_that_the_compiler_fuses_equal_separate_ones(scaling: str) -> None
     measured and cast is rounded as memory would.
     """
 
-    class One(nn.Module):
+    class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(128, 128, bias=False)
+            self.first, self.second = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x.relu() * 1.1) * 8
+            return self.second(self.first(x * 1.3).relu() * 1.1) * 8
 
-    x, factors = torch.randn(48, 128, requires_grad=True), torch.randn(48, 128)
+    x, factors = torch.randn(48, 128), torch.randn(48, 128)
     runs = []
     for lowering in ("eager", "inductor"):
         torch.manual_seed(0)
-        model = fxshard.compile(One(), precision=small(scaling), lowering=lowering)
+        model = fxshard.compile(Two(), precision=small(scaling), lowering=lowering)
         y = model(x)
         (y.float() * factors).sum().backward()
-        runs.append([y.detach(), x.grad, model.linear.weight.grad])
-        x.grad = None
+        runs.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
     for eager, fused in zip(*runs, strict=True):
         assert eager is not None and torch.equal(eager, fused)
