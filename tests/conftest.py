@@ -34,19 +34,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    *("test_examples", "test_auto_state", "test_activation_budget", "test_budget", "passes/test_fold_layers"),
-    *("test_planning", "test_packed", "test_replay", "precision/test_gathers", "test_doc_code", "test_huggingface"),
-    *("inspect/test_mutants", "test_loss", "precision/test_float8", "test_offload", "test_muon"),
-    *("integrations/test_peft_parameters",),
-    *("passes/test_recognize_masks", "test_lengths", "test_hsdp", "checkpoint/test_moves", "test_module"),
-    *("test_ordering", "test_breaks", "integrations/test_trainer", "fused/test_dense", "test_writes"),
-    *("precision/test_float8_ranks", "checkpoint/test_resume", "test_stages", "test_lifetime"),
-    *("test_unused_gradients", "test_errors", "test_failures", "checkpoint/test_tensor_parallel", "test_groups"),
-    *("test_qk_clip", "test_shared_state", "optim/test_state", "passes/test_absent_layers", "test_kills"),
-    *("checkpoint/test_absent_ranks", "test_rooms", "test_packaging", "test_tensor_parallel", "test_shapes_and_modes"),
-    *("optim/test_tensor_parallel_exchange", "test_plan_mesh", "test_likeness"),
+    *("test_lengths", "test_repetition", "test_stages", "passes/test_fold_layers", "test_auto_state"),
+    *("test_huggingface", "integrations/test_peft_parameters", "integrations/test_trainer"),
+    *("precision/test_float8_ranks", "test_padded_products", "test_activation_budget", "test_backend", "test_writes"),
+    *("integrations/test_peft", "test_rooms", "test_retained_graphs", "test_qk_clip", "test_examples", "test_hsdp"),
+    *("test_tensor_parallel", "test_loaded_rows", "precision/test_float8", "fused/test_dense"),
+    *("precision/test_gathers", "passes/test_open_sizes", "test_ordering", "test_replay", "test_optimizer_state"),
+    *("test_offload", "integrations/test_accelerate", "fused/test_sharded", "test_checkpointing", "test_budget"),
+    *("test_lifetime", "optim/test_tensor_parallel_exchange", "test_groups", "test_breaks"),
+    *("precision/test_frozen_linears", "test_failures", "test_doc_code", "test_plan_mesh", "test_shared_state"),
+    *("checkpoint/test_resume", "checkpoint/test_tensor_parallel", "test_tensor_parallel_capture", "test_packed"),
+    *("test_expert_parallel", "test_own_passes", "test_likeness", "test_muon", "test_memory", "test_fuzz"),
+    *("test_loss", "test_module", "passes/test_recognize_masks", "test_planning", "optim/test_state"),
 )
-"""Files that take more than eight seconds on two cores, those that take longest first."""
+"""Files that take more than ten seconds on two cores, those that take longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -179,6 +179,8 @@ def test_a_real_one_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     figures = tmp_path / "optimizer.json"
     monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", "--json", str(figures)])
+    monkeypatch.setattr(optimizer, "ROUNDS", 1)
+    monkeypatch.setattr(optimizer, "REPEAT", 1)
     optimizer.main()
     (chart,) = [chart for table in read(figures) for chart in table.charts()]
     assert {name for name, _ in chart.bars} > {"fxshard.Muon", "torch.optim.Muon"}

@@ -65,7 +65,9 @@ def plain(make: type[nn.Module], ranks: int) -> tuple[list[float], dict[str, tor
     return [loss.item() for loss in losses], {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("make", "lowering"), [(Scaled, "eager"), thorough(Scaled, "inductor"), (Deep, "eager")])
+@pytest.mark.parametrize(
+    ("make", "lowering"), [(Scaled, "eager"), thorough(Scaled, "inductor"), thorough(Deep, "eager")]
+)
 def test_parameters_keep_their_places(ranks: Pool, make: type[nn.Module], lowering: str) -> None:
     expected, reference = plain(make, 2)
     for rank, (loss, gradients) in enumerate(ranks(2, sharded, make, lowering)):
@@ -77,6 +79,8 @@ def test_parameters_keep_their_places(ranks: Pool, make: type[nn.Module], loweri
 def test_a_plan_is_what_runs(make: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = fxshard.compile(make(), lowering="eager")
-    model(data(0)).backward()
+    loss = model(data(0))
+    loss.backward()
+    torch.testing.assert_close(([loss.item()], full_gradients(model)), plain(make, 1))
     planned = fxshard.plan(make(), (data(0),), world_size=1, hardware="cpu", lowering="eager")
     assert [str(event) for event in planned.events] == [str(event) for event in model.schedule.events]

@@ -41,6 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return here
 
 
+@pytest.mark.thorough
 def test_trainer(ranks: Pool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs Accelerate: pip install '.[integrations]'")
     options = ("--lowering", "eager", "--steps", "2", "--layers", "1", "--out", str(tmp_path))
@@ -76,6 +77,7 @@ def test_tensor_parallel_on_four_processes(ranks: Pool) -> None:
     assert len((ROOT / "examples" / "tensor_parallel.py").read_text().splitlines()) <= 40
 
 
+@pytest.mark.thorough
 def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
     shown = ranks(4, as_under_torchrun, "examples/pipeline_parallel.py", "eager")
     assert [bool(said) for said in shown] == [False, True, False, False]
@@ -83,6 +85,7 @@ def test_pipeline_parallel_on_four_processes(ranks: Pool) -> None:
     assert "over 4 micro-batches" in accumulate and " reduce " not in accumulate and " reduce " in last
 
 
+@pytest.mark.thorough
 def test_context_parallel_on_two_processes(ranks: Pool) -> None:
     shown, silent = ranks(2, as_under_torchrun, "examples/context_parallel.py", "eager")
     assert "on 32 of 64 tokens" in shown and "ZeRO-3 on 2 ranks, the model itself in world×2" in shown

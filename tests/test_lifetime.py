@@ -19,7 +19,7 @@ def test_many_models_of_one_class() -> None:
     for _ in range(9):
         model = fxshard.compile(Mlp(7, 5), lowering="eager")
         assert model(torch.ones(2, 7)).shape == (2, 5)
-        fxshard.plan(Mlp(7, 5), (torch.ones(2, 7),), world_size=2, hardware="cpu")
+        fxshard.plan(Mlp(7, 5), (torch.ones(2, 7),), world_size=2, hardware="cpu", lowering="eager")
 
 
 class Stateful(nn.Module):

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from tests.parallel import Model, batch, parallel, two_by_two
+from tests.parallel import Model, parallel, two_by_two
 from tests.pool import Pool
+from tests.training import deliver, random_gradients
 
 Setting = dict[str, Any]
 
@@ -26,9 +27,6 @@ class Narrow(nn.Module):
         self.first, self.second, self.third = nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 1)
         self.even = nn.Linear(4, 64, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(self.second(self.first(x).tanh()).tanh()).square().mean() + self.even(x).square().mean()
-
 
 def made(kind: str, replicas: bool = False, shared: bool | None = None, **options: Any) -> tuple[Any, Any]:
     """``shared``: with fxshard's AdamW, and whether replicas share its state; None: with torch's."""
@@ -40,13 +38,12 @@ def made(kind: str, replicas: bool = False, shared: bool | None = None, **option
         if replicas:
             options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     choice = None if shared is None else fxshard.AdamW(lr=0.1, over_replicas=shared)
-    model = fxshard.compile(plain, lowering="eager", optimizer=choice, **options)
+    model = fxshard.shard(plain, optimizer=choice, **options)
     return model, model.optimizer if choice else torch.optim.Adam(model.parameters(), lr=0.1)
 
 
-def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    inputs = batch(number, 0) if kind == "tensor parallel" else (torch.ones(2, 4),)
-    model(*inputs).backward()
+def step(kind: str, model: fxshard.ShardedModule, optimizer: torch.optim.Optimizer, number: int) -> None:
+    deliver(model, random_gradients(Model() if kind == "tensor parallel" else Narrow(), number))
     optimizer.step()
     optimizer.zero_grad()
 

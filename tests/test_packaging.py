@@ -60,6 +60,7 @@ def test_wheel_has_everything_as_files(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("passes/", "tests/", "docs/"))]
 
 
+@pytest.mark.thorough
 def test_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     run("-m", "pip", "install", "--no-deps", "--no-index", "-q", "--target", str(target), str(wheel), cwd=tmp_path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -23,30 +22,28 @@ TOKENS = torch.arange(32).view(2, 16)
 
 
 class Model(nn.Module):
-    """The logits are returned, read by the loss and saved for backward."""
+    """The logits are returned, read by the loss and saved for backward; eight does not divide their number."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, 32)
-        self.layer = nn.Linear(32, 32)
-        self.head = nn.Linear(32, vocabulary)
+        self.embedding = nn.Embedding(70, 32)
+        self.head = nn.Linear(32, 70)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.layer(self.embedding(tokens)).tanh())
+        logits = self.head(self.embedding(tokens).tanh())
         return logits, F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-@pytest.mark.parametrize(("vocabulary", "padded"), [(70, True), (72, False)])
-def test_products_of_padded_operands(vocabulary: int, padded: bool) -> None:
+def test_products_of_padded_operands() -> None:
     found: list[bool] = []
 
     def look(module: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         found.append(any("constant_pad" in str(node.target) for node in module.graph.nodes))
         return module
 
-    plain = Model(vocabulary)
+    plain = Model()
     passes = fxshard.PASSES.after("gather_gradients", look)
-    model = fxshard.compile(copy.deepcopy(plain), units=["embedding", "layer", "head"], passes=passes)
+    model = fxshard.compile(copy.deepcopy(plain), units=["embedding", "head"], passes=passes)
     asked = config.patch(force_shape_pad=True)
     on_a_gpu = mock.patch.object(pad_mm, "check_device", lambda *_: True)
     with asked, on_a_gpu, mock.patch.object(pad_mm, "has_triton", lambda: True):
@@ -54,7 +51,7 @@ def test_products_of_padded_operands(vocabulary: int, padded: bool) -> None:
         loss.backward()
     expected_logits, expected = plain(TOKENS)
     expected.backward()
-    assert found == [padded]
+    assert found == [True]
     assert logits.stride() == expected_logits.stride()
     torch.testing.assert_close((logits, loss), (expected_logits, expected))
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):

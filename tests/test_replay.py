@@ -63,14 +63,6 @@ def pair(make: Callable[[], nn.Module] = Stack, **options: Any) -> Pair:
     return models[0], models[1]
 
 
-def test_steps_are_captured_once_and_replayed() -> None:
-    models = pair(precision=BF16)
-    for number in range(5):
-        both(models, step(number))
-    assert counts(models[0]) == (2, 6)
-    assert same(models)
-
-
 def test_without_its_graphs_a_model_goes_on() -> None:
     """Not while a backward is still to come, whose activations lie in their memory."""
     models = pair(precision=BF16)
@@ -81,6 +73,7 @@ def test_without_its_graphs_a_model_goes_on() -> None:
         models[0].delete_cuda_graphs()
     del loss
     captured = counts(models[0])
+    assert captured[0] == 2 and captured[1] >= 2
     models[0].delete_cuda_graphs()
     for number in range(3, 6):
         both(models, step(number))

@@ -18,7 +18,7 @@ from tests.training import full_gradients
 
 def plain() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def inputs(number: int, rank: int) -> torch.Tensor:

@@ -105,12 +105,12 @@ def test_muon_shares_state_of_a_model_that_may_have_several_graphs(ranks: Pool, 
 
 def memory(path: Path) -> tuple[list[int], list[int], list[str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    models = [fxshard.compile(wide(), mesh=mesh, lowering="eager", optimizer=choice) for choice in (ONE, EACH)]
+    models = [fxshard.shard(wide(), mesh=mesh, optimizer=choice) for choice in (ONE, EACH)]
     for model in models:
-        model(*wide_batch(0, dist.get_rank())).backward()
+        deliver(model, random_gradients(wide(), 0))
         model.optimizer.step()
     held = [model.bytes_at_rest()["state"] for model in models]
-    planned = [sum(bucket.at_rest().state for bucket in model.schedule.buckets) for model in models]
+    planned = [sum(plan.at_rest().state for plan in model._sharding.plans) for model in models]
     # A checkpoint of shared state goes on where all keep it, and the other way round.
     wrong = []
     for one, (model, choice) in enumerate(zip(models, (EACH, ONE), strict=True)):
@@ -168,7 +168,8 @@ def test_every_row_of_a_shard_is_updated_by_one_replica(
 def test_a_plan_has_it_too() -> None:
     """Planned without ranks, simulated on the stream of replicas, verified, and the same after a trip through JSON."""
     x, y = wide_batch(0, 0)
-    plans = [fxshard.plan(wide(), (x, y), world_size=8, shard_size=2, optimizer=choice) for choice in (ONE, EACH)]
+    options: dict[str, Any] = {"world_size": 8, "shard_size": 2, "lowering": "eager"}
+    plans = [fxshard.plan(wide(), (x, y), optimizer=choice, **options) for choice in (ONE, EACH)]
     shared, kept = plans
     assert shared.resident_bytes < kept.resident_bytes and shared.comm_bytes > kept.comm_bytes
     shared.verify()

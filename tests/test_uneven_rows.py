@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fxshard
 from tests.pool import Pool
+from tests.training import deliver, random_gradients
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "mean": lambda p: p.mean(),
@@ -62,14 +64,12 @@ class Mixed(Narrow):
 
 
 def trained(kind: type[nn.Module] = Narrow, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The model after a backward, sharded and plain."""
+    """The model with gradients, sharded and plain."""
     torch.manual_seed(0)
     plain = kind()
-    torch.manual_seed(0)
-    sharded = fxshard.compile(kind(), lowering="eager", layout="rows", **options)
-    x = torch.arange(12.0).view(4, 3) / 12
-    sharded(x).backward()
-    plain(x).backward()
+    sharded = fxshard.shard(copy.deepcopy(plain), layout="rows", **options)
+    plain(torch.arange(12.0).view(4, 3) / 12).backward()
+    deliver(sharded, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
     return sharded, plain
 
 
@@ -246,38 +246,35 @@ class OneRow(nn.Module):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(self.second(self.first(x).tanh()).tanh()).square().mean()
+
+def step(model: fxshard.ShardedModule, optimizer: torch.optim.Optimizer, number: int) -> None:
+    deliver(model, random_gradients(OneRow(), number))
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def optimizer_state_in_others() -> dict[str, Any]:
     """Steps with state that ``torch.save`` wrote of uneven rows, in models that are cut in other ways. Loaded twice, as
     a run does that goes back: what is loaded is cut before the next step, whenever that is."""
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model(torch.ones(2, 4)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     torch.manual_seed(0)
-    model = fxshard.compile(OneRow(), lowering="eager", layout="rows")
+    model = fxshard.shard(OneRow(), layout="rows")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer)
+    step(model, optimizer, 0)
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
-    for _ in range(2):
-        step(model, optimizer)
+    for number in (1, 2):
+        step(model, optimizer, number)
     found: dict[str, Any] = {}
     for kind, options in {"zero=0": {"zero": 0}, "rows": {"layout": "rows"}, "whole": {"layout": "whole"}}.items():
-        other = fxshard.compile(OneRow(), lowering="eager", **options)
+        other = fxshard.shard(OneRow(), **options)
         again = torch.optim.Adam(other.parameters(), lr=0.1)
         for _ in range(2):
             file.seek(0)
             parameters, state = torch.load(file, weights_only=True)
             other.load_state_dict(parameters)
             again.load_state_dict(state)
-            for _ in range(2):
-                step(other, again)
+            for number in (1, 2):
+                step(other, again, number)
         whole = other.full_state_dict()
         found.update({f"{kind} {name}": (whole[name], value) for name, value in model.full_state_dict().items()})
     return found
@@ -292,11 +289,11 @@ def test_optimizer_state_of_torch_files_is_cut_as_the_model_is(ranks: Pool) -> N
 
 def talk_in_steps() -> list[int]:
     """How often ranks talk to each other in steps of an optimizer whose state was loaded before the second one."""
-    model = fxshard.compile(OneRow(), lowering="eager", layout="whole")
+    model = fxshard.shard(OneRow(), layout="whole")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     found = []
     for number in range(4):
-        model(torch.ones(2, 4)).backward()
+        deliver(model, random_gradients(OneRow(), number))
         with CommDebugMode() as talk:
             optimizer.step()
         found.append(talk.get_total_counts())

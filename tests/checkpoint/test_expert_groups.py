@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fxshard
 from fxshard.checkpoint import load_safetensors, save_safetensors
 from tests.pool import Pool
-from tests.test_groups import Moe, batch
+from tests.test_groups import Moe
+from tests.training import deliver, random_gradients
 
 
 def sharded(parts: int, zero: int, *, fill: float | None = None) -> fxshard.ShardedModule:
@@ -25,12 +26,12 @@ def sharded(parts: int, zero: int, *, fill: float | None = None) -> fxshard.Shar
             for value in (*plain.parameters(), *plain.buffers()):
                 value.fill_(fill)
     groups = {"*.experts.*": mesh["ep_dp"]}
-    return fxshard.compile(plain, zero=zero, groups=groups, optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
+    return fxshard.shard(plain, zero=zero, groups=groups, optimizer=fxshard.AdamW(lr=1e-2))
 
 
 def step(model: fxshard.ShardedModule, number: int) -> None:
-    x, y = (value.chunk(4)[dist.get_rank()] for value in batch(number))
-    model(x, y).backward()
+    """On gradients for ranks that have two experts each."""
+    deliver(model, random_gradients(Moe(ranks=2), number))
     model.optimizer.step()
     model.optimizer.zero_grad()
 
@@ -75,7 +76,7 @@ def test_every_rank_finds_its_experts(ranks: Pool, tmp_path: Path) -> None:
         assert not each["continued"], "a step after loading is that of the model that was saved"
         assert torch.equal(each["from files"][0], files["layers.0.experts.weight"][rank])
         assert each["of four"] and each["buffer"] == pytest.approx(0.1 if rank < 2 else 0.2)
-    alone = fxshard.compile(Moe(), optimizer=fxshard.AdamW(lr=1e-2), lowering="eager")
+    alone = fxshard.shard(Moe(), optimizer=fxshard.AdamW(lr=1e-2))
     fxshard.load(alone, tmp_path / "saved")
     assert torch.equal(alone.full_state_dict()["layers.0.experts.weight"], found[0]["experts"])
 

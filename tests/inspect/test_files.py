@@ -23,7 +23,8 @@ from fxshard.schedule.schedule import Schedule
 from tests.inspect.schedules import drawn
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64])
-TEXT = st.text().filter(str.isprintable)
+TEXT = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "))
+"""What can be printed."""
 COUNT = st.integers(0, 2**60)
 POSITIONS = st.lists(st.integers(0, 100), max_size=3).map(tuple)
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=4)

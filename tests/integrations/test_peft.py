@@ -295,9 +295,9 @@ def test_methods_that_peft_hands_out_of_other_modules(name: str) -> None:
 
 def test_gradients_of_inputs_asked_for_after_compile() -> None:
     """peft's model hands out the method of the model of ``transformers`` inside of it."""
-    model = fxshard.compile(adapted(dora=False, checkpointed=False), lowering="eager")
+    model = fxshard.compile(small(), lowering="eager")
     model.enable_input_require_grads()
-    assert train(model, [0]) == train(adapted(dora=False, checkpointed=False), [0])
+    assert train(model, [0]) == train(small(), [0])
 
 
 def prompted(hidden: int) -> Any:

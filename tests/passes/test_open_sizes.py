@@ -219,7 +219,7 @@ def in_a_graph(mask: Mask) -> fx.GraphModule:
 
 
 @pytest.mark.shows("H2")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(masks())
 def test_what_is_recognised_holds_at_every_size(mask: Mask) -> None:
     module = in_a_graph(mask)
@@ -235,7 +235,7 @@ def test_what_is_recognised_holds_at_every_size(mask: Mask) -> None:
         assert torch.equal(mask(n), expected), n
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 5)
 @given(NUMBERS, st.sampled_from((1, 2)))
 def test_moved_positions_are_recognised(shift: int, times: int) -> None:
     def mask(n: Any) -> Tensor:

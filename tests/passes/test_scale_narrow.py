@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fxshard
 from fxshard.passes.scale_narrow import scale_narrow
 from tests.passes.graphs import context
+from tests.thorough import thorough
 
 
 class Adapted(nn.Module):
@@ -53,8 +55,14 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach(), *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("scaling", [2.0, 0.25, -4, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("scaling", "dtype"),
+    [
+        (0.25, torch.bfloat16),
+        (-4, torch.float32),
+        *(thorough(*case) for case in product((2.0, 1), (torch.float32, torch.bfloat16))),
+    ],
+)
 def test_no_bit_changes(scaling: float, dtype: torch.dtype) -> None:
     plain = Adapted(scaling, dtype)
     x = torch.randn(7, 24, dtype=dtype)
