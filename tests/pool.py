@@ -182,18 +182,7 @@ def forget() -> None:
             getattr(debug, clear, lambda: None)()  # of which older versions have one, or none
     if "torch._dynamo" in sys.modules:  # importing it costs seconds: not for the sake of resetting it
         torch._dynamo.reset()
-        _compile_sooner()
-
-
-def _compile_sooner() -> None:
-    """Leave out what Dynamo does for its statistics, a sixth of the time that a small model takes: it empties the
-    processor's caches, for everyone, to see how long guards take without, and it looks for garbage.
-    """
-    from torch._dynamo import config, guards
-
-    config.run_gc_after_compile = False
-    if hasattr(guards, "profile_guard_manager"):
-        guards.profile_guard_manager = lambda *_: 0.0
+        torch._dynamo.config.run_gc_after_compile = False
 
 
 class _Worker:

@@ -156,6 +156,19 @@ def test_a_loss_needs_no_key_value_cache() -> None:
         assert model(**inputs).past_key_values is None
 
 
+def test_a_cache_that_only_the_model_inside_knows_is_not_made_either() -> None:
+    """As in vision-language models; ``forward`` takes ``use_cache`` among keyword arguments that it does not name."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = GraniteMoeConfig(**{**SMALL, "use_cache": True}, **tokens, num_local_experts=2, num_experts_per_tok=1)
+    plain, inputs = GraniteMoeForCausalLM(config), {"input_ids": TOKENS, "labels": TOKENS}
+    expected = plain(**inputs)
+    found = fxshard.compile(plain, lowering="eager")(**inputs)
+    assert expected.past_key_values is not None and found.past_key_values is None
+    assert found.loss.item() == expected.loss.item()
+
+
 def test_a_mask_of_ones_is_no_mask_unless_there_are_positions() -> None:
     """With positions that start anew and no mask, documents would be kept apart; with a mask they are not."""
     plain, ones = llama(num_hidden_layers=1), torch.ones_like(TOKENS)

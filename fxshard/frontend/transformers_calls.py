@@ -64,7 +64,7 @@ def _without_cache(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     """``use_cache=False`` where a loss is computed and nothing else is said."""
     said = CACHE in kwargs or kwargs.get("past_key_values") is not None or len(args) > 1
     computes_loss = kwargs.get("labels") is not None or (model.training and torch.is_grad_enabled())
-    if said or not computes_loss or not _takes(model, CACHE):
+    if said or not computes_loss or not (_takes(model, CACHE) or _passes_cache_on(model)):
         return dict(kwargs)
     return {**kwargs, CACHE: False}
 
@@ -72,8 +72,7 @@ def _without_cache(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 def _takes(model: nn.Module, name: str) -> bool:
     """Whether a model is one of ``transformers``, or peft's adapters in one, and may be called without an argument."""
     transformers = sys.modules.get("transformers")
-    base: Any = getattr(model, "get_base_model", lambda: model)
-    inner = base()
+    inner = _base(model)
     return (
         transformers is not None
         and isinstance(inner, transformers.PreTrainedModel)
@@ -81,7 +80,24 @@ def _takes(model: nn.Module, name: str) -> bool:
     )
 
 
+def _passes_cache_on(model: nn.Module) -> bool:
+    """Whether it takes a key/value cache, and hands keyword arguments that it does not name to the model inside it,
+    which makes one: so do vision-language models (Qwen3-VL, InternVL, LLaVA) and Granite's mixtures of experts.
+    """
+    return _takes(model, "past_key_values") and _takes_any_keyword(type(_base(model)).forward)
+
+
+def _base(model: nn.Module) -> nn.Module:
+    get_base: Any = getattr(model, "get_base_model", lambda: model)
+    return get_base()  # type: ignore[no-any-return]
+
+
 @functools.cache
 def _optional(forward: Callable[..., Any]) -> frozenset[str]:
     parameters = inspect.signature(forward).parameters.values()
     return frozenset(each.name for each in parameters if each.default is not each.empty)
+
+
+@functools.cache
+def _takes_any_keyword(forward: Callable[..., Any]) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
