@@ -69,7 +69,7 @@ def load_megatron(
         folder = _folder(Path(path))
         reader = _open(folder)
         plan = _Table(reader.read_metadata(), names, heads, query_groups or heads)
-        targets = plan.targets(list(of_model(model)))
+        targets = plan.targets(list(of_model(model, ranks.parts, loading=True)))
         problems = plan.problems
     except (CheckpointError, ConfigError, OSError) as error:
         problems = [str(error)]
