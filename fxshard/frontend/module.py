@@ -261,7 +261,7 @@ class ShardedModule(nn.Module):
             return value.detach() if bucket is None else bucket.hand_out(name)
 
         with state_dicts.giving(self, give):
-            return super().state_dict(*args, **kwargs)
+            return self._give_state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
@@ -270,7 +270,9 @@ class ShardedModule(nn.Module):
         whole = state.whole(own, self._sharding.buckets)
         by_identity = {id(value): whole[name] for name, value in own.items()}
         with state_dicts.giving(self, lambda value: by_identity[id(value)]):
-            return super().state_dict()  # type: ignore[no-any-return]
+            return self._give_state_dict()  # type: ignore[no-any-return]
+
+    _give_state_dict = nn.Module.state_dict
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         state_dicts.save_own(self, self, destination, prefix, keep_vars)
@@ -291,6 +293,9 @@ class ShardedModule(nn.Module):
             raise ConfigError(
                 "load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign"
             )
+        return self._take_state_dict(state_dict, strict)
+
+    def _take_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         return state_dicts.load(self, self._inner, state_dict, self._sharding.buckets, strict=strict)
 
     def delete_cuda_graphs(self) -> None:
