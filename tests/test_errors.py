@@ -140,6 +140,7 @@ def test_no_optimizer_no_schedule_no_moving_no_copying() -> None:
         _ = model.optimizer
     with pytest.raises(fxshard.StateError, match="schedule"):
         _ = model.schedule
+    assert not hasattr(model, "schedule") and getattr(model, "optimizer", None) is None
     with pytest.raises(fxshard.StateError, match="cast"):
         model.half()
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
