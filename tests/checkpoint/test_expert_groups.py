@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxshard
 from fxshard.checkpoint import load_megatron, load_safetensors, save_safetensors
@@ -119,6 +122,28 @@ def test_no_rank_takes_experts_of_others_for_its_own(ranks: Pool, tmp_path: Path
     for said, *right in ranks(2, loaded, tmp_path):
         assert "layers.0.experts.weight is another parameter on other ranks" in said
         assert "0.safetensors too" in said and right == [True] * 3
+
+
+def with_tensor_parallel(folder: Path) -> None:
+    """Ranks have half of the experts each, and half of the rows of other layers."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("ep_dp", "ep", "tp"))
+    plain = Moe(mesh.get_group("ep").group_name, mesh.get_local_rank("ep"), 2)
+    del plain.layers[0].experts.bias
+    parallelize_module(plain, mesh["tp"], {"layers.*.dense": ColwiseParallel(output_layouts=Replicate())})
+    data = mesh["ep_dp", "ep"]._flatten("dp")
+    fxshard.save(fxshard.shard(plain, mesh=data, groups={"*.experts.*": mesh["ep_dp"]}), folder)
+
+
+def test_tensor_parallel_ranks_have_the_same_experts(ranks: Pool, tmp_path: Path) -> None:
+    ranks(4, with_tensor_parallel, tmp_path / "saved")
+    plain = Moe()
+    del plain.layers[0].experts.bias
+    before = copy.deepcopy(plain.state_dict())
+    for parameter in plain.parameters():
+        parameter.data.zero_()
+    alone = fxshard.shard(plain)
+    fxshard.load(alone, tmp_path / "saved")
+    torch.testing.assert_close(alone.full_state_dict(), before, rtol=0, atol=0)
 
 
 class WithScale(Moe):
