@@ -209,6 +209,23 @@ def test_keys_that_do_not_fit_are_all_named_before_anything_is_loaded() -> None:
     torch.testing.assert_close(model.full_state_dict(), before)
 
 
+def test_what_is_given_for_each_name_of_a_tied_parameter_is_looked_at() -> None:
+    """The last one stays, as in a plain module; and a shape that differs is said also where names are wrapped."""
+    plain = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    plain[1].weight = plain[0].weight
+    model = fxshard.shard(copy.deepcopy(plain))
+    for target in (plain, model):
+        target.load_state_dict({"0.weight": torch.zeros(3, 3), "1.weight": torch.ones(3, 3)})
+    assert torch.equal(model.full_state_dict()["0.weight"], plain.state_dict()["0.weight"])
+    for wrapped in ("", "module."):
+        given = {f"{wrapped}0.weight": torch.zeros(3, 3), f"{wrapped}1.weight": torch.zeros(2, 3)}
+        with pytest.raises(fxshard.ConfigError, match=r"1\.weight has shape \(2, 3\)"):
+            model.load_state_dict(given, strict=False)
+    model = fxshard.shard(nn.Linear(3, 3))
+    with pytest.raises(fxshard.ConfigError, match=r"bias has shape \(2,\)"):
+        model.load_state_dict({"module.weight": torch.zeros(3, 3), "module.bias": torch.zeros(2)}, strict=False)
+
+
 def test_hooks_of_checkpoints_are_not_those_of_state_dicts(tmp_path: Any) -> None:
     """``fxshard.save`` writes parameters as they are, whatever state dicts look like."""
     model = fxshard.shard(Model([]))
