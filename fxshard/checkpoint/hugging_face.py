@@ -197,7 +197,11 @@ def _files(paths: Paths) -> Iterator[Path]:
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         path = Path(path)
         if path.is_dir() and (path / INDEX).is_file():
-            yield from sorted({path / name for name in json.loads((path / INDEX).read_text())["weight_map"].values()})
+            try:
+                names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{path / INDEX} is damaged: {error!r}") from error
+            yield from sorted(path / name for name in names)
         elif path.is_dir():
             yield from sorted(path.glob("*.safetensors"))
         else:
