@@ -85,14 +85,16 @@ def _wait_at_first_use(graph: fx.Graph) -> None:
         if is_view(node) and node.users:  # what a wait gives is a view of what the collective gave
             anchors[node] = min((anchors.get(user, user) for user in node.users), key=order.__getitem__)
     returned = _waits_that_are_returned(anchors, output)
+    further_down = {node for node in anchors if anchors[node] is not output}
     for node in reversed(anchors):  # in the order of the graph
         wait = root_of(node, private.is_wait)
         if anchors[node] is not output:
             anchors[node].prepend(node)
         elif wait in returned:
             returned[wait].prepend(node)
-        elif anchors.get(node.all_input_nodes[0], output) is not output:  # a view of what went further down
+        elif node.all_input_nodes[0] in further_down:
             node.all_input_nodes[0].append(node)
+            further_down.add(node)
 
 
 def _waits_that_are_returned(anchors: dict[fx.Node, fx.Node], output: fx.Node) -> dict[fx.Node, fx.Node]:

@@ -134,12 +134,27 @@ def test_sharded_but_not_compiled() -> None:
         fxshard.shard(Mlp())(torch.ones(2, 7))
 
 
+def test_a_parameter_that_is_frozen_between_forward_and_backward() -> None:
+    model, plain = build(Mlp(), optimizer=fxshard.AdamW()), Mlp()
+    parameter = next(iter(model.parameters()))
+    loss = model(torch.ones(2, 7), torch.ones(2, 5))
+    parameter.requires_grad_(False)
+    with pytest.raises(fxshard.StateError, match="was frozen between a forward and its backward"):
+        loss.backward()
+    parameter.requires_grad_(True)
+    model.load_state_dict(plain.state_dict())
+    for each in (model, plain):
+        each(torch.ones(2, 7), torch.ones(2, 5)).backward()
+    torch.testing.assert_close(parameter.grad, next(iter(plain.parameters())).grad)
+
+
 def test_no_optimizer_no_schedule_no_moving_no_copying() -> None:
     model = build(Mlp())
     with pytest.raises(fxshard.StateError, match="optimizer"):
         _ = model.optimizer
     with pytest.raises(fxshard.StateError, match="schedule"):
         _ = model.schedule
+    assert not hasattr(model, "schedule") and getattr(model, "optimizer", None) is None
     with pytest.raises(fxshard.StateError, match="cast"):
         model.half()
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):

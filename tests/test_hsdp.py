@@ -66,6 +66,9 @@ def details() -> dict[str, Any]:
         found[f"ZeRO-{zero}"] = model.full_state_dict()
     found["FSDP2"] = fsdp2_run(Stack, lr=1e-2, mesh=mesh).params
 
+    with pytest.raises(fxshard.ConfigError, match=r"ranks \[\[0, 1\], \[3, 2\]\], which do not ascend"):
+        fxshard.compile(Stack(), mesh=DeviceMesh("cpu", [[0, 1], [3, 2]]))  # 0 and 3 would hold different shards
+
     model.load_state_dict(Stack().state_dict())
     model(*batch_of(0)).backward()
     model(*batch_of(1)).backward()  # on top of gradients that are there

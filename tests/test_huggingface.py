@@ -203,19 +203,29 @@ def test_outputs_of_layers_are_collected_in_one_graph(configured: bool) -> None:
     torch.testing.assert_close(model.get_parameter(name).grad, plain.get_parameter(name).grad)
 
 
-def test_checkpointed_layers_collect_the_logits_of_their_routers() -> None:
-    """The loss that balances experts reads what hooks inside of checkpointed layers append to a list."""
-    from transformers import MixtralConfig, MixtralForCausalLM
+@pytest.mark.parametrize("kind", ["mixtral", "t5"])
+def test_checkpointed_layers_that_do_more_than_compute(kind: str) -> None:
+    """Mixtral: the loss that balances experts reads what hooks inside of such layers append to a list. T5: attention
+    sets ``requires_grad`` of zeros, for embeddings that are frozen."""
+    import transformers as hf
 
     torch.manual_seed(0)
-    config = MixtralConfig(**SMALL | {"num_hidden_layers": 2}, num_local_experts=4, output_router_logits=True)
-    plain = MixtralForCausalLM(config).train()
-    plain.gradient_checkpointing_enable()
+    if kind == "mixtral":
+        config = hf.MixtralConfig(**SMALL | {"num_hidden_layers": 2}, num_local_experts=4, output_router_logits=True)
+        plain = hf.MixtralForCausalLM(config).train()
+    else:
+        sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+        plain = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0)).train()
+        plain.shared.requires_grad_(False)
     model = fxshard.compile(copy.deepcopy(plain), lowering="eager")
-    mine, theirs = (m(input_ids=TOKENS, labels=TOKENS) for m in (model, plain))
-    assert mine.aux_loss.item() == pytest.approx(theirs.aux_loss.item(), rel=1e-6) and mine.aux_loss > 0
-    mine.loss.backward()
-    theirs.loss.backward()
+    results = []
+    for m in (model, plain):
+        m.gradient_checkpointing_enable()
+        results.append(m(input_ids=TOKENS, labels=TOKENS))
+        results[-1].loss.backward()
+    mine, theirs = results
+    if kind == "mixtral":
+        assert mine.aux_loss.item() == pytest.approx(theirs.aux_loss.item(), rel=1e-6) and mine.aux_loss > 0
     assert model.report.compilations.captures == 1
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)

@@ -143,35 +143,55 @@ def test_hooks_on_two_ranks(ranks: Pool) -> None:
     assert ranks(2, on_ranks) == [[], []]
 
 
-class Renamed(nn.Linear):
-    """Files of an earlier version have its weight under another name; newer ones have a note."""
+class Renames(nn.Module):
+    """Files of an earlier version have its weight under another name, newer ones a note and a stamp."""
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
         if prefix + "w" in state:
             state[prefix + "weight"] = state.pop(prefix + "w")
         state.pop(prefix + "note", None)
+        state.pop(prefix + "stamp", None)
         super()._load_from_state_dict(state, prefix, *rest)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "note"] = torch.ones(1)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state[kwargs.get("prefix", "") + "stamp"] = self.weight.detach().new_tensor(self.weight.ndim)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
+        return super().load_state_dict({key.removeprefix("net."): value for key, value in state.items()}, strict)
+
+
+class Renamed(Renames, nn.Linear):
+    pass
+
+
+class Net(Renames, nn.Sequential):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        self.weight = nn.Parameter(torch.randn(6))
+
 
 def own_state() -> list[Any]:
     torch.manual_seed(0)
-    plain = nn.Sequential(Renamed(3, 5), nn.BatchNorm1d(5), nn.Sequential(Renamed(5, 2)))
+    plain = Net(Renamed(3, 5), nn.BatchNorm1d(5), nn.Sequential(Renamed(5, 2)))
     model = fxshard.shard(copy.deepcopy(plain), layout="rows")
     full, expected = model.full_state_dict(), plain.state_dict()
     torch.testing.assert_close(full, expected)
     given = {key: value + 1 for key, value in expected.items() if "tracked" not in key}  # as torch wrote it before
-    for prefix in ("0.", "2.0."):
+    for prefix in ("", "0.", "2.0."):
         given[prefix + "w"] = given.pop(prefix + "weight")
+    given = {f"net.{key}": value for key, value in given.items()}
     keys = [target.load_state_dict(given) for target in (plain, model)]
     torch.testing.assert_close(model.full_state_dict(), plain.state_dict())
     return [[*model.state_dict()] == [*full] == [*expected], keys[0] == keys[1]]
 
 
-def test_parts_that_have_state_dicts_of_their_own(ranks: Pool) -> None:
+def test_classes_that_have_state_dicts_of_their_own(ranks: Pool) -> None:
     """Of torch's, batch norms: state dicts of earlier versions do not say how many batches they have seen."""
     assert own_state() == [True, True]
     assert ranks(2, own_state) == [[True, True]] * 2
@@ -187,6 +207,23 @@ def test_keys_that_do_not_fit_are_all_named_before_anything_is_loaded() -> None:
     assert "missing keys: ['1.bias']" in text and "unexpected keys: ['2.bias']" in text
     assert "1.weight has shape (4, 3)" in text and "0.bias is a int" in text and "nothing was loaded" in text
     torch.testing.assert_close(model.full_state_dict(), before)
+
+
+def test_what_is_given_for_each_name_of_a_tied_parameter_is_looked_at() -> None:
+    """The last one stays, as in a plain module; and a shape that differs is said also where names are wrapped."""
+    plain = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    plain[1].weight = plain[0].weight
+    model = fxshard.shard(copy.deepcopy(plain))
+    for target in (plain, model):
+        target.load_state_dict({"0.weight": torch.zeros(3, 3), "1.weight": torch.ones(3, 3)})
+    assert torch.equal(model.full_state_dict()["0.weight"], plain.state_dict()["0.weight"])
+    for wrapped in ("", "module."):
+        given = {f"{wrapped}0.weight": torch.zeros(3, 3), f"{wrapped}1.weight": torch.zeros(2, 3)}
+        with pytest.raises(fxshard.ConfigError, match=r"1\.weight has shape \(2, 3\)"):
+            model.load_state_dict(given, strict=False)
+    model = fxshard.shard(nn.Linear(3, 3))
+    with pytest.raises(fxshard.ConfigError, match=r"bias has shape \(2,\)"):
+        model.load_state_dict({"module.weight": torch.zeros(3, 3), "module.bias": torch.zeros(2)}, strict=False)
 
 
 def test_hooks_of_checkpoints_are_not_those_of_state_dicts(tmp_path: Any) -> None:

@@ -25,6 +25,10 @@ class StateError(FxshardError):
     """The sharded module is not in a state in which this call makes sense."""
 
 
+class AbsentError(StateError, AttributeError):
+    """A property of a sharded model that has no value, or none yet: ``hasattr`` says no, ``getattr`` its default."""
+
+
 class CheckpointError(FxshardError):
     """A checkpoint is missing, damaged or does not fit the model; on every rank, before anything was changed."""
 

@@ -34,6 +34,8 @@ from fxshard.frontend.module import ShardedModule
 
 Rename = Callable[[str], str | None]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Own = dict[str, tuple[int, set[str]]]
+"""Of experts that ranks have under one name: which part of them is this rank's, and what it reads them from."""
 
 
 def load_safetensors(model: ShardedModule, paths: Paths, *, rename: Rename | None = None) -> list[str]:
@@ -66,11 +68,13 @@ def fill_rows(model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, pr
     found = list(problems)
     wanted: list[Target] = []
     regrouped: list[str] = []
+    own: Own = {}
     if where:
         try:
-            wanted, regrouped = _planned(model, where, ranks, found)
+            wanted, regrouped, own = _planned(model, where, ranks, found)
         except ConfigError as error:  # other ranks, whose files could not be read, wait in settle
             found.append(str(error))
+    found += _read_by_others(own, ranks)
     ranks.settle(found, "the files do not fit, nothing was loaded")
     failed = _copy(wanted, where)
     model.parameters_changed()
@@ -80,23 +84,48 @@ def fill_rows(model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, pr
 
 def _planned(
     model: ShardedModule, where: Mapping[str, Slice], ranks: Ranks, problems: list[str]
-) -> tuple[list[Target], list[str]]:
-    """The targets of this rank, and the experts that were stored in another layout."""
+) -> tuple[list[Target], list[str], Own]:
+    """The targets of this rank, the experts that were stored in another layout, and those under names of its own."""
     stored = {f"{MODEL}.{name}": Stored(tuple(at.get_shape()), None) for name, at in where.items()}
-    held = _in_files(model, stored, ranks)
+    held, parts = _in_files(model, stored, ranks)
     match = match_model(held, stored)
     problems += [*match.problems, *(f"{name} is not in the model" for name in match.unused)]
     wanted = targets(held, match.of, stored, problems)
     problems += _kinds(wanted, where)
-    return wanted, match.regrouped
+    own = {
+        name: (part, {place for key in match.of[name].names for place in where[key].places()})
+        for name, part in parts.items()
+        if name in match.of
+    }
+    return wanted, match.regrouped, own
 
 
-def _in_files(model: ShardedModule, stored: Mapping[str, Stored], ranks: Ranks) -> list[Held]:
-    """The rows to read: this rank's part of all ranks' experts where files have them together, or its own by name."""
+def _in_files(model: ShardedModule, stored: Mapping[str, Stored], ranks: Ranks) -> tuple[list[Held], dict[str, int]]:
+    """The rows to read: this rank's part of all ranks' experts where files have them together, or its own by name.
+    Of the latter: which part they are."""
     together = list(of_model(model, ranks.parts, loading=True))
     there = match_model(together, stored).of
-    own = of_model(model)
-    return [whole if whole.names[0] in there else part for whole, part in zip(together, own, strict=True)]
+    held: list[Held] = []
+    parts: dict[str, int] = {}
+    for whole, own in zip(together, of_model(model), strict=True):
+        held.append(whole if whole.names[0] in there else own)
+        if held[-1].shape != whole.shape:
+            parts[own.names[0]] = ranks.parts[model._sharding.domain_of(own.names[0]).name].index
+    return held, parts
+
+
+def _read_by_others(own: Own, ranks: Ranks) -> list[str]:
+    """What this rank takes for its own, and ranks with other experts for theirs. Collective."""
+    found = []
+    for each in ranks.gather(own) if ranks.parts else ():
+        for name in own.keys() & each.keys():
+            if own[name][0] != each[name][0] and (both := own[name][1] & each[name][1]):
+                found.append(
+                    f"{name} is another parameter on other ranks, because of groups=, and these would read {min(both)} "
+                    "too: stack the experts of all ranks in one tensor, of which each reads its part, or give each "
+                    "rank files, or by rename= names in them, of its own"
+                )
+    return sorted(set(found))
 
 
 def save_safetensors(
@@ -147,9 +176,9 @@ def save_safetensors(
     return path
 
 
-def _contents(paths: Paths, rename: Rename | None, open_files: ExitStack) -> dict[str, Any]:
-    """The model's name → a slice object of an open file."""
-    found: dict[str, Any] = {}
+def _contents(paths: Paths, rename: Rename | None, open_files: ExitStack) -> dict[str, Slice]:
+    """The model's name → a tensor in an open file."""
+    found: dict[str, Slice] = {}
     for path in _files(paths):
         file = open_files.enter_context(_safe_open(path))
         for name in file.keys():  # noqa: SIM118 - no mapping
@@ -157,7 +186,7 @@ def _contents(paths: Paths, rename: Rename | None, open_files: ExitStack) -> dic
             if ours is not None and ours in found:
                 raise CheckpointError(f"{ours} is there twice, the second time as {name} in {path}")
             if ours is not None:
-                found[ours] = file.get_slice(name)
+                found[ours] = InFile(file.get_slice(name), f"{name} in {path.resolve()}")
     if not found:
         raise CheckpointError(f"no tensors in {paths}")
     return found
@@ -167,7 +196,11 @@ def _files(paths: Paths) -> Iterator[Path]:
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         path = Path(path)
         if path.is_dir() and (path / INDEX).is_file():
-            yield from sorted({path / name for name in json.loads((path / INDEX).read_text())["weight_map"].values()})
+            try:
+                names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{path / INDEX} is damaged: {error!r}") from error
+            yield from sorted(path / name for name in names)
         elif path.is_dir():
             yield from sorted(path.glob("*.safetensors"))
         else:
@@ -218,6 +251,30 @@ class Slice(Protocol):
 
     def __getitem__(self, part: Any, /) -> torch.Tensor: ...
 
+    def places(self) -> set[str]:
+        """Names in files."""
+        ...
+
+
+@dataclass(frozen=True)
+class InFile:
+    """A tensor as a file has it."""
+
+    slice: Any
+    place: str
+
+    def get_shape(self) -> list[int]:
+        return self.slice.get_shape()  # type: ignore[no-any-return]
+
+    def get_dtype(self) -> str:
+        return self.slice.get_dtype()  # type: ignore[no-any-return]
+
+    def __getitem__(self, part: Any, /) -> torch.Tensor:
+        return self.slice[part]  # type: ignore[no-any-return]
+
+    def places(self) -> set[str]:
+        return {self.place}
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -236,6 +293,9 @@ class Converted:
 
     def get_dtype(self) -> str:
         return next(iter(self.sources.values()))[0].get_dtype()
+
+    def places(self) -> set[str]:
+        return {place for found in self.sources.values() for each in found for place in each.places()}
 
     def __getitem__(self, part: Any, /) -> torch.Tensor:
         values = {pattern: [each[...] for each in found] for pattern, found in self.sources.items()}

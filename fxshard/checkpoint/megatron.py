@@ -69,7 +69,7 @@ def load_megatron(
         folder = _folder(Path(path))
         reader = _open(folder)
         plan = _Table(reader.read_metadata(), names, heads, query_groups or heads)
-        targets = plan.targets(list(of_model(model)))
+        targets = plan.targets(list(of_model(model, ranks.parts, loading=True)))
         problems = plan.problems
     except (CheckpointError, ConfigError, OSError) as error:
         problems = [str(error)]
@@ -194,7 +194,10 @@ def _folder(path: Path) -> Path:
 def _open(path: Path) -> RowReader:
     config = path / "metadata.json"
     if config.is_file():
-        backend = json.loads(config.read_text()).get("sharded_backend")
+        try:
+            backend = json.loads(config.read_text()).get("sharded_backend")
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{config} is damaged: {error!r}") from error
         if backend != "torch_dist":
             raise CheckpointError(f"{path} is stored as {backend!r}: convert it to torch_dist with Megatron first")
     if not (path / ".metadata").is_file():

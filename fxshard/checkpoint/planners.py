@@ -164,13 +164,11 @@ class LoadRows(LoadPlanner):
 
 
 def _with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, without what lies around it: of a view, torch would make copies and keep them all for a while.
-
-    The result does not keep the memory alive; the planner does.
-    """
+    """The same memory, without what lies around it: torch would make copies of views, and keep them for a while."""
     if tensor.device.type != "cpu" or not tensor.nbytes or tensor.nbytes == tensor.untyped_storage().nbytes():
         return tensor
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # the result keeps it alive: it may have been made to be written
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 

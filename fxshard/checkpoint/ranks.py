@@ -50,7 +50,9 @@ class Ranks:
         groups = {bucket.plan.domain.name: domain_ranks(bucket.mesh) for bucket in sharding.buckets}
         groups.pop("", None)  # the model's own ranks
         found: dict[str, Part] = {}
-        everywhere = self.gather(groups) if groups else []
+        tensor = sharding.channels.tensor
+        place = tensor.rank if tensor is not None else 0  # ranks of another one have other groups, of the same experts
+        everywhere = [each for at, each in self.gather((place, groups)) if at == place] if groups else []
         for pattern, own in groups.items():
             others = sorted({tuple(each[pattern]) for each in everywhere})
             found[pattern] = Part(others.index(tuple(own)), len(others))

@@ -144,9 +144,12 @@ def drop_input_gradient_hooks(model: nn.Module) -> None:
     checkpointing (``use_reentrant=True``) then computes none for what is inside. A compiled graph is not reentrant:
     what requires a gradient is known from its parameters, so the hook changes no result. But it calls
     ``requires_grad_()`` on a tensor in the middle of the graph, which Dynamo cannot trace. Handles that the model keeps
-    for them do no harm: removing a hook twice is nothing.
+    for them do no harm: removing a hook twice is nothing. Attention of T5 and its kin, told that it is checkpointed,
+    does the same with zeros, and nothing else.
     """
     for module in model.modules():
+        if "has_relative_attention_bias" in module.__dict__:
+            module.__dict__["gradient_checkpointing"] = False
         for key, hook in list(module._forward_hooks.items()):
             name, home = getattr(hook, "__qualname__", ""), getattr(hook, "__module__", "") or ""
             if home.split(".")[0] in ("transformers", "peft") and any(part in name for part in _HOOKS):

@@ -17,7 +17,7 @@ from torch import nn
 
 from fxshard._torch.errors import StateError
 from fxshard.frontend.capture import drop_input_gradient_hooks
-from fxshard.frontend.mirror import Mirror, item
+from fxshard.frontend.mirror import Mirror, item, stand_in
 from fxshard.frontend.pretrained import save_pretrained
 from fxshard.runtime.borrowed import borrowed
 
@@ -137,8 +137,24 @@ def class_for(base: type[T], plain: type[nn.Module]) -> type[T]:
         if plain.get_extra_state is not nn.Module.get_extra_state:
             members["get_extra_state"] = lambda self: self._inner.get_extra_state()
             members["set_extra_state"] = lambda self, state: self._inner.set_extra_state(state)
+        for name, ours in _STATE.items():
+            if getattr(plain, name) is not getattr(nn.Module, name):
+                members[ours] = _as_class_does(name)
         _CLASSES[plain] = type(f"Sharded{plain.__name__}", (base,), members)
     return _CLASSES[plain]  # type: ignore[no-any-return]
+
+
+_STATE = {
+    "_save_to_state_dict": "_save_to_state_dict",
+    "_load_from_state_dict": "_load_from_state_dict",
+    "state_dict": "_give_state_dict",
+    "load_state_dict": "_take_state_dict",
+}
+"""What classes do of their own with state dicts, and which method of a sharded model does it then."""
+
+
+def _as_class_does(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(stand_in(self, self._inner), name)(*args, **kwargs)
 
 
 def _container_methods(plain: type[nn.Module]) -> dict[str, Any]:

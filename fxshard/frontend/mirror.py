@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxshard._torch.errors import StateError
 from fxshard._torch.private import copy_state_hooks
-from fxshard.frontend.state_dicts import find_own, save_own
+from fxshard.frontend.state_dicts import find_own, load, save_own
 
 _BEFORE = "change the plain model, before fxshard.compile"
 SHARED = (
@@ -175,6 +175,12 @@ class OwnState(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:  # type: ignore[override]
         find_own(self, self._root(), state_dict, prefix, *rest)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        root: Any = self._root()
+        if assign or root is None or self._modules is not root._modules:  # a part of a model is loaded by itself
+            return super().load_state_dict(state_dict, strict, assign)
+        return load(root, root._inner, state_dict, root._sharding.buckets, strict=strict)
+
 
 class _Handle(RemovableHandle):
     """The handle of a hook that was traced: without it, the model is captured again."""
@@ -231,7 +237,7 @@ def _member(base: type, name: str, value: Any) -> Any:
         return None
     if name in ("get_extra_state", "set_extra_state"):
         return lambda self, *args: getattr(self._original, name)(*args)
-    if name in vars(OwnState):
+    if name in vars(OwnState) or name == "state_dict":
         return None
     if name in vars(nn.Module):
         return vars(nn.Module)[name]  # what a class does of its own there, it does with weights that are gone
@@ -273,6 +279,13 @@ def _image(original: nn.Module, root: weakref.ref[nn.Module]) -> Mirror:
     nn.Module.__init__(image)
     image.__dict__["_root"] = root
     image.__dict__["_original"] = original  # no submodule: its parameters are hollow
+    return image
+
+
+def stand_in(model: nn.Module, plain: nn.Module) -> Any:
+    """The whole model, as code of its class finds it: what the class does of its own with state dicts runs on it."""
+    image = _image(plain, weakref.ref(model))
+    image.__dict__.update({name: value for name, value in model.__dict__.items() if name in image.__dict__})
     return image
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fxshard._torch import private
-from fxshard._torch.errors import ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
+from fxshard._torch.errors import AbsentError, ConfigError, FxshardError, PeerError, RankDivergenceError, StateError
 from fxshard.frontend import likeness, state, state_dicts
+from fxshard.frontend.attributes import LikePlain
 from fxshard.frontend.backend import Backend
 from fxshard.frontend.capture import FAILURES, cast_floats, explained
 from fxshard.frontend.emptied import refuse_uses
-from fxshard.frontend.mirror import follow_training, mirror, refuse_moves
+from fxshard.frontend.mirror import follow_training, mirror
 from fxshard.frontend.profiling import profiled
 from fxshard.frontend.report import Report, report_of
 from fxshard.frontend.sharding import Sharding
@@ -32,14 +33,13 @@ from fxshard.schedule.profile import Profile
 from fxshard.schedule.schedule import Schedule
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(LikePlain):
     """A module whose parameters are sharded: same names, same forward, this rank's part of the memory.
 
     ``parameters()`` gives sharded tensors (``DTensor`` where there is a process group) that ``clip_grad_norm_`` and the
     elementwise classes of ``torch.optim`` take; others are refused. ``model.layers[0].weight`` works as before.
     """
 
-    _inner: nn.Module
     _compiled: Callable[..., Any] | None
     _compile: Callable[[], Callable[..., Any]]
 
@@ -69,42 +69,6 @@ class ShardedModule(nn.Module):
             self._reads = EagerReads(self._sharding.engine, self._sharding.hollow_places(), self._inner)
         object.__setattr__(self, "_compile", compile)
         object.__setattr__(self, "_compiled", compile())  # an nn.Module too, and no submodule of ours
-
-    # -- looking like the model --------------------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        """Sharded parameters, buffers and submodules; then data of the plain model, and methods, which run on it."""
-        for own in ("_parameters", "_buffers", "_modules"):
-            if name in self.__dict__.get(own, ()):
-                return self.__dict__[own][name]
-        inner = self.__dict__.get("_inner")
-        if inner is None or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = likeness.attribute(self, inner, name)
-        return likeness.method(self, value) if likeness.is_method(value, inner) else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Data of the plain model is set there, where forward reads it."""
-        inner = self.__dict__.get("_inner")
-        if inner is None or name in self.__dict__ or (hasattr(type(self), name) and name not in inner.__dict__):
-            super().__setattr__(name, value)
-        elif hasattr(type(self), name) and name != "training":
-            raise StateError(
-                f"{name!r} of {type(inner).__name__} cannot be set any more: sharded models have something else of "
-                "that name. Set it on the plain model, before fxshard.compile, or call it otherwise"
-            )
-        elif isinstance(value, nn.Module | nn.Parameter) or name in inner._modules or name in inner._parameters:
-            raise StateError(
-                f"{name!r} cannot be replaced in a sharded model: replace it in the plain model, before fxshard.compile"
-            )
-        else:
-            setattr(inner, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__ or name in self._parameters or name in self._modules:
-            super().__delattr__(name)
-        else:
-            delattr(self._inner, name)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +132,7 @@ class ShardedModule(nn.Module):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer given to ``fxshard.compile``."""
         if self._optimizer is None:
-            raise StateError(
+            raise AbsentError(
                 "no optimizer was given: pass optimizer=fxshard.AdamW(...), or use torch.optim with model.parameters()"
             )
         return self._optimizer
@@ -222,7 +186,7 @@ class ShardedModule(nn.Module):
         """The emitted communication schedule; it exists once the model has been called."""
         schedules = self._backend.schedules
         if not schedules:
-            raise StateError("there is no schedule yet: it is made when the model is called for the first time")
+            raise AbsentError("there is no schedule yet: it is made when the model is called for the first time")
         return schedules.get("train") or schedules["eval"]
 
     @property
@@ -261,7 +225,7 @@ class ShardedModule(nn.Module):
             return value.detach() if bucket is None else bucket.hand_out(name)
 
         with state_dicts.giving(self, give):
-            return super().state_dict(*args, **kwargs)
+            return self._give_state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The unsharded model on every rank, on the CPU, with the plain model's keys. A collective call."""
@@ -270,7 +234,9 @@ class ShardedModule(nn.Module):
         whole = state.whole(own, self._sharding.buckets)
         by_identity = {id(value): whole[name] for name, value in own.items()}
         with state_dicts.giving(self, lambda value: by_identity[id(value)]):
-            return super().state_dict()  # type: ignore[no-any-return]
+            return self._give_state_dict()  # type: ignore[no-any-return]
+
+    _give_state_dict = nn.Module.state_dict
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         state_dicts.save_own(self, self, destination, prefix, keep_vars)
@@ -291,6 +257,9 @@ class ShardedModule(nn.Module):
             raise ConfigError(
                 "load_state_dict(assign=True): a sharded parameter is a view of its bucket; load without assign"
             )
+        return self._take_state_dict(state_dict, strict)
+
+    def _take_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         return state_dicts.load(self, self._inner, state_dict, self._sharding.buckets, strict=strict)
 
     def delete_cuda_graphs(self) -> None:
@@ -395,29 +364,6 @@ class ShardedModule(nn.Module):
             refuse_unreduced(sharding.buckets, "norms()")
         order = [name for name, _ in self.named_parameters()]
         return all_norms(sharding.buckets, sharding.channels, order, of_gradients=of == "grad")
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
-        """``to()``, ``cuda()``, ``float()`` and the like: accepted where they change nothing."""
-        refuse_moves(self, fn)
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(
-            "a sharded model cannot be copied or pickled, its parameters are spread over ranks: take "
-            "full_state_dict(), or fxshard.save for a checkpoint; fxshard.EMA(model) averages its weights"
-        )
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What ``DistributedDataParallel`` asks for when it is made, ahead of its collectives."""
-        raise StateError(
-            "DistributedDataParallel(model): a sharded model reduces its gradients itself, and its ranks hold "
-            "different rows, which DDP would overwrite; use the model as it is. For a Trainer or Accelerate: "
-            "fxshard.integrations"
-        )
-
-    def _get_name(self) -> str:
-        return type(self._inner).__name__  # trainers look a model up by it
 
 
 _RETURNS_PARAMETER = (

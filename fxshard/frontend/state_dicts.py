@@ -116,9 +116,9 @@ def _in_our_layout(model: nn.Module, given: Mapping[str, Any]) -> OrderedDict[st
     """A state dict under the model's own names and in its layout, as far as these are found before hooks run."""
     own = tensors(model)
     here, there = wrapping(own), wrapping(given)
+    given = {key if key in own else here + key.removeprefix(there): value for key, value in given.items()}
     taken = in_our_layout(own, without_extra(given))
-    taken |= {key: value for key, value in given.items() if is_extra(key)}
-    return OrderedDict((key if key in own else here + key.removeprefix(there), value) for key, value in taken.items())
+    return OrderedDict({**taken, **{key: value for key, value in given.items() if is_extra(key)}})
 
 
 def _find(module: nn.Module, given: dict[str, Any], metadata: Mapping[str, Any], prefix: str, found: _Found) -> None:

@@ -167,7 +167,8 @@ def in_our_layout(own: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> 
     made: dict[str, Any] = {}
     for of_one in names.values():
         if of_one[0] in found.of:
-            made |= dict.fromkeys(of_one, join(of_one[0], found.of[of_one[0]], given))
+            value = join(of_one[0], found.of[of_one[0]], given)
+            made |= {name: given.get(name, value) for name in of_one}
     left = set(found.unused) | (given.keys() - shaped.keys())
     problems = {name: given[name] for name in own if name in given and name not in made}  # of another shape
     return {**{name: value for name, value in given.items() if name in left}, **problems, **made}

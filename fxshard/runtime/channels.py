@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard._torch import private
+from fxshard._torch.errors import ConfigError
 from fxshard.planner.bucket_plan import BucketPlan
 from fxshard.planner.domain import Domain
 from fxshard.planner.parts import Piece
@@ -119,6 +120,11 @@ def domain_ranks(mesh: DeviceMesh | None) -> list[int]:
 
 def shape_of(mesh: DeviceMesh) -> tuple[int, int, int]:
     """(shards, replicas, how many ranks apart neighbouring shards are): of two dimensions the first replicates."""
+    if mesh.ndim == 2 and any((mesh.mesh.diff(dim=dim) < 0).any() for dim in (0, 1)):
+        raise ConfigError(
+            f"the mesh has ranks {mesh.mesh.tolist()}, which do not ascend along both dimensions: process groups have "
+            "theirs in ascending order, so that replicas would hold different shards. Make it with init_device_mesh"
+        )
     row = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
     return len(row), mesh.size(0) if mesh.ndim == 2 else 1, row[1] - row[0] if len(row) > 1 else 1
 

@@ -135,12 +135,24 @@ class Program:
         if self._before_first_run is not None:
             self._before_first_run()
             self._before_first_run = None
+        stores = self.phase is not Phase.BACKWARD or private.backward_reaches(is_hollow)
+        if self.phase is Phase.BACKWARD and stores:
+            self._refuse_frozen()
         engine.begin(self.phase, self._arena_bytes, self.owner, self._carries)
         engine.gradients.without_loss, self.without_loss = self.without_loss, frozenset()
-        engine.gradients.stores = self.phase is not Phase.BACKWARD or private.backward_reaches(is_hollow)
+        engine.gradients.stores = stores
         results = self.run_through(args) if engine.replays is None else engine.replays.run(engine, self, args)
         engine.gradients.publishing.publish()
         return results
+
+    def _refuse_frozen(self) -> None:
+        trained = (named for bucket in self._engine.buckets if bucket.plan.trainable for named in bucket.named())
+        for name, parameter in trained:
+            if not parameter.requires_grad:
+                raise StateError(
+                    f"{name!r} was frozen between a forward and its backward, which makes its gradient: freeze it on "
+                    "the plain model, before fxshard.compile, or set parameter.grad = None after backward"
+                )
 
     def run_through(self, args: list[Any]) -> tuple[Any, ...]:
         """Run every instruction; what fails half-way leaves nothing behind."""

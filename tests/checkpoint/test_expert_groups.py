@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxshard
-from fxshard.checkpoint import load_safetensors, save_safetensors
+from fxshard.checkpoint import load_megatron, load_safetensors, save_safetensors
 from tests.pool import Pool
 from tests.test_groups import Moe
 from tests.training import deliver, random_gradients
+
+safetensors = pytest.importorskip("safetensors.torch")
 
 
 def sharded(parts: int, zero: int, *, fill: float | None = None) -> fxshard.ShardedModule:
@@ -79,6 +85,66 @@ def test_every_rank_finds_its_experts(ranks: Pool, tmp_path: Path) -> None:
     alone = fxshard.shard(Moe(), optimizer=fxshard.AdamW(lr=1e-2))
     fxshard.load(alone, tmp_path / "saved")
     assert torch.equal(alone.full_state_dict()["layers.0.experts.weight"], found[0]["experts"])
+
+
+def loaded(folder: Path) -> list[Any]:
+    """What is said of another rank's file, then the experts that this rank finds in files or names of its own."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_dp", "ep"))
+    rank = dist.get_rank()
+    model = fxshard.shard(Moe(mesh.get_group("ep").group_name, rank, 2), groups={"*.experts.*": mesh["ep_dp"]})
+    name, whole = "layers.0.experts.weight", Moe().state_dict()
+    first = folder / "0.safetensors"
+    with pytest.raises(fxshard.CheckpointError) as error:
+        load_safetensors(model, first)
+    found: list[Any] = [str(error.value)]
+    names = {key: key for key in whole if ".experts." not in key}
+    names |= {f"{rank}.weight": name, f"{rank}.bias": "layers.0.experts.bias"}
+    for load in (
+        lambda: load_safetensors(model, folder / f"{rank}.safetensors"),
+        lambda: load_safetensors(model, folder / "apart.safetensors", rename=names.get),
+        lambda: load_megatron(model, folder / "together", {key: key for key in whole}),
+    ):
+        model.load_state_dict({key: torch.zeros_like(value) for key, value in model.full_state_dict().items()})
+        load()
+        found.append(torch.equal(model.full_state_dict()[name], whole[name].chunk(2)[rank]))
+    return found
+
+
+def test_no_rank_takes_experts_of_others_for_its_own(ranks: Pool, tmp_path: Path) -> None:
+    """One file under one name has them for one rank alone; ranks with files, or names, of their own find theirs."""
+    whole = Moe().state_dict()
+    own = [{k: v.chunk(2)[i].clone() if ".experts." in k else v for k, v in whole.items()} for i in range(2)]
+    for i, state in enumerate(own):
+        safetensors.save_file(state, tmp_path / f"{i}.safetensors")
+    apart = {f"{i}.{key[17:]}": state[key] for i, state in enumerate(own) for key in state if ".experts." in key}
+    shared = {key: value for key, value in whole.items() if ".experts." not in key}
+    safetensors.save_file({**shared, **apart}, tmp_path / "apart.safetensors")
+    dcp.save(whole, checkpoint_id=tmp_path / "together", no_dist=True)
+    for said, *right in ranks(2, loaded, tmp_path):
+        assert "layers.0.experts.weight is another parameter on other ranks" in said
+        assert "0.safetensors too" in said and right == [True] * 3
+
+
+def with_tensor_parallel(folder: Path) -> None:
+    """Ranks have half of the experts each, and half of the rows of other layers."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("ep_dp", "ep", "tp"))
+    plain = Moe(mesh.get_group("ep").group_name, mesh.get_local_rank("ep"), 2)
+    del plain.layers[0].experts.bias
+    parallelize_module(plain, mesh["tp"], {"layers.*.dense": ColwiseParallel(output_layouts=Replicate())})
+    data = mesh["ep_dp", "ep"]._flatten("dp")
+    fxshard.save(fxshard.shard(plain, mesh=data, groups={"*.experts.*": mesh["ep_dp"]}), folder)
+
+
+def test_tensor_parallel_ranks_have_the_same_experts(ranks: Pool, tmp_path: Path) -> None:
+    ranks(4, with_tensor_parallel, tmp_path / "saved")
+    plain = Moe()
+    del plain.layers[0].experts.bias
+    before = copy.deepcopy(plain.state_dict())
+    for parameter in plain.parameters():
+        parameter.data.zero_()
+    alone = fxshard.shard(plain)
+    fxshard.load(alone, tmp_path / "saved")
+    torch.testing.assert_close(alone.full_state_dict(), before, rtol=0, atol=0)
 
 
 class WithScale(Moe):

@@ -142,6 +142,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     refused("has no .metadata", folder="nowhere")
     (tmp_path / "a" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     refused("is stored as 'zarr'")
+    (tmp_path / "a" / "metadata.json").write_text("{")
+    refused(r"metadata\.json is damaged")
     (tmp_path / "a" / "metadata.json").unlink()
     file = next((tmp_path / "a").glob("*.distcp"))
     content = bytearray(file.read_bytes())

@@ -71,9 +71,10 @@ def test_tied_names_and_what_does_not_fit(ranks: Pool, tmp_path: Path) -> None:
     with pytest.raises(fxshard.CheckpointError, match=r"emb.weight is there twice"):
         load_safetensors(fxshard.shard(zoo()), [tmp_path / "b.safetensors", tmp_path / "model.safetensors"])
     (tmp_path / "b.safetensors").write_bytes(b"nonsense")
-    for path, match in ((tmp_path / "b.safetensors", "damaged"), (tmp_path / "c.safetensors", "missing")):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ')
+    for path, match in (("b.safetensors", "damaged"), ("c.safetensors", "missing"), (".", r"index\.json is damaged")):
         with pytest.raises(fxshard.CheckpointError, match=match):
-            load_safetensors(fxshard.shard(zoo()), path)
+            load_safetensors(fxshard.shard(zoo()), tmp_path / path)
 
 
 @pytest.mark.shows("C3")

@@ -16,7 +16,8 @@ SMALLEST = F32(2.0**-88)
 
 
 class Kinds(nn.Module):
-    """A parameter of every kind: long and short rows, rows that are no multiple of a block, experts, vectors."""
+    """A parameter of every kind: long and short rows, rows that are no multiple of a block, a single one, experts,
+    vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +29,10 @@ class Kinds(nn.Module):
         self.narrow = nn.Parameter(torch.randn(7, 5))
         self.bias = nn.Parameter(torch.randn(300))
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.row = nn.Parameter(torch.randn(1, 80))
 
 
-LINES = {"ragged": 300, "short": 64, "experts": 70, "conv": 72, "narrow": 0, "bias": 0, "scale": 0}
+LINES = {"ragged": 300, "short": 64, "experts": 70, "conv": 72, "narrow": 0, "bias": 0, "scale": 0, "row": 80}
 """Elements that blocks are cut out of; 0: kept in fp32."""
 
 

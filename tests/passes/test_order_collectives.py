@@ -75,13 +75,16 @@ def test_without_overlap_nothing_moves() -> None:
     assert ordered(module, overlap=False) == [node.name for node in nodes]
 
 
-def test_a_view_that_is_saved_follows_the_wait_that_moves_to_its_first_use() -> None:
+@pytest.mark.parametrize("views", [1, 2])
+def test_views_that_are_saved_follow_the_wait_that_moves_to_its_first_use(views: int) -> None:
     """Experts' inputs: what came over the wire is saved for backward transposed, and read by a later product."""
     draft = Communicating()
     x = draft.input("x", *SQUARE)
     _, wait = draft.reduced(x)
     view = draft.call(aten.unsqueeze.default, wait, 1)
-    saved = draft.call(aten.transpose.int, view, 1, 2)
+    saved = view
+    for _ in range(views):
+        saved = draft.call(aten.transpose.int, saved, 1, 2)
     other = draft.call(aten.mm.default, x, x)
     product = draft.call(aten.mul.Tensor, view, other)
     order = ordered(draft.output(product, saved))
