@@ -15,7 +15,7 @@ import torch
 import fxshard
 from fxshard.optim.formats import Noise
 from fxshard.optim.packed import Numbers, Stored, adamw_
-from fxshard.planner import step as planned_step
+from fxshard.planner import optimizer_step as planned_step
 from fxshard.planner.state import moment_bytes
 from tests.gpu.waiting import no_waiting
 from tests.optim.state_reference import LINES, Kinds, drawn, eight_bits, expected
