@@ -85,3 +85,9 @@ def test_version_is_in_one_place() -> None:
         if f'"{__version__}"' in path.read_text() and path.name != "_version.py"
     ]
     assert not elsewhere
+
+
+@pytest.mark.parametrize("script", ["context_parallel", "graphs", "kills", "lightning", "tensor_parallel"])
+def test_scripts_for_gpus_find_what_they_import(script: str) -> None:
+    """pytest does not collect them. The one for Lightning is skipped without it, as its tests are."""
+    importlib.import_module(f"tests.gpu.{script}_on_ranks")

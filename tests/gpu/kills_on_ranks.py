@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 import fxshard
 from tests.forks import START
-from tests.test_kills import EVENT, KINDS, SIGNALS, Case, Net, run
+from tests.test_kills import EVENT, KINDS, SIGNALS, Case, run
+from tests.toy import Linears
 
 TIMEOUT = 20.0
 SLACK = 10.0
@@ -41,8 +42,8 @@ def train(rank: int, kind: str, how: str, folder: Path) -> None:
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=start, device_id=device)
     dist.barrier()  # from here on both are equally far
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT))
-    model = fxshard.compile(Net().to(device), optimizer=fxshard.AdamW(), lowering="eager")
-    run(model, torch.ones(2, 16, device=device), kind, how, folder)
+    model = fxshard.compile(Linears().to(device), optimizer=fxshard.AdamW(), lowering="eager")
+    run(model, torch.ones(2, 8, device=device), kind, how, folder)
     torch.cuda.synchronize()  # nothing of a step waits for the device
 
 
@@ -55,7 +56,7 @@ def check(case: Case, folder: Path, left: subprocess.Popen[bytes]) -> None:
     assert seconds < TIMEOUT + SLACK, f"{case}: rank 0 ended {seconds:.0f} s after"
     named = re.search(rf"rank 0: {EVENT} (has not finished|failed)", text)
     assert named, f"{case}: rank 0 did not say at which event\n{text}"
-    again = fxshard.shard(Net(), optimizer=fxshard.AdamW())
+    again = fxshard.shard(Linears(), optimizer=fxshard.AdamW())
     assert fxshard.load(again, folder).path == folder / "step-1"
     expected = torch.load(folder / "expected-0", map_location="cpu")
     assert all(torch.equal(value.cpu(), expected[name]) for name, value in again.full_state_dict().items())
