@@ -33,8 +33,6 @@ class Architecture:
     """Which fields are numbers of layers; dots lead into configurations inside."""
     kind: str = ""
     """Under which heading it stands in the table."""
-    lowering: str = "eager"
-    """How its segments run: Inductor where torch's own ``aot_eager`` backend fails on the model."""
 
     def takes_turns(self, layers: int) -> bool:
         """Whether several kinds of attention take turns in its layers."""
@@ -168,12 +166,20 @@ JAMBA = {
     **{**DECODER, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4},
     **{"attn_layer_period": 3, "attn_layer_offset": 1},
 }
+GATED_DELTA = {
+    **{**HEADS_OF_8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
 STATE_SPACES = (
     state_space("mamba", "MambaForCausalLM", STATE, batches.short_text),
     state_space("mamba2", "Mamba2ForCausalLM", MAMBA2, batches.short_text),
     state_space("falcon-h1", "FalconH1ForCausalLM", FALCON_H1, batches.short_text),
     state_space("jamba", "JambaForCausalLM", JAMBA, batches.short_text),
     state_space("lfm2", "Lfm2ForCausalLM", DECODER),
+    state_space(
+        "qwen3-next", "Qwen3NextForCausalLM", {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}
+    ),
+    state_space("qwen3.5", "Qwen3_5ForCausalLM", GATED_DELTA),
 )
 
 encoder = partial(Architecture, kind="encoder")
@@ -274,11 +280,7 @@ PATCHES = {
     **{"context_length": 16, "prediction_length": 4, "patch_length": 4, "patch_stride": 4, "num_input_channels": 2},
     **{"d_model": 16, "ffn_dim": 32, "num_attention_heads": 2},
 }
-SERIES = (
-    Architecture(
-        "patchtst", "PatchTSTForPrediction", PATCHES, batches.series, kind="time series", lowering="inductor"
-    ),  # aot_eager in torch 2.13: the result of a batch norm has other strides than its fake tensor, and a view fails
-)
+SERIES = (Architecture("patchtst", "PatchTSTForPrediction", PATCHES, batches.series, kind="time series"),)
 
 LISTED = (
     *(*DECODERS, *MIXTURES, *STATE_SPACES, *ENCODERS, *ENCODER_DECODERS),

@@ -161,7 +161,6 @@ def _remarks(row: Row) -> str:
     if row["graphs"] == 1 and row["captures"] > 1:
         said.append(f"captured {row['captures']} times")
     said += [f"{row['unused']} parameters unused"] if row["unused"] else []
-    said += ["by Inductor: torch's aot_eager fails on it"] if row["lowering"] == "inductor" else []
     return "; ".join(said)
 
 

@@ -177,14 +177,13 @@ class Finding:
     unused: int = 0
     """Parameters that no graph uses."""
     recognised: Recognised = field(default_factory=Recognised)
-    lowering: str = "eager"
     seconds: float = 0.0
     failed: str | None = None
 
 
 def examine(architecture: Architecture, rank: int, depths: Depths) -> dict[str, Any]:
     """To be called on every rank of a process group, which is gone afterwards."""
-    found, start = Finding(lowering=architecture.lowering), time.perf_counter()
+    found, start = Finding(), time.perf_counter()
     peer, optimizer = fsdp2(_without_scalars(architecture.build(depths.trained)), None, compiled=False)
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE
@@ -231,7 +230,7 @@ def _compile(
         architecture.build(layers),
         optimizer=fxshard.AdamW(lr=LEARNING_RATE),
         passes=fxshard.PASSES.after("fuse_dense_swiglu", note),
-        lowering=architecture.lowering,
+        lowering="eager",
         fullgraph=fullgraph,
     )
 
