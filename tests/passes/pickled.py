@@ -43,9 +43,12 @@ def build(nodes: list[tuple[Any, ...]], children: dict[str, Any]) -> fx.GraphMod
     return fx.GraphModule(children, graph)
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: Any, *, shared: bool = True) -> bytes:
+    """``shared``: whether an object that is there twice is written once; off, equal values give equal bytes."""
     with io.BytesIO() as stream:
-        Pickler(stream, Options(ops_filter=None)).dump(value)
+        pickler = Pickler(stream, Options(ops_filter=None))
+        pickler.fast = not shared
+        pickler.dump(value)
         return stream.getvalue()
 
 
