@@ -87,6 +87,7 @@ def cut(whole: fx.GraphModule, outputs: int) -> Parts:
     read = {ref for node in backward for ref in node.all_input_nodes}
     read.update(node for node in results[outputs:] if isinstance(node, fx.Node))
     saved = [node for node in nodes if node in read and node not in backward and node not in tangents]
+    saved = [*_unread_sizes(nodes, saved), *saved]
     saved.sort(key=lambda node: (private.is_size(node), bool(node.meta.get("saved_tensor_with_no_vc_check"))))
     sizes = [node for node in saved if private.is_size(node)]
     taken = [*sizes, *saved[: len(saved) - len(sizes)], *tangents]
@@ -101,6 +102,15 @@ def cut(whole: fx.GraphModule, outputs: int) -> Parts:
         _part(whole, primals, before, [*results[:outputs], *saved], kept),
         _part(whole, taken, _late(after), results[outputs:], gradients),
     )
+
+
+def _unread_sizes(nodes: Sequence[fx.Node], saved: Sequence[fx.Node]) -> list[fx.Node]:
+    """Inputs that are sizes of what is saved, though nothing in backward reads them: a compiler asks for each."""
+    sizes = [node for node in nodes if node.op == "placeholder" and private.is_size(node)]
+    if not sizes:
+        return []
+    used = set().union(*(private.free_symbols(node.meta.get("val")) for node in saved))
+    return [node for node in sizes if node not in saved and private.free_symbols(node.meta["val"]) & used]
 
 
 def _late(nodes: Sequence[fx.Node]) -> list[fx.Node]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
+from fxshard._torch import private
 from fxshard.frontend.report import Report
 from tests.hugging_face import llama
 from tests.pool import Pool
@@ -164,6 +165,18 @@ def test_layers_are_folded_and_masks_recognised_where_sizes_are_open_from_the_st
         )
     assert model.report.compilations.captures == 1 and model.report.compilations.layers_folded == 3
     assert len(model.report.attention.causal) == 8 and not model.report.attention.masked
+
+
+def test_backward_of_folded_layers_is_given_every_size_of_what_is_saved() -> None:
+    """Labels have sizes of their own, which nothing in backward reads, though it takes tensors of such sizes."""
+    pytest.importorskip("transformers", reason="needs the hf extra: pip install '.[hf]'")
+    model = fxshard.compile(llama(vocab_size=VOCAB, num_hidden_layers=8), dynamic=True, lowering="eager")
+    tokens = batch(7, 2)
+    model(input_ids=tokens, labels=tokens.clone()).loss.backward()
+    assert model.report.compilations.layers_folded == 3
+    values = [node.meta["val"] for node in model.graphs["backward"].graph.find_nodes(op="placeholder")]
+    given = {str(value) for value in values if isinstance(value, torch.SymInt)}
+    assert {str(symbol) for value in values for symbol in private.free_symbols(value)} <= given
 
 
 def test_numbers_that_change_are_left_open_too() -> None:
