@@ -1,5 +1,5 @@
-"""Which keys a mask lets a query see, where that is a range up to its own: all of them, a window, or its document's;
-without those that are padding. Or every key there is: a mask that hides nothing.
+"""Which keys a mask lets a query see, where that is a range around its own or up to it: all of them, a window, or its
+document's; without those that are padding. Or every key there is: a mask that hides nothing.
 
 What depends on numbers alone is computed and compared, element by element. Documents of packed rows depend on data; of
 these the mask must say that two tokens have the same number, and the numbers must be such as never fall along a row:
@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import private
+from fxshard.kernels.window_op import UNLIMITED
 from fxshard.passes.calls import argument, call, named_shape, named_sizes, shape, value
 from fxshard.passes.constant_values import NotConstant, check_unwritten, constant_sources, constant_value
 from fxshard.passes.open_sizes import is_open_size
@@ -26,9 +27,10 @@ from fxshard.passes.open_sizes import is_open_size
 
 @dataclass(frozen=True)
 class Range:
-    """The keys that a mask lets a query see: at most ``window``, its own the last."""
+    """The keys that a mask lets a query see: at most ``window``, its own the last, and ``ahead`` after it."""
 
     window: int
+    ahead: int
     length: int
     documents: fx.Node | None = None
     """The number of each token's document, where a query sees its own document only."""
@@ -41,7 +43,12 @@ class Range:
 
     @property
     def causal(self) -> bool:
-        return self.data is None and self.window == self.length and not self.hides_nothing
+        return self.data is None and self.window == self.length and self.ahead == 0 and not self.hides_nothing
+
+    @property
+    def whole(self) -> bool:
+        """Whether every query sees every key, but for what depends on data."""
+        return self.window == self.length and self.ahead == self.length - 1
 
     @property
     def data(self) -> fx.Node | None:
@@ -57,8 +64,9 @@ def match_range(mask: fx.Node, graphs: Sequence[fx.Graph]) -> Range:
         return _of_data(mask, graphs, reason)
     found = constant_value(mask, graphs)
     if found.dim() > 1 and hides_nothing(found):
-        return Range(found.shape[-1], found.shape[-1], made_from=tuple(sources), hides_nothing=True)
-    return Range(window_of(found), found.shape[-1], made_from=tuple(sources))
+        length = found.shape[-1]
+        return Range(length, length - 1, length, made_from=tuple(sources), hides_nothing=True)
+    return Range(*window_of(found), found.shape[-1], made_from=tuple(sources))
 
 
 def hides_nothing(mask: torch.Tensor) -> bool:
@@ -67,8 +75,8 @@ def hides_nothing(mask: torch.Tensor) -> bool:
         return bool((mask if mask.dtype == torch.bool else mask == 0).all()) and mask.numel() > 0
 
 
-def window_of(mask: torch.Tensor) -> int:
-    """How many keys a mask lets each query see at most, if these are the last ones up to its own."""
+def window_of(mask: torch.Tensor) -> tuple[int, int]:
+    """How many keys up to its own a mask lets each query see, and how many after it, if it sees all of these."""
     if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
         raise NotConstant(f"is not square: {tuple(mask.shape)}")
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
@@ -80,19 +88,20 @@ def window_of(mask: torch.Tensor) -> int:
         seen = mask if mask.dtype == torch.bool else mask == 0
         if not mask.numel() or not (mask.dtype == torch.bool or torch.equal(~seen, mask == -torch.inf)):
             raise NotConstant("is not causal")
-        window = int(seen.flatten(0, -3)[0, -1].sum()) if mask.dim() > 2 else int(seen[-1].sum())
-        expected = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+        one = seen.flatten(0, -3)[0] if mask.dim() > 2 else seen
+        window, ahead = int(one[-1].sum()), int(one[0].sum()) - 1
+        expected = torch.ones(mask.shape[-2:], dtype=torch.bool).tril(ahead)
         expected &= ~expected.tril(-window)
-        if not window or not torch.equal(seen, expected.expand_as(seen)):
+        if not window or ahead < 0 or not torch.equal(seen, expected.expand_as(seen)):
             raise NotConstant("is not causal")
-    return window
+    return window, ahead
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
 def _of_data(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant) -> Range:
-    """A mask that is true where a window and one term of data say so, documents or padding; else ``reason`` stands."""
+    """A mask that is true where numbers and one term of data say so, documents or padding; else ``reason`` stands."""
     between: list[fx.Node] = []
     fixed, of_data = [], []
     for term in _terms(mask, between):
@@ -103,7 +112,7 @@ def _of_data(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant) -> 
         else:
             fixed.append(term)
     sizes = named_shape(mask)
-    if len(of_data) != 1 or not fixed or len(sizes) < 2:
+    if len(of_data) != 1 or len(sizes) < 2:
         raise reason
     (term,) = of_data
     queries, keys = sizes[-2:]
@@ -112,16 +121,30 @@ def _of_data(mask: fx.Node, graphs: Sequence[fx.Graph], reason: NotConstant) -> 
     if queries != keys or (key_mask is None and (documents is None or named_shape(documents) != (sizes[0], keys))):
         raise reason
     check_unwritten(between if documents is None else [*between, documents], graphs)
-    for dim, size in ((-2, queries), (-1, keys)):
-        if {named_shape(term)[dim] for term in fixed if len(named_shape(term)) > 1} - {1} != {size}:
-            raise reason
     sources = sorted({source for term in fixed for source in constant_sources(term)})
+    found = _of_numbers(fixed, sources, graphs, (queries, keys))
+    if found is None:
+        raise reason
+    window, ahead, length = found
+    made_from = {*between, *sources} - {key_mask}
+    return Range(window, ahead, length, documents, key_mask, tuple(made_from))
+
+
+def _of_numbers(
+    terms: list[fx.Node], sources: list[fx.Node], graphs: Sequence[fx.Graph], sizes: tuple[int | str, int | str]
+) -> tuple[int, int, int] | None:
+    """The window of those terms of a mask that depend on numbers alone, and the length that it was found at."""
     seen = torch.ones((), dtype=torch.bool)
     with private.as_a_compiler():
-        for term in fixed:
+        for term in terms:
             seen = seen & constant_value(term, graphs, sources)
-    made_from = {*between, *sources} - {key_mask}
-    return Range(window_of(seen), seen.shape[-1], documents, key_mask, tuple(made_from))
+    if hides_nothing(seen):
+        length = sizes[1] if isinstance(sizes[1], int) else UNLIMITED
+        return length, length - 1, length
+    shapes = [shape for shape in map(named_shape, terms) if len(shape) > 1]
+    if any({shape[dim] for shape in shapes} - {1} != {size} for dim, size in zip((-2, -1), sizes, strict=True)):
+        return None
+    return (*window_of(seen), seen.shape[-1])
 
 
 def _hides_keys(term: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 from fxshard._torch import private
 from fxshard._torch.errors import CaptureError
 from fxshard.kernels.logits_op import push_largest_logits
-from fxshard.kernels.window_op import window_attention
+from fxshard.kernels.window_op import UNLIMITED, window_attention
 from fxshard.passes.calls import TRANSFORMED, argument, place, rewrite_nested, shape, value
 from fxshard.passes.context import PassContext
 from fxshard.passes.find_projection import NotLinear, find_projection
@@ -42,8 +42,8 @@ class _Call(NamedTuple):
     key: fx.Node
     mask: fx.Node | None
     bounds: fx.Node | None
-    causal: bool
     window: int
+    ahead: int
     scale: float
 
 
@@ -146,8 +146,8 @@ def _operands(node: fx.Node) -> _Call:
     query, key = node.args[:2]
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
     if node.target is window_attention:
-        _, _, _, bounds, key_mask, window, scale = node.args
-        return _Call(query, key, key_mask, bounds, True, window, scale)  # type: ignore[arg-type]
+        _, _, _, bounds, key_mask, window, ahead, scale = node.args
+        return _Call(query, key, key_mask, bounds, window, ahead, scale)  # type: ignore[arg-type]
     mask, scale = argument(node, 3, "attn_mask"), argument(node, 6, "scale")
     scale = 1 / math.sqrt(shape(query)[-1]) if scale is None else scale
     plain = all(private.is_plain(value(each)) for each in (query, key)) and not node.meta.get(TRANSFORMED)
@@ -156,7 +156,8 @@ def _operands(node: fx.Node) -> _Call:
             f"qk_clip: the attention at {place(node)} is not measured: queries of shape {[*shape(query)]} times "
             f"{scale}, where plain tensors [batch, heads, length, width] times a positive number were expected"
         )
-    return _Call(query, key, mask, None, bool(argument(node, 5, "is_causal", False)), 0, scale)
+    ahead = 0 if argument(node, 5, "is_causal", False) else UNLIMITED
+    return _Call(query, key, mask, None, UNLIMITED, ahead, scale)
 
 
 def _parts(module: fx.GraphModule) -> list[fx.GraphModule]:

@@ -74,8 +74,9 @@ def _rewrite(graph: fx.Graph, masks: _Masks, context: PassContext) -> None:
             context.attention.unmasked.append(UnmaskedCall(place(made)))
         else:
             window = seen.window if seen.window < seen.length else None
+            ahead = seen.ahead if seen.ahead < seen.length - 1 else None
             documents, padding = seen.documents is not None, seen.key_mask is not None
-            context.attention.windows.append(WindowCall(place(made), window, documents, padding))
+            context.attention.windows.append(WindowCall(place(made), window, documents, padding, ahead))
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
@@ -211,6 +212,8 @@ def _check_wanted(node: fx.Node, seen: Range, context: PassContext) -> None:
     planned = machine is not None and machine.capability is not None
     if query is None or (wanted is None and not runs_well(query, planned=planned)):
         raise Masked(f"{what}: there are kernels for that on CUDA, in half precision")
+    if wanted is None and seen.key_mask is not None and seen.whole:
+        raise Masked(f"{what} from queries that see all other keys: torch's kernels with a mask are as fast")
     if argument(node, 4, "dropout_p", 0.0) != 0.0:
         raise Masked(f"{what}, but the call has dropout")
 
@@ -218,7 +221,9 @@ def _check_wanted(node: fx.Node, seen: Range, context: PassContext) -> None:
 def _what(seen: Range) -> str:
     if seen.documents is not None:
         return "separates documents"
-    return "hides padding" if seen.key_mask is not None else f"is a window of {seen.window}"
+    if seen.key_mask is not None:
+        return "hides padding"
+    return f"is a window of {seen.window}" + (f" and {seen.ahead} after it" if seen.ahead else "")
 
 
 def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
@@ -246,12 +251,14 @@ def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
         raise Masked(f"is a range of keys, but scores are multiplied by {scale}")
     data = masks.data(mask, seen)
     bounds, key_mask = (data, None) if seen.documents is not None else (None, data)
-    window = UNLIMITED if seen.window == seen.length and private.free_symbols(q.shape[2]) else seen.window
+    is_open = bool(private.free_symbols(q.shape[2]))
+    window = UNLIMITED if seen.window == seen.length and is_open else seen.window
+    ahead = UNLIMITED if seen.ahead == seen.length - 1 and is_open else seen.ahead
 
     def compute(expected: torch.Tensor) -> torch.Tensor:
-        return window_attention(q, k, v, value(bounds), value(key_mask), window, scale)
+        return window_attention(q, k, v, value(bounds), value(key_mask), window, ahead, scale)
 
-    made = _replace(node, window_attention, (query, *heads, bounds, key_mask, window, scale), {}, compute)
+    made = _replace(node, window_attention, (query, *heads, bounds, key_mask, window, ahead, scale), {}, compute)
     if heads != (key, values):
         erase_repetition((key, values), heads)
     return made

@@ -104,10 +104,10 @@ def trained_with_masks(lengths: list[int], padded: list[bool]) -> tuple[float, R
 
 
 MASKED = {
-    "full": ([[False] * 4, [False] * 4], [0, 0], 2),
-    "full at first": ([[False, True, False, True], [False] * 4], [0, 0], 4),
-    "padded at first": ([[True, False, True, False], [True] * 4], [1, 1], 2),
-    "padded on one rank": ([[False] * 4, [True, True, False, False]], [0, 1], 2),
+    "full": ([[False] * 4, [False] * 4], [0, 0], [2, 2]),
+    "full at first": ([[False, True, False, True], [False] * 4], [0, 0], [4, 2]),
+    "padded at first": ([[True, False, True, False], [True] * 4], [1, 1], [1, 1]),
+    "padded on one rank": ([[False] * 4, [True, True, False, False]], [0, 1], [2, 1]),
 }
 """By step, on each of two ranks: whether a row is padded; graphs with a mask first; how many graphs at most."""
 
@@ -118,10 +118,10 @@ def test_masks_that_hide_nothing_are_left_out(ranks: Pool, kind: str) -> None:
     padded, with_mask, graphs = MASKED[kind]
     given = [([20, 31, 44, 17], each) for each in padded]
     found = ranks(2, on_its_rank, given, timeout=400)
-    for (worst, report, communication), masks, rows in zip(found, with_mask, padded, strict=True):
+    for (worst, report, communication), masks, rows, most in zip(found, with_mask, padded, graphs, strict=True):
         assert worst < 1e-5
         assert ("attention_mask" in report.shapes[0]) == bool(masks)
-        assert report.compilations.captures <= graphs
+        assert report.compilations.captures <= most
         assert all(lines == found[0][2][0] for lines in communication)
         assert ("padding, without a mask" if any(rows) else "causal, without a mask") in str(report)
 

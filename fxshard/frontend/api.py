@@ -101,7 +101,8 @@ def compile(
     - ``lowering``: ``"inductor"``, or ``"eager"`` to run operator by operator.
     - ``fullgraph`` is ``torch.compile``'s.
     - ``dynamic``: whether a graph takes inputs of all sizes, as ``torch.compile`` has it: None leaves a size open when
-      it has changed, True leaves the sizes of all inputs open at once, False compiles for each.
+      it has changed, True leaves the sizes of all inputs open at once, False compiles for each. With None those of a
+      ``transformers`` model are open at once if rows of its first batch are padded.
     - ``passes``: a list derived from ``fxshard.PASSES``.
     - ``debug``: switches of :class:`fxshard.Debug`, which change no result by more than rounding.
     """
@@ -124,7 +125,9 @@ def compile(
         refuse_breaks(model)
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("fullgraph", "dynamic")}
     sharded = shard(**given)
-    again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic)
+    # With open sizes nothing is captured in CUDA graphs, and less fits a budget: there only a second length opens them.
+    calls = sharded._calls if memory_budget is None and not cuda_graphs else None
+    again = partial(capture, sharded._inner, sharded._backend, fullgraph=fullgraph, dynamic=dynamic, calls=calls)
     sharded.bind(again, fullgraph=fullgraph)
     return sharded
 

@@ -18,10 +18,16 @@ from fxshard._torch.errors import CaptureError, ConfigError, FxshardError, State
 from fxshard._torch.private.attention import context_parallel_device
 from fxshard.frontend.layerdrop import NoneBelowZero, has_layerdrop
 from fxshard.frontend.output_hooks import collects_outputs, install_output_hooks
+from fxshard.frontend.transformers_calls import Calls
 
 
 def capture(
-    model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True, dynamic: bool | None = None
+    model: nn.Module,
+    backend: Callable[..., Any],
+    *,
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+    calls: Calls | None = None,
 ) -> Callable[..., Any]:
     """``model`` under ``torch.compile`` with a backend of its own.
 
@@ -31,7 +37,8 @@ def capture(
 
     With ``dynamic=True`` torch leaves open all numbers that forward reads, the ``eps`` of each norm among them: each
     layer then takes numbers of its own, and none is folded. Where there is one graph, the sizes of what it is given are
-    left open in place of that, and numbers when they change, as without ``dynamic``.
+    left open in place of that, and numbers when they change, as without ``dynamic``. So are sizes with
+    ``dynamic=None`` where ``calls`` begin with a padded batch: the next one will be padded to another length.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -45,6 +52,7 @@ def capture(
     code = call.__code__.replace(co_name=f"{type(model).__name__}_{id(backend):x}")
     own = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
     open_sizes = bool(dynamic) and fullgraph
+    padded_calls = calls if dynamic is None and fullgraph else None
     compiled = torch.compile(
         own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=None if open_sizes else dynamic
     )
@@ -54,7 +62,7 @@ def capture(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_context_parallel()
-        if open_sizes:
+        if open_sizes or (padded_calls is not None and padded_calls.padded):
             private.leave_sizes_open((args, kwargs))
         # Not around torch.compile: a graph is captured when its first input comes.
         with private.without_logging(), collecting():

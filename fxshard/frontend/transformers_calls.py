@@ -37,6 +37,11 @@ class Calls:
         self._model = model
         self._masks_left_out: bool | None = None
 
+    @property
+    def padded(self) -> bool:
+        """Whether rows of the first batch were padded to the longest: those of the next are to another length."""
+        return self._masks_left_out is False
+
     def keywords(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments to call the model with."""
         return self._without_full_mask(args, _without_cache(self._model, args, kwargs))

@@ -25,15 +25,15 @@ def largest_logits(
     key: torch.Tensor,
     mask: Maybe,
     bounds: Maybe,
-    causal: bool,
     window: int,
+    ahead: int,
     scale: float,
     at_a_time: int = SCORES,
 ) -> torch.Tensor:
     """Of queries [batch, heads, length, width], to keys of as many heads or of fewer, what each head has at most.
 
-    ``mask`` is that of ``scaled_dot_product_attention``. ``causal``: no key after a query counts; and only the last
-    ``window`` (0: all) up to it, and those of its document (``bounds``, see ``window_op``).
+    ``mask`` is that of ``scaled_dot_product_attention``. What counts are the last ``window`` keys up to a
+    query and ``ahead`` after it, and of these those of its document (``bounds``, see ``window_op``).
     """
     (batch, heads, length, width), (_, shared, keys, _) = query.shape, key.shape
     queries, key = query.unflatten(1, (shared, -1)), key.reshape(batch * shared, keys, width)
@@ -41,11 +41,11 @@ def largest_logits(
     rows = max(1, at_a_time // max(1, batch * heads * keys))
     for begin in range(0, length, rows):
         end = min(begin + rows, length)
-        seen = min(end, keys) if causal else keys
+        seen = min(end + ahead, keys)
         chunk = queries[:, :, :, begin:end].reshape(batch * shared, -1, width)
         scores = _product(chunk, key[:, :seen].mT).view(batch, heads, end - begin, seen)
-        if causal:
-            scores.masked_fill_(_hidden(begin, end, seen, window, bounds, query.device), -torch.inf)
+        if begin + 1 + ahead < seen or end > window or bounds is not None:
+            scores.masked_fill_(_hidden(begin, end, seen, window, ahead, bounds, query.device), -torch.inf)
         if mask is not None:
             part = mask.expand(batch, heads, length, keys)[:, :, begin:end, :seen]
             # What is added is added to logits; the largest is scaled below.
@@ -61,12 +61,15 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a.float(), b.float())
 
 
-def _hidden(begin: int, end: int, seen: int, window: int, bounds: Maybe, device: torch.device) -> torch.Tensor:
+def _hidden(
+    begin: int, end: int, seen: int, window: int, ahead: int, bounds: Maybe, device: torch.device
+) -> torch.Tensor:
     queries, keys = torch.arange(begin, end, device=device)[:, None], torch.arange(seen, device=device)
-    hidden = keys > queries
-    if window:
-        hidden |= queries - keys >= window
-    return hidden if bounds is None else (hidden | (keys < bounds[0][:, begin:end, None]))[:, None]
+    hidden = (keys - queries > ahead) | (queries - keys >= window)
+    if bounds is None:
+        return hidden
+    first, after = bounds[:, :, begin:end, None]
+    return (hidden | (keys < first) | (keys >= after))[:, None]
 
 
 def _push(tally: torch.Tensor, query: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -74,7 +77,7 @@ def _push(tally: torch.Tensor, query: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 push_largest_logits = define(
-    "push_largest_logits(Tensor tally, Tensor query, Tensor key, Tensor? mask, Tensor? bounds, bool causal, int window,"
+    "push_largest_logits(Tensor tally, Tensor query, Tensor key, Tensor? mask, Tensor? bounds, int window, int ahead,"
     " float scale) -> Tensor",
     _push,
     lambda tally, *_: torch.empty_like(tally),
@@ -83,5 +86,5 @@ push_largest_logits = define(
 
 
 @register_flop_formula(torch.ops.fxshard.push_largest_logits)
-def _(tally: Any, query: Any, key: Any, mask: Any, bounds: Any, causal: bool, *_: Any, **__: Any) -> int:
-    return int(2 * query[0] * query[1] * query[2] * query[3] * key[2]) // (2 if causal else 1)
+def _(tally: Any, query: Any, key: Any, mask: Any, bounds: Any, window: int, ahead: int, *_: Any, **__: Any) -> int:
+    return int(2 * query[0] * query[1] * query[2] * query[3] * key[2]) // (1 if ahead else 2)

@@ -34,6 +34,7 @@ def forward(
     bounds: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     window: int,
+    ahead: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the logarithms (to base 2) of the sums of each query."""
@@ -44,7 +45,7 @@ def forward(
     constants = (heads // key.shape[1], bounds is not None, key_mask is not None, width, rows, cols)
     grid = (triton.cdiv(length, rows), batch * heads, 1)
     tensors = (query, key, value, out, sums, bounds, _bytes(key_mask))
-    numbers = (*_strides(query, key, value, out), length, heads, window, scale * LOG2E)
+    numbers = (*_strides(query, key, value, out), length, heads, window, ahead, scale * LOG2E)
     _run_forward(grid, tensors, numbers, constants)
     return out, sums
 
@@ -59,6 +60,7 @@ def backward(
     bounds: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     window: int,
+    ahead: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, length, width = query.shape
@@ -74,7 +76,7 @@ def backward(
         (width, rows),
     )
     constants = (heads // key.shape[1], bounds is not None, key_mask is not None, width)
-    scales = (window, scale * LOG2E, scale)
+    scales = (window, ahead, scale * LOG2E, scale)
     tensors = (query, key, value, grad, sums, delta, bounds, _bytes(key_mask))
     strides = _strides(query, key, value, grad)
     _run_query_gradient(
@@ -106,21 +108,19 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def _lowest(bounds, rows, length, window, DOCUMENTS: tl.constexpr):
-    """The first key that each query sees."""
-    low = tl.maximum(rows - window + 1, 0)
-    if DOCUMENTS:
-        low = tl.maximum(low, tl.load(bounds + rows, mask=rows < length, other=0))
-    return low
+def _range(bounds, at, length, documents, before, after, DOCUMENTS: tl.constexpr):
+    """From ``before`` tokens before each of ``at`` to ``after`` after it, as far as there are such in its document: the
+    first, and the one after the last.
 
-
-@triton.jit
-def _highest(bounds, cols, length, window, DOCUMENTS: tl.constexpr):
-    """The first query, after those that see each key, that does not."""
-    high = tl.minimum(cols + window, length)
+    The keys that a query sees, or the queries that see a key. ``documents``: rows of ``bounds`` times their length.
+    """
+    low = tl.maximum(at - before, 0)
+    high = tl.minimum(at + after + 1, length)
     if DOCUMENTS:
-        high = tl.minimum(high, tl.load(bounds + cols, mask=cols < length, other=0))
-    return high
+        there = at < length
+        low = tl.maximum(low, tl.load(bounds + at, mask=there, other=0))
+        high = tl.minimum(high, tl.load(bounds + documents + at, mask=there, other=0))
+    return low, high
 
 
 @triton.jit
@@ -130,13 +130,15 @@ def _counted(key_mask, cols, length):
 
 
 @triton.jit
-def _ends(low, inside, begin, length, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The keys of a block of queries: where they start, where all see them, where the diagonal is, where they stop."""
-    start = tl.min(tl.where(inside, low, length)) // COLS * COLS
-    diagonal = tl.maximum(begin // COLS * COLS, start)
-    whole = tl.cdiv(tl.max(tl.where(inside, low, 0)), COLS) * COLS
-    whole = tl.minimum(tl.maximum(whole, start), diagonal)
-    return start, whole, diagonal, tl.minimum(begin + ROWS, length)
+def _ends(low, high, inside, length, STEP: tl.constexpr):
+    """For a block, whose ranges begin at ``low`` and end before ``high``: where the first begins, from where to where
+    all go on, and where the last ends; the first three in whole steps.
+    """
+    start = tl.min(tl.where(inside, low, length)) // STEP * STEP
+    stop = tl.max(tl.where(inside, high, 0))
+    whole = tl.minimum(tl.cdiv(tl.max(tl.where(inside, low, 0)), STEP) * STEP, tl.cdiv(stop, STEP) * STEP)
+    rest = tl.maximum(tl.min(tl.where(inside, high, length)) // STEP * STEP, whole)
+    return start, whole, rest, stop
 
 
 @triton.jit
@@ -168,7 +170,7 @@ def _store(base, at, stride, length, tile, WIDTH: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, total, most, tile, key, value, key_mask, skn, svn, rows, low, length, scale,
+    acc, total, most, tile, key, value, key_mask, skn, svn, low, high, length, scale,
     start, stop,
     MASKED: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +178,7 @@ def _attend(
         cols = first + tl.arange(0, COLS)
         scores = tl.dot(tile, tl.trans(_tile(key, cols, skn, length, WIDTH))) * scale
         if MASKED:  # not -inf: a row may see nothing here, and what it adds is multiplied by 0 later
-            seen = (cols[None, :] >= low[:, None]) & (cols[None, :] <= rows[:, None])
+            seen = (cols[None, :] >= low[:, None]) & (cols[None, :] < high[:, None])
             scores = tl.where(seen, scores, -1.0e30)
         if KEY_MASK:
             scores = tl.where(_counted(key_mask, cols, length)[None, :], scores, -1.0e30)
@@ -194,7 +196,7 @@ def _attend(
 def _forward(
     query, key, value, out, sums, bounds, key_mask,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
-    length, heads, window, scale,
+    length, heads, window, ahead, scale,
     GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -205,24 +207,26 @@ def _forward(
     key += b * skb + h // GROUP * skh
     value += b * svb + h // GROUP * svh
     tile = _tile(query + b * sqb + h * sqh, rows, sqn, length, WIDTH)
-    low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
+    documents = tl.num_programs(1) // heads * length
+    own = bounds + b * length if DOCUMENTS else bounds
+    low, high = _range(own, rows, length, documents, window - 1, ahead, DOCUMENTS)
     counted = key_mask + b * length if KEY_MASK else key_mask
     inside = rows < length
-    start, whole, diagonal, stop = _ends(low, inside, begin, length, ROWS, COLS)
+    start, whole, rest, stop = _ends(low, high, inside, length, COLS)
     acc = tl.zeros([ROWS, triton.next_power_of_2(WIDTH)], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     most = tl.full([ROWS], -1.0e30, dtype=tl.float32)
     acc, total, most = _attend(
-        acc, total, most, tile, key, value, counted, skn, svn, rows, low, length, scale,
+        acc, total, most, tile, key, value, counted, skn, svn, low, high, length, scale,
         start, whole, True, KEY_MASK, WIDTH, COLS,
     )  # fmt: skip
     acc, total, most = _attend(
-        acc, total, most, tile, key, value, counted, skn, svn, rows, low, length, scale,
-        whole, diagonal, False, KEY_MASK, WIDTH, COLS,
+        acc, total, most, tile, key, value, counted, skn, svn, low, high, length, scale,
+        whole, rest, False, KEY_MASK, WIDTH, COLS,
     )  # fmt: skip
     acc, total, most = _attend(
-        acc, total, most, tile, key, value, counted, skn, svn, rows, low, length, scale,
-        diagonal, stop, True, KEY_MASK, WIDTH, COLS,
+        acc, total, most, tile, key, value, counted, skn, svn, low, high, length, scale,
+        rest, stop, True, KEY_MASK, WIDTH, COLS,
     )  # fmt: skip
     logs = most + tl.log2(total)
     result = acc / total[:, None]
@@ -254,7 +258,7 @@ def _delta(
 
 @triton.jit
 def _of_queries(
-    acc, tile, grads, logs, deltas, key, value, key_mask, skn, svn, rows, low, length, scale,
+    acc, tile, grads, logs, deltas, key, value, key_mask, skn, svn, low, high, length, scale,
     start, stop,
     MASKED: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +267,7 @@ def _of_queries(
         keys = _tile(key, cols, skn, length, WIDTH)
         weights = tl.exp2(tl.dot(tile, tl.trans(keys)) * scale - logs[:, None])
         if MASKED:
-            seen = (cols[None, :] >= low[:, None]) & (cols[None, :] <= rows[:, None])
+            seen = (cols[None, :] >= low[:, None]) & (cols[None, :] < high[:, None])
             weights = tl.where(seen, weights, 0.0)
         if KEY_MASK:
             weights = tl.where(_counted(key_mask, cols, length)[None, :], weights, 0.0)
@@ -276,7 +280,7 @@ def _of_queries(
 def _query_gradient(
     query, key, value, grad, sums, delta, bounds, key_mask, of_query,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn,
-    length, heads, window, scale, plain_scale,
+    length, heads, window, ahead, scale, plain_scale,
     GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -291,28 +295,30 @@ def _query_gradient(
     grads = _tile(grad + b * sgb + h * sgh, rows, sgn, length, WIDTH)
     logs = tl.load(sums + (b * heads + h) * length + rows, mask=inside, other=float("inf"))
     deltas = tl.load(delta + (b * heads + h) * length + rows, mask=inside, other=0.0)
-    low = _lowest(bounds + b * length if DOCUMENTS else bounds, rows, length, window, DOCUMENTS)
+    documents = tl.num_programs(1) // heads * length
+    own = bounds + b * length if DOCUMENTS else bounds
+    low, high = _range(own, rows, length, documents, window - 1, ahead, DOCUMENTS)
     counted = key_mask + b * length if KEY_MASK else key_mask
-    start, whole, diagonal, stop = _ends(low, inside, begin, length, ROWS, COLS)
+    start, whole, rest, stop = _ends(low, high, inside, length, COLS)
     acc = tl.zeros([ROWS, triton.next_power_of_2(WIDTH)], dtype=tl.float32)
     acc = _of_queries(
-        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, rows, low, length, scale,
+        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, low, high, length, scale,
         start, whole, True, KEY_MASK, WIDTH, COLS,
     )  # fmt: skip
     acc = _of_queries(
-        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, rows, low, length, scale,
-        whole, diagonal, False, KEY_MASK, WIDTH, COLS,
+        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, low, high, length, scale,
+        whole, rest, False, KEY_MASK, WIDTH, COLS,
     )  # fmt: skip
     acc = _of_queries(
-        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, rows, low, length, scale,
-        diagonal, stop, True, KEY_MASK, WIDTH, COLS,
+        acc, tile, grads, logs, deltas, key, value, counted, skn, svn, low, high, length, scale,
+        rest, stop, True, KEY_MASK, WIDTH, COLS,
     )  # fmt: skip
     _store(of_query + b * sdb + h * sdh, rows, sdn, length, acc * plain_scale, WIDTH)
 
 
 @triton.jit
 def _of_keys(
-    of_key, of_value, keys, values, query, grad, sums, delta, sqn, sgn, cols, high, length, scale,
+    of_key, of_value, keys, values, query, grad, sums, delta, sqn, sgn, low, high, length, scale,
     start, stop,
     MASKED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -323,7 +329,7 @@ def _of_keys(
         logs = tl.load(sums + rows, mask=rows < length, other=float("inf"))
         weights = tl.exp2(tl.dot(keys, tl.trans(tile)) * scale - logs[None, :])
         if MASKED:
-            seen = (rows[None, :] >= cols[:, None]) & (rows[None, :] < high[:, None])
+            seen = (rows[None, :] >= low[:, None]) & (rows[None, :] < high[:, None])
             weights = tl.where(seen, weights, 0.0)
         of_value = tl.dot(weights.to(grads.dtype), grads, of_value)
         change = tl.dot(values, tl.trans(grads))
@@ -336,24 +342,20 @@ def _of_keys(
 def _key_gradients(
     query, key, value, grad, sums, delta, bounds, key_mask, of_key, of_value,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdkb, sdkh, sdkn, sdvb, sdvh, sdvn,
-    length, heads, window, scale, plain_scale,
+    length, heads, window, ahead, scale, plain_scale,
     GROUP: tl.constexpr, DOCUMENTS: tl.constexpr, KEY_MASK: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * COLS
-    batches = tl.num_programs(1) // heads
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     cols = begin + tl.arange(0, COLS)
     inside = cols < length
     keys = _tile(key + b * skb + h * skh, cols, skn, length, WIDTH)
     values = _tile(value + b * svb + h * svh, cols, svn, length, WIDTH)
-    ends = bounds + (batches + b) * length if DOCUMENTS else bounds
-    high = _highest(ends, cols, length, window, DOCUMENTS)
-    start = begin // ROWS * ROWS
-    stop = tl.max(tl.where(inside, high, 0))
-    after = tl.minimum(tl.cdiv(begin + COLS - 1, ROWS) * ROWS, tl.cdiv(stop, ROWS) * ROWS)
-    whole = tl.maximum(tl.min(tl.where(inside, high, length)) // ROWS * ROWS, after)
+    own = bounds + b * length if DOCUMENTS else bounds
+    low, high = _range(own, cols, length, tl.num_programs(1) // heads * length, ahead, window - 1, DOCUMENTS)
+    start, whole, rest, stop = _ends(low, high, inside, length, ROWS)
     acc_key = tl.zeros([COLS, triton.next_power_of_2(WIDTH)], dtype=tl.float32)
     acc_value = tl.zeros([COLS, triton.next_power_of_2(WIDTH)], dtype=tl.float32)
     for member in range(GROUP):
@@ -363,16 +365,16 @@ def _key_gradients(
         logs = sums + (b * heads * GROUP + head) * length
         deltas = delta + (b * heads * GROUP + head) * length
         acc_key, acc_value = _of_keys(
-            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, cols, high, length, scale,
-            start, after, True, WIDTH, ROWS,
+            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, low, high, length, scale,
+            start, whole, True, WIDTH, ROWS,
         )  # fmt: skip
         acc_key, acc_value = _of_keys(
-            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, cols, high, length, scale,
-            after, whole, False, WIDTH, ROWS,
+            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, low, high, length, scale,
+            whole, rest, False, WIDTH, ROWS,
         )  # fmt: skip
         acc_key, acc_value = _of_keys(
-            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, cols, high, length, scale,
-            whole, stop, True, WIDTH, ROWS,
+            acc_key, acc_value, keys, values, queries, grads, logs, deltas, sqn, sgn, low, high, length, scale,
+            rest, stop, True, WIDTH, ROWS,
         )  # fmt: skip
     if KEY_MASK:  # what a key gets is summed for each key by itself
         counted = _counted(key_mask + b * length, cols, length)[:, None]

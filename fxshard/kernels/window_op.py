@@ -1,6 +1,7 @@
-"""Attention in which each query sees a range of keys that ends with its own: a sliding window, its document, or both.
+"""Attention in which each query sees a range of keys that its own is in: a sliding window, its document, or both.
 
-``window`` is how many keys a query sees at most. ``bounds`` says where documents begin and end, for rows that hold
+``window`` is how many keys up to its own a query sees at most, ``ahead`` how many after it: none where attention is
+causal. ``bounds`` says where documents begin and end, for rows that hold
 several: an int32 tensor [2, batch, length], of each token the first of its document and the first of the next one.
 ``key_mask`` [batch, 1, 1, length] is False for keys that no query sees, those of padding. No mask of queries and keys
 exists, and keys outside of the range are not read. A query that sees no key has a result of 0, as in
@@ -37,12 +38,14 @@ document_bounds = define(
 )
 
 
-def visible(length: int, window: int, bounds: Maybe, device: torch.device, key_mask: Maybe = None) -> torch.Tensor:
+def visible(
+    length: int, window: int, ahead: int, bounds: Maybe, device: torch.device, key_mask: Maybe = None
+) -> torch.Tensor:
     """The mask that is never made, [batch or 1, 1, length, length]."""
     at = torch.arange(length, device=device)
-    seen = ((at[None, :] <= at[:, None]) & (at[:, None] - at[None, :] < window))[None, None]
+    seen = ((at[None, :] - at[:, None] <= ahead) & (at[:, None] - at[None, :] < window))[None, None]
     if bounds is not None:
-        seen = seen & (at >= bounds[0][:, :, None])[:, None]
+        seen = seen & ((at >= bounds[0][:, :, None]) & (at < bounds[1][:, :, None]))[:, None]
     return seen if key_mask is None else seen & key_mask
 
 
@@ -53,14 +56,15 @@ def _forward(
     bounds: Maybe,
     key_mask: Maybe,
     window: int,
+    ahead: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value = _rows(query), _rows(key), _rows(value)
     if _by_triton(query):
         from fxshard.kernels.window_kernels import forward  # Triton is not everywhere
 
-        return forward(query, key, value, bounds, key_mask, window, scale)
-    scores = _scores(query, key, bounds, key_mask, window, scale)
+        return forward(query, key, value, bounds, key_mask, window, ahead, scale)
+    scores = _scores(query, key, bounds, key_mask, window, ahead, scale)
     sums = scores.logsumexp(-1)
     sums = sums.masked_fill(sums == -torch.inf, torch.inf)  # no key is seen: all weights are 0
     weights = (scores - sums.unsqueeze(-1)).exp().to(value.dtype)
@@ -77,14 +81,15 @@ def _backward(
     bounds: Maybe,
     key_mask: Maybe,
     window: int,
+    ahead: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad, query, key, value = _rows(grad), _rows(query), _rows(key), _rows(value)
     if _by_triton(query):
         from fxshard.kernels.window_kernels import backward
 
-        return backward(grad, query, key, value, _rows(out), sums, bounds, key_mask, window, scale)
-    scores = _scores(query, key, bounds, key_mask, window, scale)
+        return backward(grad, query, key, value, _rows(out), sums, bounds, key_mask, window, ahead, scale)
+    scores = _scores(query, key, bounds, key_mask, window, ahead, scale)
     weights = (scores - sums.unsqueeze(-1)).exp()
     delta = (out.to(scores.dtype) * grad.to(scores.dtype)).sum(-1, keepdim=True)
     change = (grad @ _repeated(value, query).mT).to(scores.dtype)
@@ -96,11 +101,11 @@ def _backward(
 
 
 def _scores(
-    query: torch.Tensor, key: torch.Tensor, bounds: Maybe, key_mask: Maybe, window: int, scale: float
+    query: torch.Tensor, key: torch.Tensor, bounds: Maybe, key_mask: Maybe, window: int, ahead: int, scale: float
 ) -> torch.Tensor:
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = (query @ _repeated(key, query).mT).to(wide) * scale
-    return scores.masked_fill(~visible(query.shape[2], window, bounds, query.device, key_mask), -torch.inf)
+    return scores.masked_fill(~visible(query.shape[2], window, ahead, bounds, query.device, key_mask), -torch.inf)
 
 
 def _repeated(heads: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -149,32 +154,32 @@ def _fake_backward(grad: Any, query: torch.Tensor, key: torch.Tensor, value: tor
 
 window_attention_backward = define(
     "window_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
-    "Tensor? bounds, Tensor? key_mask, int window, float scale) -> (Tensor, Tensor, Tensor)",
+    "Tensor? bounds, Tensor? key_mask, int window, int ahead, float scale) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
-    flops=lambda grad, query, *others, **_: 2 * 5 * _seen(query, others[6]),
+    flops=lambda grad, query, *others, **_: 2 * 5 * _seen(query, *others[6:8]),
     compiled_ahead=True,
 )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, bounds, key_mask, ctx.window, ctx.scale = inputs
+    query, key, value, bounds, key_mask, *ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, bounds, key_mask)
     ctx.mark_non_differentiable(output[1])
 
 
 def _autograd(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    return (*window_attention_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None, None)
+    return (*window_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 5)
 
 
 window_attention_forward = define(
     "window_attention(Tensor query, Tensor key, Tensor value, Tensor? bounds, Tensor? key_mask, int window, "
-    "float scale) -> (Tensor, Tensor)",
+    "int ahead, float scale) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
-    flops=lambda query, key, value, bounds, key_mask, window, *_, **__: 2 * 2 * _seen(query, window),
+    flops=lambda query, key, value, bounds, key_mask, *range, **_: 2 * 2 * _seen(query, *range[:2]),
     compiled_ahead=True,
 )
 
@@ -186,14 +191,16 @@ def window_attention(
     bounds: Maybe,
     key_mask: Maybe,
     window: int,
+    ahead: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of queries [batch, heads, length, width] to at most ``window`` keys each, up to their own."""
-    out, _ = window_attention_forward(query, key, value, bounds, key_mask, window, scale)
+    """Attention of queries [batch, heads, length, width] to ``window`` keys up to their own and ``ahead`` after it."""
+    out, _ = window_attention_forward(query, key, value, bounds, key_mask, window, ahead, scale)
     return out  # type: ignore[no-any-return]
 
 
-def _seen(query: Any, window: int) -> int:
+def _seen(query: Any, window: int, ahead: int) -> int:
     """Pairs of a query and a key that it sees, documents and padding aside: they are data."""
-    length, window = query[2], min(query[2], window)
-    return int(query[0] * query[1] * query[3] * (window * length - window * (window - 1) // 2))
+    length, window, ahead = query[2], min(query[2], window), min(query[2] - 1, ahead)
+    pairs = window * length - window * (window - 1) // 2 + ahead * length - ahead * (ahead + 1) // 2
+    return int(query[0] * query[1] * query[3] * pairs)

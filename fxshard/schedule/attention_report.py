@@ -40,9 +40,12 @@ class WindowCall:
     """Whether it sees only its own document, of several in a row."""
     padding: bool = False
     """Whether keys are hidden from all queries, by a mask of keys."""
+    ahead: int | None = 0
+    """How many keys after its own it sees at most; None: all."""
 
     def __str__(self) -> str:
         window = f"a window of {self.window}" if self.window is not None else ""
+        window += f" and {self.ahead} after it" if self.ahead else ""
         data = "documents" if self.documents else "padding" if self.padding else ""
         return f"{' and '.join(part for part in (data, window) if part)}, without a mask of queries and keys"
 

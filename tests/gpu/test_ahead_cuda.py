@@ -63,10 +63,10 @@ def test_attention_to_a_window() -> None:
 
     query = torch.randn(2, 3, 200, 64, device="cuda", dtype=BF16)
     key = torch.randn(2, 1, 200, 64, device="cuda", dtype=BF16)
-    check(window_kernels._run_forward._narrow, window_attention_forward, query, key, key, None, None, 33, 0.125)
-    out, sums = window_attention_forward(query, key, key, None, None, 33, 0.125)
+    check(window_kernels._run_forward._narrow, window_attention_forward, query, key, key, None, None, 33, 0, 0.125)
+    out, sums = window_attention_forward(query, key, key, None, None, 33, 0, 0.125)
     check(
         window_kernels._run_key_gradients._narrow,
         window_attention_backward,
-        *(torch.randn_like(query), query, key, key, out, sums, None, None, 33, 0.125),
+        *(torch.randn_like(query), query, key, key, out, sums, None, None, 33, 0, 0.125),
     )

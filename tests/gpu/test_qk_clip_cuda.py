@@ -8,7 +8,7 @@ import torch
 import fxshard
 from fxshard.bench.models import Llama, LlamaConfig
 from fxshard.kernels.logits_op import largest_logits
-from fxshard.kernels.window_op import document_bounds, visible
+from fxshard.kernels.window_op import UNLIMITED, document_bounds, visible
 from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -16,17 +16,17 @@ BF16 = fxshard.Precision(param=torch.bfloat16, reduce=torch.float32)
 
 
 @pytest.mark.parametrize("shared", [1, 2, 4])
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("window", [UNLIMITED, 100])
 def test_logits_are_not_rounded_to_bf16(shared: int, window: int) -> None:
     torch.manual_seed(0)
     query, key = (torch.randn(2, 500, n, 64, device="cuda").bfloat16().transpose(1, 2) for n in (4, shared))
     documents = (torch.rand(2, 500, device="cuda") < 0.01).cumsum(-1)
-    bounds = document_bounds(documents) if window else None
-    seen = visible(500, window or 500, bounds, query.device)
+    bounds = document_bounds(documents) if window < 500 else None
+    seen = visible(500, window, 0, bounds, query.device)
     exact = query.double() @ key.double().repeat_interleave(4 // shared, 1).mT * 0.125
     exact = exact.masked_fill(~seen, -torch.inf).amax((0, 2, 3)).float()
     for at_a_time in (2**26, 10**6):
-        found = largest_logits(query, key, None, bounds, True, window, 0.125, at_a_time)
+        found = largest_logits(query, key, None, bounds, window, 0, 0.125, at_a_time)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 

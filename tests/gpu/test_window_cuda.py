@@ -35,20 +35,25 @@ def error(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize(
     ("dtype", "width", "heads", "kv", "length", "window", "documents", "padding"),
     [
-        (torch.bfloat16, 128, 4, 4, 512, 512, None, None),
-        (torch.bfloat16, 128, 6, 2, 700, 100, None, None),
-        (torch.bfloat16, 128, 6, 2, 1000, 2000, 60, None),
-        (torch.float16, 64, 4, 4, 515, 33, 200, None),
-        (torch.float16, 64, 4, 1, 96, 1000, 5, None),
-        (torch.bfloat16, 256, 4, 2, 515, 100, 60, None),
-        (torch.bfloat16, 16, 4, 2, 64, 1, None, None),
-        (torch.bfloat16, 128, 6, 2, 1000, 2000, None, "right"),
-        (torch.bfloat16, 128, 4, 4, 700, 100, None, "left"),
-        (torch.float16, 64, 4, 1, 515, 1000, 60, "anywhere"),
-        (torch.bfloat16, 256, 4, 2, 515, 100, None, "left"),
-        (torch.bfloat16, 96, 4, 2, 700, 100, None, None),
-        (torch.float16, 80, 4, 4, 515, 1000, 60, None),
-        (torch.bfloat16, 160, 2, 1, 300, 1000, None, "right"),
+        (torch.bfloat16, 128, 4, 4, 512, (512, 0), None, None),
+        (torch.bfloat16, 128, 6, 2, 700, (100, 0), None, None),
+        (torch.bfloat16, 128, 6, 2, 1000, (2000, 0), 60, None),
+        (torch.float16, 64, 4, 4, 515, (33, 0), 200, None),
+        (torch.float16, 64, 4, 1, 96, (1000, 0), 5, None),
+        (torch.bfloat16, 256, 4, 2, 515, (100, 0), 60, None),
+        (torch.bfloat16, 16, 4, 2, 64, (1, 0), None, None),
+        (torch.bfloat16, 128, 6, 2, 1000, (2000, 0), None, "right"),
+        (torch.bfloat16, 128, 4, 4, 700, (100, 0), None, "left"),
+        (torch.float16, 64, 4, 1, 515, (1000, 0), 60, "anywhere"),
+        (torch.bfloat16, 256, 4, 2, 515, (100, 0), None, "left"),
+        (torch.bfloat16, 96, 4, 2, 700, (100, 0), None, None),
+        (torch.float16, 80, 4, 4, 515, (1000, 0), 60, None),
+        (torch.bfloat16, 160, 2, 1, 300, (1000, 0), None, "right"),
+        (torch.bfloat16, 64, 4, 4, 1000, (65, 64), None, None),
+        (torch.bfloat16, 64, 4, 4, 515, (65, 64), None, "right"),
+        (torch.bfloat16, 128, 6, 2, 700, (1000, 1000), None, "anywhere"),
+        (torch.float16, 64, 4, 1, 515, (33, 200), 60, None),
+        (torch.bfloat16, 256, 2, 2, 300, (1, 7), None, "left"),
     ],
 )
 def test_as_accurate_as_with_a_mask(
@@ -57,7 +62,7 @@ def test_as_accurate_as_with_a_mask(
     heads: int,
     kv: int,
     length: int,
-    window: int,
+    window: tuple[int, int],
     documents: int | None,
     padding: str | None,
 ) -> None:
@@ -67,7 +72,7 @@ def test_as_accurate_as_with_a_mask(
     grad = torch.randn(2, heads, length, width, device="cuda").to(dtype)
     bounds = packed_bounds(2, length, documents) if documents else None
     key_mask = padded(padding, length) if padding else None
-    mask = visible(length, window, bounds, torch.device("cuda"), key_mask)
+    mask = visible(length, *window, bounds, torch.device("cuda"), key_mask)
 
     def masked(leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
         query, key, value = leaves
@@ -75,7 +80,7 @@ def test_as_accurate_as_with_a_mask(
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    out = window_attention(*leaves, bounds, key_mask, window, 0.2)
+    out = window_attention(*leaves, bounds, key_mask, *window, 0.2)
     mine = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     theirs = masked(leaves, grad)
     exact = masked([leaf.detach().double().requires_grad_() for leaf in leaves], grad.double())

@@ -252,12 +252,12 @@ def opaque() -> Tensor:
 
 
 OTHERS: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "all true but one": (lambda: ~(torch.ones(S, S, dtype=torch.bool).tril(1 - S)), "is not causal"),
+    "all true but one": (lambda: ~(torch.ones(S, S, dtype=torch.bool).tril(-2).triu(-2)), "is not causal"),
     "as large as a bias": (lambda: torch.zeros(S, S) + 1e-30, "is not causal"),
-    "offset": (lambda: torch.ones(S, S, dtype=torch.bool).tril(1), "is not causal"),
+    "offset": (lambda: torch.ones(S, S, dtype=torch.bool).tril(1), f"is a window of {S} and 1 after it"),
     "offset down": (lambda: torch.ones(S, S).tril(-1).bool() | torch.eye(S).bool().flip(0), "is not causal"),
     "window": (lambda: lower() & lower().triu(-2), "is a window of 3"),
-    "transposed": (lambda: lower().transpose(0, 1), "is not causal"),
+    "transposed": (lambda: lower().transpose(0, 1), f"is a window of 1 and {S - 1} after it"),
     "one slice": (_one_slice_differs, "is not causal"),
     "bias": (lambda: torch.full((S, S), -INF).triu(1) + 0.5, "is not causal"),
     "lowest": (lambda: torch.full((S, S), torch.finfo(torch.float32).min).triu(1), "is not causal"),

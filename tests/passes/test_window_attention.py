@@ -101,6 +101,14 @@ WINDOWS: dict[str, Callable[[], Tensor]] = {
     "-inf": lambda: torch.zeros(S, S).masked_fill(~windowed(3), -INF),
     "for every sequence and head": lambda: windowed(3).expand(2, 4, S, S),
 }
+AROUND: dict[tuple[int | None, int | None], Callable[[], Tensor]] = {
+    (2, 1): lambda: (torch.arange(S)[:, None] - torch.arange(S)).abs() < 2,
+    (3, 1): lambda: torch.ones(S, S).tril(1).triu(-2).bool(),
+    (1, 2): lambda: torch.zeros(S, S).masked_fill(~torch.ones(S, S).tril(2).triu().bool(), -INF),
+    (None, 1): lambda: torch.ones(S, S, dtype=torch.bool).tril(1),
+    (2, None): lambda: torch.ones(S, S).triu(-1).bool(),
+}
+"""Windows that go on after a query: how many keys up to its own, and how many after it."""
 
 
 @pytest.mark.shows("H2")
@@ -114,6 +122,17 @@ def test_a_window_is_recognised(form: str, kv: int) -> None:
     found = Rewritten(attend, *qkv(kv=kv), windows=True)
     assert found.report.windows == [WindowCall("the model itself", 3, False)]
     assert not any("expand" in str(node.target) for node in found.after.graph.nodes), "heads are not repeated"
+    check_results(found)
+
+
+@pytest.mark.shows("H2")
+@pytest.mark.parametrize("size", AROUND)
+def test_a_window_around_each_query_is_recognised(size: tuple[int | None, int | None]) -> None:
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=AROUND[size]())
+
+    found = Rewritten(attended, *qkv(), windows=True)
+    assert found.report.windows == [WindowCall("the model itself", size[0], False, ahead=size[1])]
     check_results(found)
 
 
@@ -135,6 +154,19 @@ BEGINS = torch.tensor([[1, 0, 1, 0, 0], [1, 0, 0, 0, 1]]).bool()
 def test_documents_are_recognised(window: int) -> None:
     found = Rewritten(attend(lambda begins: windowed(window) & pairs(begins.cumsum(-1))), *qkv(), BEGINS, windows=True)
     assert found.report.windows == [WindowCall("the model itself", window if window < S else None, True)]
+    check_results(found)
+
+
+@pytest.mark.shows("H3")
+@pytest.mark.parametrize("window", [True, False])
+def test_documents_of_an_encoder_are_recognised(window: bool) -> None:
+    def mask(begins: Tensor) -> Tensor:
+        same = pairs(begins.cumsum(-1))
+        return AROUND[2, 1]() & same if window else same
+
+    found = Rewritten(attend(mask), *qkv(), BEGINS, windows=True)
+    size, ahead = (2, 1) if window else (None, None)
+    assert found.report.windows == [WindowCall("the model itself", size, True, ahead=ahead)]
     check_results(found)
 
 
@@ -161,14 +193,22 @@ PADDINGS: dict[str, Callable[[Tensor], Tensor]] = {
         lower() & kept[torch.arange(2)[:, None, None, None], torch.arange(S)[None, None, None, :]]
     ).expand(2, -1, S, S),
     "the other way round": lambda kept: windowed(3) & ~(~kept)[:, None, None, :].to(torch.bool),
+    "of an encoder": lambda kept: kept[:, None, None, :].expand(2, 1, S, S),
+    "of an encoder, as transformers writes it": lambda kept: (
+        (torch.arange(S)[None, None, :, None] >= 0)
+        & kept[torch.arange(2)[:, None, None, None], torch.arange(S)[None, None, None, :]]
+    ).expand(2, -1, S, S),
+    "of an encoder with a window": lambda kept: AROUND[2, 1]() & kept[:, None, None, :],
 }
+SIZES = {"the other way round": (3, 0), "of an encoder with a window": (2, 1)}
 
 
 @pytest.mark.shows("H2")
 @pytest.mark.parametrize("form", PADDINGS)
 def test_padding_is_recognised(form: str) -> None:
     found = Rewritten(attend(PADDINGS[form]), *qkv(), BEGINS, windows=True)
-    assert found.report.windows == [WindowCall("the model itself", 3 if "other" in form else None, False, True)]
+    window, ahead = SIZES.get(form, (None, None if "encoder" in form else 0))
+    assert found.report.windows == [WindowCall("the model itself", window, False, True, ahead)]
     check_results(found)  # in a window of 3, the fourth query of the second row sees no key
 
 
@@ -184,7 +224,6 @@ NEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "sums of numbers that may be negative": lambda begins: lower() & pairs((begins.long() - 1).cumsum(-1)),
     "counted down the batch": lambda begins: lower() & pairs(begins.cumsum(0)),
     "counted in a type that wraps around": lambda begins: lower() & pairs(begins.cumsum(-1, dtype=torch.int8)),
-    "not causal": lambda begins: pairs(begins.cumsum(-1)),
     "or": lambda begins: lower() | pairs(begins.cumsum(-1)),
     "unequal": lambda begins: lower() & ~pairs(begins.cumsum(-1)),
     "another bias": lambda begins: lower() & pairs(begins.cumsum(-1)) & begins[:, None, None, :],
@@ -195,7 +234,7 @@ NEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "keys hidden from some heads": lambda begins: lower() & begins.repeat(1, 4)[:, :20].view(2, 4, 1, S),
     "keys hidden in all rows by the first": lambda begins: lower().expand(2, 1, S, S) & begins[:1, None, None, :],
     "keys that are padding or seen": lambda begins: lower() | begins[:, None, None, :],
-    "padding without an order": lambda begins: begins[:, None, None, :].expand(2, 1, S, S),
+    "two of data": lambda begins: pairs(begins.cumsum(-1)) & begins[:, None, None, :],
     "keys hidden until later": _hidden_later,
     "a window that has a hole": lambda begins: windowed(4) & ~windowed(3).triu(-1).tril(-1) & pairs(begins.cumsum(-1)),
 }
@@ -249,13 +288,14 @@ def test_a_plan_for_a_gpu_has_no_mask_either() -> None:
 @given(st.data())
 def test_a_mask_is_a_window_if_and_only_if_every_element_says_so(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 7))
-    window = data.draw(st.integers(1, size))
-    mask = torch.ones(2, 1, size, size, dtype=torch.bool).tril() & torch.ones(size, size).triu(1 - window).bool()
+    window, ahead = data.draw(st.integers(1, size)), data.draw(st.integers(0, size - 1))
+    mask = torch.ones(2, 1, size, size, dtype=torch.bool).tril(ahead) & torch.ones(size, size).triu(1 - window).bool()
     for _ in range(data.draw(st.integers(0, 2))):
         place = tuple(data.draw(st.integers(0, n - 1)) for n in mask.shape)
         mask[place] = ~mask[place]
-    sizes = [w for w in range(1, size + 1) if all(
-        bool(part[0, row, col]) == (row - w < col <= row) for part in mask for row in range(size) for col in range(size)
+    sizes = [(w, a) for w in range(1, size + 1) for a in range(size) if all(
+        bool(part[0, row, col]) == (row - w < col <= row + a)
+        for part in mask for row in range(size) for col in range(size)
     )]  # fmt: skip
     if sizes:
         assert window_of(mask) == sizes[0]
@@ -269,7 +309,7 @@ def test_a_mask_is_a_window_if_and_only_if_every_element_says_so(data: st.DataOb
 @given(st.data())
 def test_the_operator_computes_what_torch_does_with_a_mask(data: st.DataObject) -> None:
     length, kv, group = (data.draw(st.integers(1, n)) for n in (20, 2, 3))
-    window = data.draw(st.integers(1, length + 1))
+    window, ahead = data.draw(st.integers(1, length + 1)), data.draw(st.sampled_from((0, 0, 1, 3, length)))
     hidden = data.draw(st.sampled_from((0.0, 0.3, 0.9)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     sizes = [(2, n, length, 4) for n in (kv * group, kv, kv)]
@@ -278,10 +318,10 @@ def test_the_operator_computes_what_torch_does_with_a_mask(data: st.DataObject) 
     bounds = document_bounds(begins.cumsum(-1)) if data.draw(st.booleans()) else None
     key_mask = torch.rand(2, 1, 1, length, generator=generator) >= hidden if hidden else None
     query, key, value = leaves
-    mask = visible(length, window, bounds, torch.device("cpu"), key_mask)
+    mask = visible(length, window, ahead, bounds, torch.device("cpu"), key_mask)
     key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
-    found = window_attention(*leaves, bounds, key_mask, window, 0.3)
+    found = window_attention(*leaves, bounds, key_mask, window, ahead, 0.3)
     grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     mine, theirs = (torch.autograd.grad(each, leaves, grad) for each in (found, expected))
     for one, other in zip((found, *mine), (expected, *theirs), strict=True):
@@ -290,11 +330,11 @@ def test_the_operator_computes_what_torch_does_with_a_mask(data: st.DataObject) 
 
 @pytest.mark.shows("H3")
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
-def test_bounds_of_documents(begins: list[bool], window: int) -> None:
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12), st.integers(0, 12))
+def test_bounds_of_documents(begins: list[bool], window: int, ahead: int) -> None:
     numbers = torch.tensor([begins]).cumsum(-1)
-    mask = visible(len(begins), window, document_bounds(numbers), torch.device("cpu"))
+    mask = visible(len(begins), window, ahead, document_bounds(numbers), torch.device("cpu"))
     for query in range(len(begins)):
         for key in range(len(begins)):
             same = numbers[0, query] == numbers[0, key]
-            assert bool(mask[0, 0, query, key]) == bool(same and query - window < key <= query)
+            assert bool(mask[0, 0, query, key]) == bool(same and query - window < key <= query + ahead)
