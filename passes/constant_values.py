@@ -118,7 +118,7 @@ def check_unwritten(sources: list[fx.Node], graphs: Iterable[fx.Graph]) -> None:
                     raise NotConstant(f"may be written to by {node.name}")
 
 
-_NAMES = "eq ne lt le gt ge and or xor invert getitem add radd sub rsub mul rmul neg"
+_NAMES = "eq ne lt le gt ge and or xor invert getitem add radd sub rsub mul rmul neg abs"
 _READING = {f"__{name}__" for name in _NAMES.split(" ")}
 """Methods that Dynamo calls by these names, and that write to nothing."""
 

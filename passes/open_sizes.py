@@ -7,7 +7,8 @@ computed at one that is larger than all numbers in what makes it, under these co
   compared or multiplied, and nothing counts from the end;
 - every tensor of whole numbers is ``c ± i ± j`` for indices ``i`` and ``j``, which is looked at when it is computed. A
   table of another form, such as numbers of chunks, is refused;
-- what is true or false compares such numbers with each other, and is combined element by element;
+- what is true or false compares such numbers with each other, or the distance ``|c ± i ± j|`` with a constant, and is
+  combined element by element;
 - nothing differs along more than two dimensions.
 
 Then an element of the mask depends on which sides of some lines the point (i, j) lies on, ``a·i + b·j = c`` where
@@ -38,6 +39,7 @@ _ELEMENTWISE = frozenset(
     )
 )
 """What is true or false after these depends on the same indices as before."""
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _ON_NUMBERS = frozenset(("add", "sub", "rsub", "neg", "cumsum", "cat", "view", "_unsafe_view", "repeat"))
 """Of these it is looked at what they give: numbers of the form above, or the same everywhere."""
 
@@ -106,6 +108,8 @@ def _constants(given: Any) -> int:
 
 def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | None:
     """What makes the result of an ATen operator depend on the size at which it was computed; None if nothing does."""
+    if name == "abs" and _is_table(args[0]):
+        return None  # a distance: nothing but a comparison takes it
     if name not in _ELEMENTWISE and name not in _ON_NUMBERS:
         return f"is computed by {name} with an open size"
     if name in ("slice", "select") and any(isinstance(each, int) and each < 0 for each in args[2:3]):
@@ -116,6 +120,8 @@ def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | Non
         return "is computed by arange with steps, with an open size"
     if name == "index" and not all(_is_table(each) and bool((each >= 0).all()) for each in args[1] if each is not None):
         return "is computed by index with an open size"
+    if name in _COMPARISONS and not _are_comparable(args):
+        return f"is computed by {name} with an open size, of a distance and what is no constant"
     if not isinstance(result, torch.Tensor) or not result.numel() or _is_uniform(result):
         return None
     if name in ("view", "_unsafe_view") and _long(args[0]) == _long(result):
@@ -140,6 +146,13 @@ def _varies(tensor: torch.Tensor, dim: int) -> bool:
 
 def _is_uniform(tensor: torch.Tensor) -> bool:
     return bool((tensor == tensor.flatten()[0]).all())
+
+
+def _are_comparable(operands: Sequence[Any]) -> bool:
+    """Whether none of them is a distance, or all others are constants."""
+    varying = [each for each in operands if isinstance(each, torch.Tensor) and each.numel() and not _is_uniform(each)]
+    whole = [each for each in varying if each.dtype != torch.bool and not each.is_floating_point()]
+    return len(varying) < 2 or all(map(_is_table, whole))
 
 
 def _is_table(numbers: torch.Tensor) -> bool:

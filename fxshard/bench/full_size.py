@@ -39,11 +39,11 @@ def modernbert() -> Made:
 
 def modernbert_padded() -> Made:
     """The same with rows padded to the longest, as batches mostly are: the shortest has a quarter of its tokens."""
-    model, inputs = modernbert()
-    sequences, length = inputs["input_ids"].shape
-    ends = length * torch.linspace(0.25, 1, sequences)
-    mask = (torch.arange(length)[None, :] < ends[:, None]).to(torch.int64)
-    return model, {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    model, _ = modernbert()
+    tokens = _text(model, 16, 1024)
+    ends = 1024 * torch.linspace(0.25, 1, 16)
+    mask = (torch.arange(1024)[None, :] < ends[:, None]).to(torch.int64)
+    return model, {**tokens, "attention_mask": mask, "labels": tokens["labels"].masked_fill(mask == 0, -100)}
 
 
 def deberta() -> Made:

@@ -103,6 +103,13 @@ def test_a_window_is_one_at_other_sizes() -> None:
     check_near(found)
 
 
+def test_a_window_around_each_query_is_one_at_any_size() -> None:
+    """As transformers writes it for encoders."""
+    found = captured(lambda n: (torch.arange(n)[:, None] - torch.arange(n)).abs() <= 40, windows=True)
+    assert [(each.window, each.ahead) for each in found.report.windows] == [(41, 40)]
+    check_near(found)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_documents_of_rows_of_any_length(window: int | None) -> None:
     """Where they begin is data; what is not limited by a window sees its whole document, however long."""
@@ -150,6 +157,14 @@ OTHERS: dict[str, tuple[Mask, str]] = {
         lambda n: causal(n) & (torch.arange(n)[None, :] // 64 == torch.arange(n)[:, None] // 64),
         "floor_divide",
     ),
+    "distances of two kinds": (
+        lambda n: causal(n) & ((torch.arange(n)[:, None] - torch.arange(n)).abs() <= torch.arange(n)),
+        "of a distance and what is no constant",
+    ),
+    "the distance of a distance": (
+        lambda n: causal(n) & (((torch.arange(n)[:, None] - torch.arange(n)).abs() - 3).abs() < 2),
+        "takes another form",
+    ),
     "sums": (lambda n: causal(n) & (torch.ones(n, dtype=torch.int64).sum() < 7), "sum"),
     "counted": (lambda n: causal(n) & ((torch.arange(n) > 50).cumsum(0) == 0), "takes another form"),
     "products": (lambda n: torch.arange(n)[None, :] * 9 <= torch.arange(n)[:, None] * 9, "mul"),
@@ -186,6 +201,9 @@ def masks(draw: st.DrawFn) -> Mask:
 
     def comparison() -> Mask:
         compare = draw(st.sampled_from((torch.le, torch.lt, torch.ge, torch.ne)))
+        if draw(st.integers(0, 2)) == 0:
+            one, other, limit = positions(0), positions(draw(st.integers(0, 1))), abs(draw(NUMBERS))
+            return lambda n: compare((one(n) - other(n)).abs(), limit)
         low, high = positions(draw(st.integers(0, 1))), positions(draw(st.integers(0, 1)))
         return lambda n: compare(low(n), high(n))
 

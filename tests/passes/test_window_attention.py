@@ -102,7 +102,7 @@ WINDOWS: dict[str, Callable[[], Tensor]] = {
     "for every sequence and head": lambda: windowed(3).expand(2, 4, S, S),
 }
 AROUND: dict[tuple[int | None, int | None], Callable[[], Tensor]] = {
-    (2, 1): lambda: (torch.arange(S)[:, None] - torch.arange(S)).abs() < 2,
+    (2, 1): lambda: abs(torch.arange(S)[:, None] - torch.arange(S)) < 2,
     (3, 1): lambda: torch.ones(S, S).tril(1).triu(-2).bool(),
     (1, 2): lambda: torch.zeros(S, S).masked_fill(~torch.ones(S, S).tril(2).triu().bool(), -INF),
     (None, 1): lambda: torch.ones(S, S, dtype=torch.bool).tril(1),
