@@ -5,6 +5,7 @@ Nodes carry marks meanwhile, so that what is cut has the order that it had.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> fx.
         env[node] = graph.node_copy(node)
     for node in _computing(forward.graph):
         env[node] = graph.node_copy(node, env.__getitem__)
-    named = {node.name: env[node] for node in env}  # both were cut from one graph: equal names are equal nodes
+    named = {node.name: node for node in env}  # both were cut from one graph: equal names are mostly equal nodes
     env.update({inside: env[outside] for inside, outside in saved.items()})
     # What layers share stands in the last of them, where backward needs it first.
     shared = _shared(forward.graph, backward.graph, saved)
@@ -46,7 +47,8 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> fx.
         return None
     for node in own:
         env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].meta[AGAIN] = named.get(node.name)
+        earlier = named.get(node.name)
+        env[node].meta[AGAIN] = env[earlier] if earlier is not None and _is_again(earlier, node) else None
         env[node].meta[BACKWARD] = True
         env[node].meta[SHARED] = node in shared
     gradients = fx.map_arg(backward.graph.output_node().args[0], env.__getitem__)
@@ -55,6 +57,18 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> fx.
     if None not in described_as:  # not where layers are checkpointed
         end.meta["desc"] = [*described_as[0][:outputs], *described_as[1]]
     return private.graph_module(forward, graph)
+
+
+def _is_again(earlier: fx.Node, node: fx.Node) -> bool:
+    """Whether what has the same name in forward is what backward computes.
+
+    Not so elements of results that torch unpacks after the cut, as it does around operators that may draw random
+    numbers in checkpointed layers: they are numbered in each graph by itself.
+    """
+    if earlier.target != node.target:
+        return False
+    sources = zip(earlier.all_input_nodes, node.all_input_nodes, strict=False)
+    return node.target is not operator.getitem or all(old.target == new.target for old, new in sources)
 
 
 def _shared(forward: fx.Graph, backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

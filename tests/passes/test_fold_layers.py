@@ -107,6 +107,12 @@ def bias_at_the_end(model: Stack, i: int, layer: nn.Module, x: Tensor, seen: lis
     return x + torch.tanh(x @ layer.weight) + layer.bias  # type: ignore[operator]
 
 
+def attended(layer: nn.Module, x: Tensor) -> Tensor:
+    """Attention, for which torch keeps the state of random numbers, dropout or none."""
+    heads = layer(x).view(1, x.shape[0], 2, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, torch.tanh(heads), heads).transpose(1, 2).reshape(x.shape)
+
+
 ALIKE = {
     "plain": lambda: Stack(plain),
     "the same number on each": lambda: with_multipliers(lambda i: 0.5),
@@ -115,6 +121,9 @@ ALIKE = {
     "all frozen but the head": lambda: frozen(*range(LAYERS)),
     "checkpointed": lambda: Stack(
         lambda model, i, layer, x, seen: x + checkpoint(lambda y: torch.tanh(layer(y)), x, use_reentrant=False)
+    ),
+    "checkpointed attention": lambda: Stack(
+        lambda model, i, layer, x, seen: x + checkpoint(attended, layer, x, use_reentrant=False)
     ),
     "dropout": lambda: Stack(lambda model, i, layer, x, seen: F.dropout(plain(model, i, layer, x, seen), 0.3)),
 }
@@ -219,7 +228,7 @@ def some(names: dict[str, Any], *always: str) -> list[Any]:
     return [name if name in always else thorough(name) for name in names]
 
 
-@pytest.mark.parametrize("name", some(ALIKE, "plain", "dropout"))
+@pytest.mark.parametrize("name", some(ALIKE, "plain", "dropout", "checkpointed attention"))
 def test_layers_that_compute_the_same_are_folded(name: str) -> None:
     assert folded(ALIKE[name](), (torch.randn(4, WIDTH),)) > 0
 
