@@ -183,6 +183,30 @@ def test_a_mask_of_ones_is_no_mask_unless_there_are_positions() -> None:
     assert apart != pytest.approx(theirs, rel=1e-4)
 
 
+PROBLEMS = {
+    "single_label_classification": (3, torch.tensor([0, 2])),
+    "multi_label_classification": (3, torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])),
+    "regression": (1, torch.tensor([0.5, -0.5])),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_classifier_is_one_graph_from_its_first_step(problem: str) -> None:
+    """Its kind of problem is written to its config by the first forward, and read by all."""
+    import transformers as hf
+
+    kinds, labels = PROBLEMS[problem]
+    config = hf.LlamaConfig(**SMALL | {"num_hidden_layers": 1, "pad_token_id": 0, "num_labels": kinds})
+    plain = hf.LlamaForSequenceClassification(config)
+    model = fxshard.compile(copy.deepcopy(plain), lowering="eager")
+    for _ in range(2):
+        loss = model(input_ids=TOKENS, labels=labels).loss
+        loss.backward()
+    torch.testing.assert_close(loss, plain(input_ids=TOKENS, labels=labels).loss)
+    assert model.report.compilations.captures == 1
+    assert model.config.problem_type == plain.config.problem_type == problem
+
+
 @pytest.mark.parametrize("configured", [False, thorough(True)])
 def test_outputs_of_layers_are_collected_in_one_graph(configured: bool) -> None:
     """By hooks that the model registers before the capture; asked for in a call, or by the configuration."""

@@ -8,6 +8,9 @@ them, autograd makes a zero gradient for each, and layers whose results leave th
 row is padded, which means the same as none. ``transformers`` looks at its values and leaves it out, but cannot where
 its forward is captured whole; and kernels that read a mask take three times as long as those for causal attention. So
 it is looked at here, ahead of the call. On a GPU the host waits for that, as it does in ``transformers``.
+
+**A classifier's kind of problem** is decided by its first forward with labels, and written to ``config.problem_type``:
+here it is ahead of the call, or the second step would compile another graph.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Calls:
 
     def keywords(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments to call the model with."""
+        _decide_problem(self._model, kwargs)
         return self._without_full_mask(args, _without_cache(self._model, args, kwargs))
 
     def _without_full_mask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +76,21 @@ def _without_cache(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     if said or not computes_loss or not (_takes(model, CACHE) or _passes_cache_on(model)):
         return dict(kwargs)
     return {**kwargs, CACHE: False}
+
+
+_CLASSIFIERS = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image", "Video", "Audio"))
+
+
+def _decide_problem(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """As the classifiers of ``transformers`` do when they are first given labels."""
+    config: Any = getattr(_base(model), "config", None)
+    labels = kwargs.get("labels")
+    named = type(_base(model)).__name__.endswith(_CLASSIFIERS) and _takes(model, "labels")
+    if not named or not isinstance(labels, torch.Tensor) or getattr(config, "problem_type", "") is not None:
+        return
+    whole = labels.dtype in (torch.long, torch.int)
+    several = "single_label_classification" if whole else "multi_label_classification"
+    config.problem_type = "regression" if config.num_labels == 1 else several
 
 
 def _takes(model: nn.Module, name: str) -> bool:
