@@ -19,7 +19,14 @@ from torch.fx.node import map_aggregate
 
 from fxshard._torch import private
 from fxshard.passes.calls import TRANSFORMED, value, written
-from fxshard.passes.open_sizes import computed_sizes, is_open_size, shape_at, why_not_everywhere
+from fxshard.passes.open_sizes import (
+    check_lines,
+    computed_sizes,
+    is_open_size,
+    line,
+    shape_at,
+    why_not_everywhere,
+)
 
 LARGEST = 2**28
 """Elements of the largest tensor that is computed."""
@@ -139,9 +146,10 @@ def _hides_writes(node: fx.Node) -> bool:
 
 
 class _OnlyExact(private.OperatorObserver):
-    def __init__(self, opened: bool) -> None:
+    def __init__(self, sizes: dict[fx.Node, int]) -> None:
         super().__init__()
-        self._open = opened
+        self._sizes = sizes
+        self._lines: list[int] = []
 
     def before(self, operator: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
         name = private.operator_name(operator) if isinstance(operator, torch._ops.OpOverload) else str(operator)
@@ -151,8 +159,9 @@ class _OnlyExact(private.OperatorObserver):
         def after(result: Any) -> None:
             if name in _EXACT_IF_WHOLE and result.is_floating_point():
                 raise NotConstant(f"is computed by {name} of floating-point numbers")
-            if self._open:
-                reason = why_not_everywhere(name, args, result)
+            if self._sizes:
+                self._lines.append(line(name, args, result))
+                reason = why_not_everywhere(name, args, result) or check_lines(self._lines, self._sizes)
                 if reason is not None:
                     raise NotConstant(reason)
 
@@ -162,7 +171,7 @@ class _OnlyExact(private.OperatorObserver):
 def _run(sources: list[fx.Node], sizes: dict[fx.Node, int]) -> torch.Tensor:
     last_user = {argument: node for node in sources for argument in node.all_input_nodes}
     values: dict[fx.Node, Any] = dict(sizes)
-    with private.as_a_compiler(), _OnlyExact(bool(sizes)):
+    with private.as_a_compiler(), _OnlyExact(sizes):
         for node in sources:
             if node in sizes:
                 continue

@@ -6,14 +6,16 @@ computed at one that is larger than all numbers in what makes it, under these co
 - sizes are lengths only: ends of ``arange``, sizes of new tensors, expansions and views, ends of slices. None is added,
   compared or multiplied, and nothing counts from the end;
 - every tensor of whole numbers is ``c ± i ± j`` for indices ``i`` and ``j``, which is looked at when it is computed. A
-  table of another form, such as numbers of chunks, is refused;
+  table of another form, such as numbers of chunks, is refused; so is one of less than 32 bits, in which the numbers of
+  a longer row would wrap around;
 - what is true or false compares such numbers with each other, or the distance ``|c ± i ± j|`` with a constant, and is
   combined element by element;
 - nothing differs along more than two dimensions.
 
 Then an element of the mask depends on which sides of some lines the point (i, j) lies on, ``a·i + b·j = c`` where
-``a`` and ``b`` are at most 2 and ``c`` is a sum of constants. Such lines meet below twice the sum of all constants, so
-that every case that there is at any size occurs there. A window of 1024 shows at 2,100 tokens, whatever was traced.
+``a`` and ``b`` are at most 2. Two such lines meet below twice the sum of their ``c``, so that every case that there is
+at any size occurs there. That is mostly less than twice the sum of all constants: a window of 1024 shows at 2,100
+tokens, whatever was traced. Constants may also be added to themselves: ``c`` of each line is looked at, too.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def computed_sizes(sources: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], str 
     for node in sources:
         if node not in opened and (reason := _other_use(node, opened)) is not None:
             return {}, reason
-    base = 2 * (8 + sum(_constants(source.args) + _constants(source.kwargs) for source in sources))
+    base = _size_for(sum(_constants(source.args) + _constants(source.kwargs) for source in sources))
     return {node: base + 5 * i for i, node in enumerate(opened)}, None  # different ones: a mask may not be square
 
 
@@ -65,6 +67,17 @@ def shape_at(tensor: torch.Tensor, sizes: dict[fx.Node, int]) -> tuple[int, ...]
     known = {str(node.meta["example_value"]): size for node, size in sizes.items()}
     shape = [known.get(size) if isinstance(size, str) else size for size in map(private.size_name, tensor.shape)]
     return None if None in shape else tuple(shape)  # type: ignore[arg-type]
+
+
+def check_lines(distances: Sequence[int], sizes: dict[fx.Node, int]) -> str | None:
+    """Why sizes do not say what there is where lines meet, of which these are the ``c``."""
+    if _size_for(sum(sorted(distances)[-2:])) > min(sizes.values()):
+        return f"compares positions with numbers that constants add up to, such as {max(distances)}, with an open size"
+    return None
+
+
+def _size_for(constants: int) -> int:
+    return 2 * (8 + constants)
 
 
 def _other_use(node: fx.Node, opened: Iterable[fx.Node]) -> str | None:
@@ -129,10 +142,26 @@ def why_not_everywhere(name: str, args: Sequence[Any], result: Any) -> str | Non
     if result.is_floating_point():
         known = (result == 0) | (result == 1) | (result == -torch.inf) | (result == torch.finfo(result.dtype).min)
         formed = name in _ELEMENTWISE and bool(known.all())
+    elif result.dtype == torch.bool:
+        formed = name in _ELEMENTWISE
     else:
-        formed = name in _ELEMENTWISE if result.dtype == torch.bool else _is_table(result)
+        formed = result.dtype in (torch.int32, torch.int64) and _is_table(result)
     formed = formed and sum(_varies(result, dim) for dim in range(result.dim())) <= 2
     return None if formed else f"is computed by {name} with an open size, and takes another form at each"
+
+
+def line(name: str, args: Sequence[Any], result: Any) -> int:
+    """``c`` of the lines at which the result of an ATen operator changes between true and false, at most."""
+    if name in ("tril", "triu"):
+        return abs(args[1]) if len(args) > 1 else 0
+    tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dtype != torch.bool and each.numel()]
+    if not isinstance(result, torch.Tensor) or result.dtype != torch.bool or not tensors:
+        return 0
+    numbers = [each for each in args if isinstance(each, int | float)]
+    first = [each for each in (*(each.flatten()[0].item() for each in tensors), *numbers) if abs(each) < 1e30]
+    if len(tensors) == len(first) == 2 and all(map(_is_table, tensors)):
+        return abs(int(first[0] - first[1]))
+    return sum(int(abs(each)) for each in first)
 
 
 def _long(tensor: torch.Tensor) -> list[int]:

@@ -242,6 +242,8 @@ def _make_window(node: fx.Node, seen: Range, masks: _Masks) -> fx.Node:
         raise Masked("is a range of keys, but queries, keys and values differ in more than their heads")
     if not all(each.dtype == expected.dtype for each in (q, k, v)):
         raise Masked("is a range of keys, but queries, keys and values differ in more than their heads")
+    if seen.data is not None and named_shape(mask)[0] != of_query[0]:
+        raise Masked(f"{_what(seen)} in one row for all sequences")
     if any(private.chooses_attention(other) for other in node.graph.nodes):
         raise Masked("is a range of keys, but the model chooses its kernels for attention itself")
     masks.check_reachable(mask, seen)

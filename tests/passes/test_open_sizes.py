@@ -52,6 +52,13 @@ def documents(n: int) -> Tensor:
     return causal(n) & same_document(torch.arange(n)[None].expand(2, -1))
 
 
+def doubled(number: int, times: int) -> Tensor:
+    found = torch.full((1,), number)
+    for _ in range(times):
+        found = found + found
+    return found
+
+
 CAUSAL: dict[str, Mask] = {
     "tril": lambda n: torch.ones(n, n, dtype=torch.bool).tril(),
     "positions": lambda n: causal(n).expand(2, 1, n, n),
@@ -164,6 +171,24 @@ OTHERS: dict[str, tuple[Mask, str]] = {
     "the distance of a distance": (
         lambda n: causal(n) & (((torch.arange(n)[:, None] - torch.arange(n)).abs() - 3).abs() < 2),
         "takes another form",
+    ),
+    "counted in eight bits": (
+        lambda n: torch.arange(n).to(torch.int8)[None, :] <= torch.arange(n).to(torch.int8)[:, None],
+        "takes another form",
+    ),
+    "a constant that is doubled": (
+        lambda n: causal(n) & (torch.arange(n) < doubled(30, 6)),
+        "numbers that constants add up to, such as 1920",
+    ),
+    "a distance from a constant that is doubled": (
+        lambda n: causal(n) & ((torch.arange(n)[:, None] - torch.arange(n)).abs() <= doubled(30, 6)),
+        "numbers that constants add up to",
+    ),
+    "a constant many times": (
+        lambda n: (
+            causal(n) & (torch.arange(n) < torch.add(torch.zeros(1), torch.full((1,), 100.0), alpha=100).to(torch.int64))
+        ),
+        "numbers that constants add up to",
     ),
     "sums": (lambda n: causal(n) & (torch.ones(n, dtype=torch.int64).sum() < 7), "sum"),
     "counted": (lambda n: causal(n) & ((torch.arange(n) > 50).cumsum(0) == 0), "takes another form"),

@@ -140,9 +140,9 @@ def attend(mask: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda q, k, v, begins: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(begins))
 
 
-def pairs(numbers: Tensor) -> Tensor:
+def pairs(numbers: Tensor, rows: int = 2) -> Tensor:
     """Which tokens have the same number, as transformers writes it."""
-    batch, at = torch.arange(2)[:, None, None, None], torch.arange(S)
+    batch, at = torch.arange(rows)[:, None, None, None], torch.arange(S)
     return numbers[batch, at[None, None, :, None]] == numbers[batch, at[None, None, None, :]]
 
 
@@ -233,6 +233,8 @@ NEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "queries that are hidden": lambda begins: lower() & begins[:, None, :, None],
     "keys hidden from some heads": lambda begins: lower() & begins.repeat(1, 4)[:, :20].view(2, 4, 1, S),
     "keys hidden in all rows by the first": lambda begins: lower().expand(2, 1, S, S) & begins[:1, None, None, :],
+    "one row for all sequences": lambda begins: lower() & begins[:1, None, None, :],
+    "documents of one row for all sequences": lambda begins: lower() & pairs(begins[:1].cumsum(-1), rows=1),
     "keys that are padding or seen": lambda begins: lower() | begins[:, None, None, :],
     "two of data": lambda begins: pairs(begins.cumsum(-1)) & begins[:, None, None, :],
     "keys hidden until later": _hidden_later,
