@@ -82,15 +82,19 @@ _CLASSIFIERS = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image"
 
 
 def _decide_problem(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """As the classifiers of ``transformers`` do when they are first given labels."""
+    """As the classifiers of ``transformers`` do when they are first given labels, where all of them agree.
+
+    What several numbers for each row mean they do not agree about: for DeBERTa's, they are probabilities.
+    """
     config: Any = getattr(_base(model), "config", None)
     labels = kwargs.get("labels")
     named = type(_base(model)).__name__.endswith(_CLASSIFIERS) and _takes(model, "labels")
     if not named or not isinstance(labels, torch.Tensor) or getattr(config, "problem_type", "") is not None:
         return
-    whole = labels.dtype in (torch.long, torch.int)
-    several = "single_label_classification" if whole else "multi_label_classification"
-    config.problem_type = "regression" if config.num_labels == 1 else several
+    if config.num_labels == 1 and labels.is_floating_point():
+        config.problem_type = "regression"
+    elif config.num_labels > 1 and labels.dtype in (torch.long, torch.int) and labels.dim() == 1:
+        config.problem_type = "single_label_classification"
 
 
 def _takes(model: nn.Module, name: str) -> bool:

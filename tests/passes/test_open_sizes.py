@@ -185,9 +185,7 @@ OTHERS: dict[str, tuple[Mask, str]] = {
         "numbers that constants add up to",
     ),
     "a constant many times": (
-        lambda n: (
-            causal(n) & (torch.arange(n) < torch.add(torch.zeros(1), torch.full((1,), 100.0), alpha=100).to(torch.int64))
-        ),
+        lambda n: causal(n) & (torch.arange(n) < torch.add(torch.full((1,), 0), torch.full((1,), 100), alpha=100)),
         "numbers that constants add up to",
     ),
     "sums": (lambda n: causal(n) & (torch.ones(n, dtype=torch.int64).sum() < 7), "sum"),
