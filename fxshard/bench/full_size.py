@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxshard.bench.target import transformers
-from fxshard.bench.workloads import Inputs
+from fxshard.bench.workloads import Inputs, with_padding
 
 Made = tuple[nn.Module, Inputs]
 
@@ -40,10 +40,7 @@ def modernbert() -> Made:
 def modernbert_padded() -> Made:
     """The same with rows padded to the longest, as batches mostly are: the shortest has a quarter of its tokens."""
     model, _ = modernbert()
-    tokens = _text(model, 16, 1024)
-    ends = 1024 * torch.linspace(0.25, 1, 16)
-    mask = (torch.arange(1024)[None, :] < ends[:, None]).to(torch.int64)
-    return model, {**tokens, "attention_mask": mask, "labels": tokens["labels"].masked_fill(mask == 0, -100)}
+    return model, with_padding(_text(model, 16, 1024), 0.25)
 
 
 def deberta() -> Made:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fxshard import quantize_frozen
 from fxshard.bench import hugging_face
-from fxshard.bench.workloads import SIZES, Inputs
+from fxshard.bench.workloads import SIZES, Inputs, with_padding
 
 DOCUMENTS = 16
 """In a packed row."""
@@ -57,10 +57,7 @@ def full_mask() -> tuple[nn.Module, Inputs]:
 def padded() -> tuple[nn.Module, Inputs]:
     """A Llama whose rows are padded to the longest: the shortest of four has half of its tokens."""
     model, inputs = _built("llama")
-    batch, length = inputs["input_ids"].shape
-    ends = length * torch.linspace(0.5, 1, batch)
-    mask = (torch.arange(length)[None, :] < ends[:, None]).to(torch.int64)
-    return model, {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    return model, with_padding(inputs, 0.5)
 
 
 def llama_8b() -> tuple[nn.Module, Inputs]:

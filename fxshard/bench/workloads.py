@@ -97,6 +97,14 @@ class Workload:
         return model, {"input_ids": tokens, "labels": tokens} if named else (tokens, targets)
 
 
+def with_padding(inputs: Mapping[str, torch.Tensor], shortest: float) -> dict[str, torch.Tensor]:
+    """A batch of text whose rows are padded to the longest: the shortest has that share of its tokens."""
+    rows, length = inputs["input_ids"].shape
+    ends = length * torch.linspace(shortest, 1, rows)
+    mask = (torch.arange(length)[None, :] < ends[:, None]).to(torch.int64)
+    return {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+
+
 def of_length(inputs: Inputs, length: int) -> Inputs:
     """The first tokens of each sequence of a batch."""
     given = list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)

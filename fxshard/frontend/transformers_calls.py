@@ -84,7 +84,8 @@ _CLASSIFIERS = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image"
 def _decide_problem(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """As the classifiers of ``transformers`` do when they are first given labels, where all of them agree.
 
-    What several numbers for each row mean they do not agree about: for DeBERTa's, they are probabilities.
+    What several numbers for each row mean they do not agree about: for DeBERTa's, they are probabilities. Nor about
+    labels below zero: DeBERTa's ignore all of them, the others -100; here DeBERTa's do as the others.
     """
     config: Any = getattr(_base(model), "config", None)
     labels = kwargs.get("labels")

@@ -157,7 +157,7 @@ window_attention_backward = define(
     "Tensor? bounds, Tensor? key_mask, int window, int ahead, float scale) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
-    flops=lambda grad, query, *others, **_: 2 * 5 * _seen(query, *others[6:8]),
+    flops=lambda grad, query, *others, **_: 10 * _seen(query, *others[6:8]),
     compiled_ahead=True,
 )
 
@@ -179,7 +179,7 @@ window_attention_forward = define(
     _fake_forward,
     backward=_autograd,
     setup_context=_setup,
-    flops=lambda query, key, value, bounds, key_mask, *range, **_: 2 * 2 * _seen(query, *range[:2]),
+    flops=lambda query, key, value, bounds, key_mask, window, ahead, *_, **__: 4 * _seen(query, window, ahead),
     compiled_ahead=True,
 )
 
